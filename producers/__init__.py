@@ -1,0 +1,1 @@
+"""An engine, environments, and the loop that turns prompts into rollouts on the stream."""

@@ -1,0 +1,1 @@
+"""Engines that sample rollouts. The only place that imports vLLM."""

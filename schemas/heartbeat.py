@@ -1,0 +1,33 @@
+"""What a producer says of itself, every few seconds, under a key that expires when it stops."""
+
+import msgspec
+
+from schemas.rollout import EngineFingerprint
+
+HEARTBEAT_TTL_S = 15
+
+
+class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    claimed_s: float
+    attempt: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    producer_id: str
+    host: str
+    pid: int
+    policy_version: int
+    in_flight: tuple[InFlight, ...]
+    tokens_per_s: float
+    num_tokens_generated: int
+    num_groups_appended: int
+    num_weight_loads_failed: int
+    metrics_port: int
+    fingerprint: EngineFingerprint
+    sent_s: float
+    last_error: str = ""
+
+
+encode_heartbeat = msgspec.json.Encoder().encode
+decode_heartbeat = msgspec.json.Decoder(Heartbeat).decode

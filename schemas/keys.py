@@ -1,0 +1,79 @@
+"""Every Redis name of a run. One hash tag per run keeps its keys in one slot of a cluster."""
+
+import re
+
+PRODUCERS_GROUP = "producers"
+"""The consumer group of the prompts and evaluations streams."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class Keys:
+    """The keys of run `run`.
+
+    Raises:
+        ValueError: the name holds a character other than letters, digits, `.`, `_` and `-`.
+    """
+
+    def __init__(self, run: str) -> None:
+        if not _RUN_NAME.fullmatch(run):
+            raise ValueError(f"run name {run!r}: expected letters, digits, '.', '_' and '-' only")
+        self.run = run
+        tag = "{" + run + "}"
+        self.prompts = f"{tag}:prompts"
+        """Stream: the releases not yet appended (`index`, `version`)."""
+        self.rollouts = f"{tag}:rollouts"
+        """Stream: one entry per group (`index`, `kind`, `payload`)."""
+        self.evaluations = f"{tag}:evaluations"
+        """Stream: evaluation prompts, entry id `<version>-<n>`."""
+        self.evaluation_results = f"{tag}:evaluation_results"
+        """Stream: evaluation groups (`evaluation`, `kind`, `payload`)."""
+        self.policy = f"{tag}:policy"
+        """Stream: weight manifests, the last few; the newest is the current policy."""
+        self.commit = f"{tag}:commit"
+        """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
+        self.dead = f"{tag}:dead"
+        """Stream: dead letters (`index`, `reason`, `payload`)."""
+        self.dead_index = f"{tag}:dead_index"
+        """Hash: index to dead-letter entry id."""
+        self._producer_prefix = f"{tag}:producers:"
+
+    def producer(self, producer_id: str) -> str:
+        """String with a time to live: the producer's heartbeat."""
+        return self._producer_prefix + producer_id
+
+    @property
+    def producer_pattern(self) -> str:
+        """SCAN pattern of every heartbeat of this run."""
+        return re.sub(r"([\[\]*?\\])", r"\\\1", self._producer_prefix) + "*"
+
+
+class Field:
+    """Field names of stream entries and of the commit hash."""
+
+    INDEX = b"index"
+    KIND = b"kind"
+    PAYLOAD = b"payload"
+    REASON = b"reason"
+    VERSION = b"version"
+    EVALUATION = b"evaluation"
+    MANIFEST = b"manifest"
+
+
+class Kind:
+    """What a rollout-stream entry is."""
+
+    GROUP = b"group"
+    DEAD = b"dead"
+
+
+class Commit:
+    """Fields of the commit hash. `fork:<epoch>` and `announced:<epoch>` are one field per epoch."""
+
+    EPOCH = b"epoch"
+    RELEASED = b"released"
+    VERSION = b"policy_version"
+    CHECKPOINT = b"checkpoint"
+    FINISHED = b"finished"
+    FORK = b"fork:"
+    ANNOUNCED = b"announced:"

@@ -1,0 +1,37 @@
+"""What a model is asked, and what its answer was worth."""
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of a conversation, in the roles of the model's chat template."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A task as an environment poses it: exactly one of `text` and `messages`.
+
+    `text` is tokenized as it stands; `messages` go through the tokenizer's chat template with a generation prompt.
+    `answer` and `metadata` are for the reward and for readers of the record; the model never sees them.
+
+    >>> Prompt(text="12+34=", answer="46")
+    >>> Prompt(messages=(Message(role="user", content="What is 12+34?"),), answer="46")
+    """
+
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    answer: str = ""
+    metadata: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError(f"Prompt: exactly one of text and messages is expected, got {self.text=}, {self.messages=}")
+
+
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """A scalar reward and, for readers, what it is made of."""
+
+    value: float
+    parts: dict[str, float] = {}
