@@ -270,8 +270,8 @@ def _check(config: RunConfig, file: Path) -> None:
     sampling = config.sampling
     if sampling.top_k not in (0, -1) or sampling.top_p != 1.0:
         raise ConfigError(
-            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: the trainer cannot reproduce "
-            "these logprobs; expected top_k = 0 and top_p = 1.0"
+            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: the trainer cannot "
+            "reproduce these logprobs; expected top_k = 0 and top_p = 1.0"
         )
     if sampling.temperature < 0:
         raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more")
@@ -280,7 +280,8 @@ def _check(config: RunConfig, file: Path) -> None:
     if config.engine.logprobs_mode != "processed_logprobs" and sampling.temperature != 1.0:
         raise ConfigError(
             f"{file}: engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.temperature = "
-            f"{sampling.temperature}: raw logprobs are not those of the sampled distribution; expected 'processed_logprobs'"
+            f"{sampling.temperature}: raw logprobs are not those of the sampled distribution; "
+            "expected 'processed_logprobs'"
         )
     for name in ("environment", "objective", "reward"):
         plug = getattr(config, name)
@@ -288,6 +289,6 @@ def _check(config: RunConfig, file: Path) -> None:
             raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
     if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
         raise ConfigError(
-            f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than claim_idle_s = "
-            f"{config.producers.claim_idle_s}"
+            f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
+            f"claim_idle_s = {config.producers.claim_idle_s}"
         )

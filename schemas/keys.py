@@ -56,6 +56,8 @@ class Field:
     PAYLOAD = b"payload"
     REASON = b"reason"
     VERSION = b"version"
+    ATTEMPT = b"attempt"
+    """Of a prompt that was handed back: the attempts it had before; absent from a fresh release."""
     EVALUATION = b"evaluation"
     MANIFEST = b"manifest"
 

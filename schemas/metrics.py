@@ -23,7 +23,9 @@ class ProducerMetric:
     POLICY_VERSION = Metric("penstock_producer_policy_version", "Policy version held by the engine")
     POLICY_BEHIND = Metric("penstock_producer_policy_behind_steps", "Announced version minus the version held")
     PAUSE = Metric("penstock_weight_pause_seconds", "Time without sampling per weight update", (), PAUSE_BUCKETS)
-    PREFETCH = Metric("penstock_weight_prefetch_seconds", "Time to read and verify weights while sampling", (), PAUSE_BUCKETS)
+    PREFETCH = Metric(
+        "penstock_weight_prefetch_seconds", "Time to read and verify weights while sampling", (), PAUSE_BUCKETS
+    )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights loaded")
     WEIGHT_LOADS = Metric("penstock_weight_loads_total", "Weight updates by result", ("result",))
     STREAM_ERRORS = Metric("penstock_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
@@ -36,7 +38,9 @@ class TrainerMetric:
     TOKENS_MASKED = Metric("penstock_tokens_masked_total", "Sampled tokens masked, by reason", ("reason",))
     GROUPS_SETTLED = Metric("penstock_groups_settled_total", "Released indexes settled, by outcome", ("outcome",))
     GROUPS_RELEASED = Metric("penstock_groups_released_total", "Indexes released for the first time")
-    GROUPS_RELEASED_AGAIN = Metric("penstock_groups_released_again_total", "Indexes released again, by reason", ("reason",))
+    GROUPS_RELEASED_AGAIN = Metric(
+        "penstock_groups_released_again_total", "Indexes released again, by reason", ("reason",)
+    )
     DUPLICATES = Metric("penstock_duplicates_dropped_total", "Groups dropped since their index was settled or in hand")
     POLICY_VERSION = Metric("penstock_policy_version", "The trainer's policy version")
     UPDATES = Metric("penstock_updates_total", "Batches consumed")
@@ -45,10 +49,14 @@ class TrainerMetric:
     ACCURACY = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts")
     ENTROPY = Metric("penstock_entropy_nats", "Mean token entropy of the current policy")
     KL = Metric("penstock_rollout_correction_kl", "Mean of behavior minus proximal logprob")
-    K3_KL = Metric("penstock_rollout_correction_k3_kl", "k3 estimate of the KL divergence of behavior and proximal policy")
+    K3_KL = Metric(
+        "penstock_rollout_correction_k3_kl", "k3 estimate of the KL divergence of behavior and proximal policy"
+    )
     CHI2 = Metric("penstock_rollout_correction_chi2_token", "Token chi-square of behavior and proximal policy")
     ESS = Metric("penstock_ess_fraction", "Effective sample size over tokens, from weights before truncation")
-    CLIPPED = Metric("penstock_rollout_correction_clipped_frac", "Share of tokens whose importance weight was truncated or masked")
+    CLIPPED = Metric(
+        "penstock_rollout_correction_clipped_frac", "Share of tokens whose importance weight was truncated or masked"
+    )
     POLICY_CLIPPED = Metric("penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped")
     GRAD_NORM = Metric("penstock_gradient_norm", "Gradient norm before clipping")
     LOSS = Metric("penstock_loss", "Loss of the last batch")
@@ -57,5 +65,7 @@ class TrainerMetric:
     PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended")
     STEP_SECONDS = Metric("penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS)
     WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published")
-    CHECKPOINT_SECONDS = Metric("penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS)
+    CHECKPOINT_SECONDS = Metric(
+        "penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS
+    )
     STREAM_ERRORS = Metric("penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",))

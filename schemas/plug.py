@@ -66,5 +66,3 @@ def check_protocol(built: object, protocol: type, field: str, path: str) -> None
 
 def _show(protocol: type, name: str, function: Any) -> str:
     return f"{protocol.__name__}.{name}{inspect.signature(function)}"
-
-

@@ -27,7 +27,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
-            raise ValueError(f"Prompt: exactly one of text and messages is expected, got {self.text=}, {self.messages=}")
+            raise ValueError(
+                f"Prompt: exactly one of text and messages is expected, got {self.text=}, {self.messages=}"
+            )
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,9 @@ MAX_ENTRY_BYTES = 4 * 1024 * 1024
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 if sys.byteorder != "little" or array("i").itemsize != 4:
-    raise ImportError("schemas.rollout packs numbers as little-endian 4-byte values; this platform is not little-endian")
+    raise ImportError(
+        "schemas.rollout packs numbers as little-endian 4-byte values; this platform is not little-endian"
+    )
 
 
 class RecordError(ValueError):
@@ -143,11 +145,11 @@ def pack_floats(values: Sequence[float]) -> bytes:
     return array("f", values).tobytes()
 
 
-def unpack_ids(data: bytes) -> array:
+def unpack_ids(data: bytes) -> "array[int]":
     return array("i", data)
 
 
-def unpack_floats(data: bytes) -> array:
+def unpack_floats(data: bytes) -> "array[float]":
     return array("f", data)
 
 
@@ -209,7 +211,8 @@ def _check_segment(segment: Segment, where: str) -> None:
     covered = _check_runs(segment.loss_mask, num_tokens, f"{where}.loss_mask")
     if covered != num_sampled:
         raise RecordError(
-            f"{where}: loss_mask covers {covered} tokens but behavior_logprobs holds {num_sampled}; expected equal lengths"
+            f"{where}: loss_mask covers {covered} tokens but behavior_logprobs holds {num_sampled}; "
+            "expected equal lengths"
         )
     runs = tuple((span.start, span.end) for span in segment.version_spans)
     _check_runs(runs, num_tokens, f"{where}.version_spans")

@@ -1,0 +1,117 @@
+"""A producer without an engine, in a thread: claims prompts and appends groups at once."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import redis
+import wire_examples
+
+from schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from schemas.policy import WeightManifest
+from schemas.prompt import Reward
+from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
+
+
+def make_group(index: int, version: int, *, rewards=(0.0, 1.0), evaluation_id: str | None = None) -> RolloutGroup:
+    """A group of single-turn rollouts of 3 context and 3 sampled tokens, all sampled by `version`."""
+    rollouts = tuple(
+        Rollout(
+            segments=(
+                Segment(
+                    token_ids=pack_ids([11, 12, 13, 21, 22, 2]),
+                    behavior_logprobs=pack_floats([-0.5, -1.25, -0.0625]),
+                    loss_mask=((3, 6),),
+                    version_spans=(VersionSpan(version, 3, 6),),
+                ),
+            ),
+            reward=Reward(value=reward),
+        )
+        for reward in rewards
+    )
+    group = wire_examples.group(index)
+    return msgspec.structs.replace(
+        group, rollouts=rollouts, evaluation_id=evaluation_id, sampling=wire_examples.AT_TEMPERATURE_1
+    )
+
+
+class MiniProducer(threading.Thread):
+    """Answers every prompt and evaluation until `stop` is set or the run is finished.
+
+    `answer(index, version)` returns the fields of the rollout entry; the default is a group of rewards 0 and 1.
+    """
+
+    def __init__(self, url: str, run: str, answer: Callable[[int, int], dict] | None = None) -> None:
+        super().__init__(daemon=True)
+        self.client = redis.Redis.from_url(url, protocol=2)
+        self.keys = Keys(run)
+        self.stop = threading.Event()
+        self.answer = answer or group_fields
+        self.num_answered = 0
+        self.problem: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._wait_until_ready()
+            for stream in (self.keys.prompts, self.keys.evaluations):
+                self._create_group(stream)
+                # What a producer before this one claimed and never answered; answering twice is harmless.
+                self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
+            while not self.stop.is_set() and not self.client.hget(self.keys.commit, "finished"):
+                self._serve_once()
+        except redis.RedisError as error:
+            self.problem = error
+
+    def _wait_until_ready(self) -> None:
+        while not self.stop.is_set():
+            try:
+                self.client.ping()
+                return
+            except redis.ConnectionError:
+                time.sleep(0.01)
+
+    def _create_group(self, stream: str) -> None:
+        try:
+            self.client.xgroup_create(stream, PRODUCERS_GROUP, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def _serve_once(self) -> None:
+        reply = self.client.xreadgroup(
+            PRODUCERS_GROUP, "mini", {self.keys.evaluations: ">", self.keys.prompts: ">"}, count=8, block=20
+        )
+        for stream, entries in reply or []:
+            self._serve(stream.decode(), entries)
+
+    def _serve(self, stream: str, entries: list) -> None:
+        for entry_id, fields in entries:
+            newest = self.client.xrevrange(self.keys.policy, count=1)
+            version = msgspec.json.decode(newest[0][1][Field.MANIFEST], type=WeightManifest).version
+            pipeline = self.client.pipeline(transaction=True)
+            if stream == self.keys.prompts:
+                pipeline.xadd(self.keys.rollouts, self.answer(int(fields[Field.INDEX]), version))
+                self.num_answered += 1
+            else:
+                payload = encode_group(make_group(0, version, rewards=(1.0,), evaluation_id=entry_id.decode()))
+                pipeline.xadd(
+                    self.keys.evaluation_results,
+                    {Field.EVALUATION: entry_id, Field.KIND: Kind.GROUP, Field.PAYLOAD: payload},
+                )
+            pipeline.xack(stream, PRODUCERS_GROUP, entry_id)
+            pipeline.xdel(stream, entry_id)
+            pipeline.execute()
+
+
+def group_fields(index: int, version: int, **changes) -> dict:
+    """The fields of a rollout entry that holds `make_group(index, version)`."""
+    return {
+        Field.INDEX: str(index),
+        Field.KIND: Kind.GROUP,
+        Field.PAYLOAD: encode_group(make_group(index, version, **changes)),
+    }
+
+
+def dead_fields(index: int, reason: str) -> dict:
+    return {Field.INDEX: str(index), Field.KIND: Kind.DEAD, Field.REASON: reason}

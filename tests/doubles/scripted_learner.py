@@ -1,0 +1,59 @@
+"""A learner without a model: it notes what it was given. For tests of the protocol around it."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from consumers.batch import Batch
+from consumers.learner import NOTHING_TO_TRAIN, StepReport
+from schemas.config import RunConfig
+
+
+class ScriptedLearner:
+    """Counts steps; its one weight is the number of steps taken.
+
+    `trained` is the list of indexes in the order they were trained: it is saved and loaded with the model, so after a
+    resume it holds what the saved policy has seen. `fail_at` maps a step to the reason of a skipped step, or to an
+    exception to raise in place of a crash.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.num_steps = 0
+        self.trained: list[int] = []
+        self.lags: list[dict[int, int]] = []
+        self.fail_at: dict[int, str | BaseException] = {}
+
+    def step(self, batch: Batch) -> StepReport:
+        failure = self.fail_at.pop(self.num_steps, None)
+        if isinstance(failure, BaseException):
+            raise failure
+        skipped = failure or (None if batch.num_tokens_trained else NOTHING_TO_TRAIN)
+        if skipped is None:
+            self.num_steps += 1
+            self.trained += batch.indexes
+            self.lags.append(batch.lag_histogram)
+        return StepReport(
+            metrics={"reward": batch.reward_mean, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
+            lag_histogram=batch.lag_histogram,
+            num_tokens_trained=batch.num_tokens_trained,
+            num_tokens_masked_lag=batch.num_tokens_masked_lag,
+            skipped_reason=skipped,
+        )
+
+    def published_weights(self) -> dict[str, torch.Tensor]:
+        return {"steps": torch.tensor([float(self.num_steps)])}
+
+    def state_dict(self) -> dict:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_steps = state["num_steps"]
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "trained.json").write_text(json.dumps(self.trained))
+
+    def load_model(self, folder: Path) -> None:
+        self.trained = json.loads((folder / "trained.json").read_text())

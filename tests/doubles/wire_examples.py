@@ -1,0 +1,70 @@
+"""The group whose encodings are kept as golden payloads: two siblings, the second of two turns."""
+
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import (
+    EngineFingerprint,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    Timings,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
+
+FINGERPRINT = EngineFingerprint(
+    engine="vllm",
+    version="0.32.0",
+    model="Qwen3ForCausalLM",
+    dtype="float32",
+    head_dtype="float32",
+    logprobs_mode="processed_logprobs",
+    prefix_caching=False,
+    async_scheduling=False,
+    other={"max_num_seqs": "64"},
+)
+
+
+def single_turn() -> Rollout:
+    return Rollout(
+        segments=(
+            Segment(
+                token_ids=pack_ids([11, 12, 13, 21, 22, 2]),
+                behavior_logprobs=pack_floats([-0.5, -1.25, -0.0625]),
+                loss_mask=((3, 6),),
+                version_spans=(VersionSpan(7, 3, 5), VersionSpan(8, 5, 6)),
+            ),
+        ),
+        reward=Reward(value=1.0, parts={"exact": 1.0}),
+    )
+
+
+def two_turns() -> Rollout:
+    return Rollout(
+        segments=(
+            Segment(
+                token_ids=pack_ids([11, 12, 13, 21, 22, 31, 32, 41, 42]),
+                behavior_logprobs=pack_floats([-0.5, -0.25, -2.0, -0.125]),
+                loss_mask=((3, 5), (7, 9)),
+                version_spans=(VersionSpan(7, 3, 5), VersionSpan(7, 7, 8), VersionSpan(8, 8, 9)),
+                finish_reason="length",
+            ),
+        ),
+        reward=Reward(value=0.0),
+    )
+
+
+def group(index: int = 41) -> RolloutGroup:
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="12+34=", answer="46", metadata={"width": "2"}),
+        rollouts=(single_turn(), two_turns()),
+        producer_id="producer-0",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(temperature=0.7, max_tokens=16),
+        timings=Timings(claimed_s=1.5, generated_s=2.5, appended_s=2.75),
+    )
+
+
+AT_TEMPERATURE_1 = SamplingSettings(temperature=1.0, max_tokens=16)

@@ -1,0 +1,138 @@
+"""A run file is checked once; what is wrong with it is said with path, value and expectation."""
+
+import sys
+import types
+
+import pytest
+
+from schemas.config import ConfigError, Plug, load_config
+from schemas.plug import construct
+
+MINIMAL = """
+name = "run-1"
+[model]
+path = "some/model"
+[environment]
+path = "pkg.mod:Env"
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_a_minimal_file_gets_every_default(run_file):
+    config = load_config(run_file)
+    assert config.engine.logprobs_mode == "processed_logprobs"
+    assert config.engine.prefix_caching is False
+    assert config.credit == (config.max_lag + 1) * config.groups_per_step
+
+
+def test_synchronous_mode_is_a_lag_bound_of_zero(run_file):
+    config = load_config(run_file, ["mode=synchronous", "max_lag=4", "groups_per_step=10"])
+    assert (config.lag_bound, config.credit) == (0, 10)
+
+
+def test_overrides_take_toml_values_and_bare_words(run_file):
+    config = load_config(run_file, ["trainer.learning_rate=3e-4", "name=other", "environment.kwargs.width=3"])
+    assert config.trainer.learning_rate == 3e-4
+    assert config.name == "other"
+    assert config.environment.kwargs == {"width": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=fast", r"trainer.learning_rate = 'fast': Expected `float`, got `str`"),
+        ("trainer.learning_rate=-1.0", r"trainer.learning_rate = -1.0: Expected `float` > 0"),
+        ("trainer.lr=1.0", r"trainer.lr: unknown field"),
+        ("colour=1", r"colour: unknown field"),
+        ("sampling.min_p=0.1", r"sampling.min_p: unknown field"),
+        ("sampling.top_p=0.9", r"sampling.top_p = 0.9: the trainer cannot reproduce"),
+        ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
+        ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
+        ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` <= 1"),
+        ("mode=serial", r"mode = 'serial': Invalid enum value 'serial'"),
+        ("name=a/b", r"run name 'a/b': expected letters, digits"),
+        ("environment.path=nonsense", r"environment.path = 'nonsense': expected package.module:Name"),
+        ("correction.threshold=0.5", r"correction.threshold = 0.5: Expected `float` >= 1"),
+        ("producers.claim_refresh_s=40.0", r"claim_refresh_s = 40.0: expected less than claim_idle_s"),
+        ("seed", r"override 'seed': expected dotted.path=value"),
+        ("name.first=1", r"name is a value, not a table"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(run_file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, [override])
+
+
+def test_raw_logprobs_with_a_temperature_are_refused(run_file):
+    with pytest.raises(ConfigError, match="raw logprobs are not those of the sampled distribution"):
+        load_config(run_file, ["engine.logprobs_mode=raw_logprobs", "sampling.temperature=0.7"])
+
+
+def test_a_missing_required_field_is_named(run_file):
+    run_file.write_text("name = 'x'\n[environment]\npath='a:b'\n")
+    with pytest.raises(ConfigError, match="model: missing field"):
+        load_config(run_file)
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_named(run_file, tmp_path):
+    with pytest.raises(ConfigError, match=r"absent.toml: no such file"):
+        load_config(tmp_path / "absent.toml")
+    run_file.write_text("name = ")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(run_file)
+
+
+class Greeter:
+    def __init__(self, greeting: str, seed: int) -> None:
+        if not greeting:
+            raise ValueError("greeting = '': expected text")
+        self.greeting = greeting
+
+    def greet(self, name: str) -> str:
+        return self.greeting + name
+
+
+class GreeterProtocol:
+    def greet(self, name: str) -> str: ...
+
+
+class LouderProtocol:
+    def greet(self, name: str, volume: int) -> str: ...
+
+
+def plug(path: str = "lab:Greeter", **kwargs) -> Plug:
+    return Plug(path=path, kwargs=kwargs)
+
+
+@pytest.fixture
+def lab(monkeypatch):
+    """An importable module `lab` that holds `Greeter`."""
+    module = types.ModuleType("lab")
+    module.Greeter = Greeter
+    monkeypatch.setitem(sys.modules, "lab", module)
+
+
+def test_a_plug_is_built_with_its_arguments_and_the_context(lab):
+    built = construct(plug(greeting="hi "), "environment", GreeterProtocol, seed=1)
+    assert built.greet("you") == "hi you"
+
+
+@pytest.mark.parametrize(
+    ("a_plug", "protocol", "message"),
+    [
+        (plug(wrong=1), GreeterProtocol, r"environment.kwargs = \{'wrong': 1\}: lab:Greeter refuses them"),
+        (plug(greeting=""), GreeterProtocol, "environment: lab:Greeter: greeting = ''"),
+        (plug(greeting="x"), LouderProtocol, r"expected LouderProtocol.greet\(self, name: str, volume: int\) -> str"),
+        (plug("lab:Nobody"), GreeterProtocol, "module 'lab' has no 'Nobody'"),
+        (plug("no_such_module:X"), GreeterProtocol, "cannot import 'no_such_module'"),
+    ],
+)
+def test_a_plug_that_does_not_fit_is_refused_with_what_was_expected(lab, a_plug, protocol, message):
+    with pytest.raises(ConfigError, match=message):
+        construct(a_plug, "environment", protocol, seed=1)

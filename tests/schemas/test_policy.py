@@ -1,0 +1,56 @@
+"""Versions are never reused, and lag follows the line of policies."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.policy import FutureVersionError, UnknownVersionError, lag, make_version, split_version
+
+FORKS = {1: make_version(0, 50), 2: make_version(1, 20), 3: make_version(1, 10)}
+ANNOUNCED = {0: make_version(0, 57), 1: make_version(1, 25), 2: make_version(2, 5)}
+
+
+@given(st.integers(0, 1000), st.integers(0, 10**9 - 1))
+def test_a_version_splits_into_the_epoch_and_steps_it_was_made_of(epoch, steps):
+    assert split_version(make_version(epoch, steps)) == (epoch, steps)
+
+
+@pytest.mark.parametrize(
+    ("version", "current", "expected"),
+    [
+        (5, 7, 2),
+        (7, 7, 0),
+        (50, make_version(1, 0), 0),  # a checkpoint and its re-announcement
+        (48, make_version(1, 3), 5),  # below the fork, on the line
+        (57, make_version(1, 3), 10),  # the lost line: 7 back to the fork, 3 forward
+        (make_version(1, 25), make_version(2, 1), 6),
+        (50, make_version(2, 4), 24),
+        (55, make_version(2, 4), 29),
+        (make_version(2, 5), make_version(3, 2), 17),  # two lines that left epoch 1 at different steps
+    ],
+)
+def test_lag_is_the_number_of_steps_on_the_path(version, current, expected):
+    assert lag(version, current, FORKS, ANNOUNCED) == expected
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_lag_on_one_line_is_the_difference(steps, more):
+    assert lag(make_version(3, steps), make_version(3, steps + more), FORKS) == more
+
+
+def test_a_version_ahead_of_the_trainer_is_refused():
+    with pytest.raises(FutureVersionError, match="version 8 is ahead of the trainer's 7"):
+        lag(8, 7, {})
+    with pytest.raises(FutureVersionError):
+        lag(make_version(2, 0), make_version(1, 5), FORKS)
+
+
+@pytest.mark.parametrize("version", [-1, 58, make_version(1, 26)])
+def test_a_version_nobody_announced_is_unknown(version):
+    with pytest.raises(UnknownVersionError):
+        lag(version, make_version(2, 3), FORKS, ANNOUNCED)
+
+
+def test_a_version_of_an_epoch_without_a_fork_is_unknown():
+    with pytest.raises(UnknownVersionError, match="epoch 4"):
+        lag(make_version(4, 1), make_version(5, 1), {5: 3})
