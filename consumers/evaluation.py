@@ -1,0 +1,98 @@
+"""Held-out evaluation through the producers: asked for by version, answered on a stream of its own."""
+
+import logging
+from typing import NamedTuple
+
+from consumers.connection import Connection
+from consumers.reader import ENTRIES_PER_READ, START, entry_key
+from consumers.scripts import Scripts
+from schemas.keys import Field, Keys, Kind
+from schemas.rollout import RecordError, decode_group
+
+log = logging.getLogger(__name__)
+
+
+class EvaluationResult(NamedTuple):
+    """The held-out reward of one policy. A prompt whose evaluation failed counts as reward 0."""
+
+    policy_version: int
+    accuracy: float
+    num_prompts: int
+    num_failed: int
+
+
+class Evaluator:
+    """Asks for evaluations and gathers their results; never waits unless told to."""
+
+    def __init__(self, connection: Connection, scripts: Scripts, keys: Keys, epoch: int, num_prompts: int) -> None:
+        self._connection = connection
+        self._scripts = scripts
+        self._stream = keys.evaluation_results
+        self._epoch = epoch
+        self._num_prompts = num_prompts
+        self._cursor = START
+        self._pending: dict[int, dict[int, float | None]] = {}
+        self._last_requested = -1
+
+    def request(self, policy_version: int) -> None:
+        """Asks the producers to evaluate the current policy, unless it was asked for before."""
+        if policy_version == self._last_requested:
+            return
+        self._last_requested = policy_version
+        self._pending[policy_version] = {}
+        self._ask(policy_version)
+
+    def request_again(self) -> None:
+        """Asks for what is unanswered once more, after Redis may have lost it. Answers to both count once."""
+        self._cursor = START
+        for version in self._pending:
+            self._ask(version)
+
+    def collect(self) -> list[EvaluationResult]:
+        """The evaluations that became complete since the last call, oldest policy first."""
+        while True:
+            reply = self._connection.call(
+                lambda client: client.xread({self._stream: self._cursor}, count=ENTRIES_PER_READ)
+            )
+            entries = reply[0][1] if reply else []
+            for entry_id, fields in entries:
+                self._receive(fields)
+                self._cursor = entry_id
+            if len(entries) < ENTRIES_PER_READ:
+                break
+        done = [version for version, answers in self._pending.items() if len(answers) == self._num_prompts]
+        return [self._result(version) for version in sorted(done)]
+
+    @property
+    def pending(self) -> list[int]:
+        return sorted(self._pending)
+
+    def first_needed(self) -> bytes:
+        """The entry id up to which the result stream may be trimmed."""
+        milliseconds, sequence = entry_key(self._cursor)
+        return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
+
+    def _ask(self, version: int) -> None:
+        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, version, self._num_prompts))
+
+    def _receive(self, fields: dict[bytes, bytes]) -> None:
+        version, _, n = fields.get(Field.EVALUATION, b"").partition(b"-")
+        answers = self._pending.get(int(version)) if version.isdigit() else None
+        if answers is None or not n.isdigit():
+            return  # of an evaluation that is done, or of a trainer before this one
+        reward: float | None = None
+        if fields.get(Field.KIND) == Kind.GROUP:
+            try:
+                group = decode_group(fields.get(Field.PAYLOAD, b""))
+                reward = sum(rollout.reward.value for rollout in group.rollouts) / len(group.rollouts)
+            except RecordError as error:
+                log.warning("evaluation %s-%s: %s", version.decode(), n.decode(), error)
+        answers.setdefault(int(n), reward)
+
+    def _result(self, version: int) -> EvaluationResult:
+        rewards = list(self._pending.pop(version).values())
+        num_failed = sum(reward is None for reward in rewards)
+        if num_failed:
+            log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(rewards))
+        accuracy = sum(reward or 0.0 for reward in rewards) / len(rewards)
+        return EvaluationResult(version, accuracy, len(rewards), num_failed)

@@ -1,0 +1,132 @@
+"""The books: which released index was settled, and how. Sets of indexes are kept as ranges."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+OUTCOMES = ("trained", "skipped", "dead")
+
+
+class IndexRanges:
+    """A set of positive integers, small while they are nearly consecutive."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in ranges:
+            if start >= end or (self._ends and start <= self._ends[-1]):
+                raise ValueError(f"ranges: ({start}, {end}), expected ascending, disjoint, half-open ranges")
+            self._starts.append(start)
+            self._ends.append(end)
+
+    @classmethod
+    def union(cls, sets: Iterable["IndexRanges"]) -> "IndexRanges":
+        """The union of disjoint sets."""
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(run for each in sets for run in each.ranges()):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        return cls(merged)
+
+    def add(self, index: int) -> bool:
+        """Adds `index`; False when it was there."""
+        at = bisect_right(self._starts, index)
+        if at and index < self._ends[at - 1]:
+            return False
+        touches_left = at > 0 and self._ends[at - 1] == index
+        touches_right = at < len(self._starts) and self._starts[at] == index + 1
+        if touches_left and touches_right:
+            self._ends[at - 1] = self._ends[at]
+            del self._starts[at], self._ends[at]
+        elif touches_left:
+            self._ends[at - 1] = index + 1
+        elif touches_right:
+            self._starts[at] = index
+        else:
+            self._starts.insert(at, index)
+            self._ends.insert(at, index + 1)
+        return True
+
+    def __contains__(self, index: int) -> bool:
+        at = bisect_right(self._starts, index)
+        return at > 0 and index < self._ends[at - 1]
+
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._starts)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self.ranges():
+            yield from range(start, end)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def missing(self, last: int) -> Iterator[int]:
+        """The integers from 1 to `last` that are not in the set."""
+        previous = 1
+        for start, end in self.ranges():
+            if start > last:
+                break
+            yield from range(previous, start)
+            previous = end
+        yield from range(previous, last + 1)
+
+    @property
+    def highest(self) -> int:
+        return self._ends[-1] - 1 if self._ends else 0
+
+
+class Ledger:
+    """Every released index is settled exactly once: trained, skipped or dead."""
+
+    def __init__(self) -> None:
+        self.settled = IndexRanges()
+        self.by_outcome = {outcome: IndexRanges() for outcome in OUTCOMES}
+        self.dead_reasons: Counter[str] = Counter()
+        self.released_again: Counter[str] = Counter()
+        self.num_duplicates_dropped = 0
+        self.num_released = 0
+        """The release cursor: indexes 1 to this one were released."""
+
+    def settle(self, index: int, outcome: str, reason: str = "") -> None:
+        """Books `index`.
+
+        Raises:
+            ValueError: it was settled before, which would be a broken promise.
+        """
+        if not self.settled.add(index):
+            raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
+        self.by_outcome[outcome].add(index)
+        if outcome == "dead":
+            self.dead_reasons[reason.partition(":")[0]] += 1
+
+    def count(self, outcome: str) -> int:
+        return len(self.by_outcome[outcome])
+
+    @property
+    def num_open(self) -> int:
+        """Released and not settled: what the credit bounds."""
+        return self.num_released - len(self.settled)
+
+    def to_state(self) -> dict:
+        return {
+            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
+            "dead_reasons": dict(self.dead_reasons),
+            "released_again": dict(self.released_again),
+            "num_duplicates_dropped": self.num_duplicates_dropped,
+            "num_released": self.num_released,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict) -> "Ledger":
+        ledger = cls()
+        for outcome in OUTCOMES:
+            ledger.by_outcome[outcome] = IndexRanges(state[outcome])
+        ledger.settled = IndexRanges.union(ledger.by_outcome.values())
+        ledger.dead_reasons.update(state["dead_reasons"])
+        ledger.released_again.update(state["released_again"])
+        ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
+        ledger.num_released = state["num_released"]
+        return ledger

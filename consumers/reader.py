@@ -1,0 +1,133 @@
+"""Reads the rollout stream by cursor: a released index comes into hand once, however often its group was appended."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from consumers.connection import BLOCK_S, Connection
+from consumers.ledger import Ledger
+from schemas.keys import Field, Keys, Kind
+from schemas.policy import FutureVersionError, UnknownVersionError
+from schemas.rollout import RecordError, RolloutGroup, decode_group
+
+log = logging.getLogger(__name__)
+
+START = b"0-0"
+ENTRIES_PER_READ = 64
+LagOf = Callable[[int], int]
+
+
+class Held(NamedTuple):
+    """A group in hand: read, not yet settled."""
+
+    entry_id: bytes
+    group: RolloutGroup
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A record that cannot be trained on. `index` is None where not even that could be read."""
+
+    index: int | None
+    reason: str
+    payload: bytes
+
+
+class Reader:
+    """The cursor, the groups in hand, and what was refused since the last look.
+
+    It acknowledges nothing: what is in hand when the process dies is read again from the start of the stream, which
+    a checkpoint trims.
+    """
+
+    def __init__(self, connection: Connection, keys: Keys, ledger: Ledger, group_size: int) -> None:
+        self._connection = connection
+        self._stream = keys.rollouts
+        self._ledger = ledger
+        self._group_size = group_size
+        self.cursor = START
+        self.hand: dict[int, Held] = {}
+        """By index, in order of arrival."""
+        self.refused: list[Refused] = []
+
+    def read(self, lag_of: LagOf, *, block: bool) -> int:
+        """Takes new entries into hand; returns how many the stream held. Blocks at most `BLOCK_S` for the first."""
+        block_ms = int(BLOCK_S * 1000) if block else None
+        reply = self._connection.call(
+            lambda client: client.xread({self._stream: self.cursor}, count=ENTRIES_PER_READ, block=block_ms)
+        )
+        entries = reply[0][1] if reply else []
+        for entry_id, fields in entries:
+            self._receive(entry_id, fields, lag_of)
+            self.cursor = entry_id
+        return len(entries)
+
+    def read_to_end(self, lag_of: LagOf) -> None:
+        while self.read(lag_of, block=False) == ENTRIES_PER_READ:
+            pass
+
+    def rewind(self) -> None:
+        """Reads the stream from its start again; what is settled or in hand is dropped as it comes by."""
+        self.cursor = START
+
+    def first_unsettled(self) -> bytes:
+        """The entry id up to which the stream may be trimmed: the first in hand, else the one after the cursor."""
+        if self.hand:
+            return min((held.entry_id for held in self.hand.values()), key=entry_key)
+        milliseconds, sequence = entry_key(self.cursor)
+        return f"{milliseconds}-{sequence + 1}".encode()
+
+    def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
+        payload = fields.get(Field.PAYLOAD, b"")
+        try:
+            index = int(fields[Field.INDEX])
+        except (KeyError, ValueError):
+            self.refused.append(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload))
+            return
+        if index in self._ledger.settled or index in self.hand:
+            self._ledger.num_duplicates_dropped += 1
+            return
+        if not 1 <= index <= self._ledger.num_released:
+            self.refused.append(Refused(None, f"poison: index {index} was never released", payload))
+            return
+        if fields.get(Field.KIND) == Kind.DEAD:
+            reason = fields.get(Field.REASON, b"unknown").decode(errors="replace")
+            self.refused.append(Refused(index, reason, payload))
+            return
+        try:
+            self.hand[index] = Held(entry_id, self._decode(payload, index, lag_of))
+        except RecordError as error:
+            self.refused.append(Refused(index, f"poison: {error}", payload))
+
+    def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
+        group = decode_group(payload)
+        if group.index != index:
+            raise RecordError(f"index: the entry says {index}, its payload {group.index}")
+        if len(group.rollouts) > self._group_size:
+            raise RecordError(f"rollouts: {len(group.rollouts)} siblings, expected at most {self._group_size}")
+        for version in group_versions(group):
+            try:
+                lag_of(version)
+            except FutureVersionError as error:
+                raise RecordError(f"version_spans: {error}") from error
+            except UnknownVersionError:
+                continue  # a lag is assumed for it when the batch is packed
+        return group
+
+
+def group_versions(group: RolloutGroup) -> set[int]:
+    """Every known version that sampled a token of the group."""
+    return {
+        span.version
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        for span in segment.version_spans
+        if span.version >= 0
+    }
+
+
+def entry_key(entry_id: bytes) -> tuple[int, int]:
+    """A stream entry id as a sortable pair."""
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

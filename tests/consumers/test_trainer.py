@@ -1,0 +1,339 @@
+"""The trainer's loop on a real server: every released index is settled once, whatever happens to the trainer."""
+
+import json
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mini_producer import MiniProducer, dead_fields, group_fields
+from scripted_learner import ScriptedLearner
+
+import consumers.__main__ as entry
+from consumers.connection import Connection
+from consumers.metrics import TrainerMetrics
+from consumers.trainer import RunFailedError, Trainer
+from schemas.config import ConfigError, load_config
+from schemas.keys import Field, Keys
+from schemas.policy import VERSIONS_PER_EPOCH
+
+pytestmark = pytest.mark.redis
+
+RUN_FILE = """
+name = "test"
+num_updates = 12
+groups_per_step = 4
+group_size = 2
+max_lag = 2
+[model]
+path = "none"
+[environment]
+path = "none:None"
+[evaluation]
+every = 5
+num_prompts = 3
+[checkpoint]
+every = 4
+[metrics]
+port = 0
+"""
+
+
+class Bench:
+    """A run's folder and server, from which trainers and producers can be started again and again."""
+
+    def __init__(self, url: str, folder) -> None:
+        self.url = url
+        self.runs = folder
+        self.file = folder / "run.toml"
+        self.file.write_text(RUN_FILE)
+        self.overrides: list[str] = []
+        self.producers: list[MiniProducer] = []
+        self.connections: list[Connection] = []
+        self.trainers: list[Trainer] = []
+        self.metrics: TrainerMetrics | None = None
+
+    @property
+    def config(self):
+        return load_config(self.file, self.overrides)
+
+    def trainer(self, *, resume: bool = False) -> Trainer:
+        connection = Connection(self.url, outage_s=20)
+        self.connections.append(connection)
+        self.metrics = TrainerMetrics()
+        trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume)
+        self.trainers.append(trainer)
+        return trainer
+
+    def producer(self, answer=None) -> MiniProducer:
+        producer = MiniProducer(self.url, "test", answer)
+        producer.start()
+        self.producers.append(producer)
+        return producer
+
+    def books(self) -> dict:
+        return json.loads((self.runs / "test" / "trainer.json").read_text())
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.runs / "test" / name).read_text().splitlines()]
+
+    def close(self) -> None:
+        for producer in self.producers:
+            producer.stop.set()
+            producer.join()
+            producer.client.close()
+        for trainer in self.trainers:
+            trainer.close()
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture
+def bench(redis_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    bench = Bench(redis_url, tmp_path)
+    yield bench
+    bench.close()
+
+
+def assert_balanced(bench: Bench, trainer: Trainer) -> None:
+    """Every released index is settled once, and those booked as trained are those the saved policy was trained on."""
+    books = bench.books()
+    settled = books["num_groups_trained"] + books["num_groups_skipped"] + books["num_groups_dead"]
+    assert books["num_groups_released"] == settled + books["num_groups_cancelled"] + books["num_groups_open"]
+    trained = trainer.learner.trained
+    assert len(set(trained)) == len(trained), "an index was trained twice in the saved policy"
+
+
+def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
+    trainer = bench.trainer()
+    bench.producer()
+    bench.producer()
+    assert trainer.run()
+    books = bench.books()
+    assert books["num_updates"] == 12
+    assert books["num_groups_released"] == books["num_groups_trained"] == 48
+    assert books["num_groups_cancelled"] == 0
+    assert sorted(trainer.learner.trained) == list(range(1, 49))
+    assert_balanced(bench, trainer)
+    assert redis_client.hget(Keys("test").commit, "finished") == b"1"
+    assert redis_client.xlen(Keys("test").rollouts) == 0, "the last checkpoint acknowledged everything"
+    updates = bench.lines("updates.jsonl")
+    assert [line["update"] for line in updates] == list(range(1, 13))
+    assert max(int(lag) for line in updates for lag in line["lag_histogram"]) <= 2
+    evaluations = bench.lines("evaluations.jsonl")
+    assert evaluations[0]["policy_version"] == 0 and evaluations[-1]["policy_version"] == 12
+    assert [line["num_prompts"] for line in evaluations] == [3] * len(evaluations)
+
+
+def test_metrics_count_what_the_books_count(bench):
+    trainer = bench.trainer()
+    bench.producer()
+    trainer.run()
+    value = bench.metrics.registry.get_sample_value
+    assert value("penstock_groups_settled_total", {"outcome": "trained"}) == 48
+    assert value("penstock_updates_total") == 12
+    assert value("penstock_token_lag_steps_count") == value("penstock_tokens_trained_total") == 48 * 6
+    assert value("penstock_policy_version") == 12
+    assert value("penstock_evaluation_reward") == 1.0
+
+
+class KilledError(Exception):
+    """Stands for a kill -9: nothing is written after it."""
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 9])
+def test_a_killed_trainer_is_resumed_and_nothing_is_lost_or_trained_twice(bench, at):
+    bench.producer()
+    first = bench.trainer()
+    first.learner.fail_at[at] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == at // 4 * 4
+    assert second.run()
+    assert sorted(second.learner.trained) == list(range(1, 49))
+    assert_balanced(bench, second)
+    assert second.policy_version // VERSIONS_PER_EPOCH == 1
+    assert bench.books()["num_updates"] == 12
+
+
+def test_lag_after_a_rollback_counts_the_steps_through_the_fork(bench):
+    bench.overrides = ["max_lag=20", "checkpoint.every=4"]
+    bench.producer()
+    first = bench.trainer()
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    # Groups of policies 5 to 7, lost with the kill, are trained by the second trainer: 3 steps back, then forward.
+    assert max(lag for histogram in second.learner.lags for lag in histogram) > 3
+    assert_balanced(bench, second)
+
+
+def test_a_trainer_that_is_fenced_can_neither_publish_nor_commit(bench):
+    bench.producer()
+    first = bench.trainer()
+    first.learner.fail_at[2] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    bench.trainer(resume=True)
+    with pytest.raises(entry.FencedError, match="this trainer is of epoch 0, the run is in epoch 1"):
+        first.run()
+
+
+def test_a_stopped_trainer_commits_and_is_continued(bench):
+    bench.producer()
+    first = bench.trainer()
+
+    def stop_soon() -> None:
+        while first.learner.num_steps < 6:
+            time.sleep(0.001)
+        first.stopping = True
+
+    stopper = threading.Thread(target=stop_soon)
+    stopper.start()
+    assert not first.run()
+    stopper.join()
+    steps = first.learner.num_steps
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == steps, "what was trained before the stop is in its checkpoint"
+    assert second.run()
+    assert_balanced(bench, second)
+
+
+def test_groups_without_variance_are_skipped_and_fill_their_batch(bench):
+    bench.producer(lambda index, version: group_fields(index, version, rewards=(1.0, float(index % 3 > 0))))
+    trainer = bench.trainer()
+    assert trainer.run()
+    books = bench.books()
+    assert books["num_updates"] == 12
+    assert books["num_groups_released"] == 48
+    assert books["num_groups_skipped"] == sum(index % 3 > 0 for index in range(1, 49))
+    assert_balanced(bench, trainer)
+
+
+def test_a_batch_without_any_variance_trains_nothing_and_the_run_still_ends(bench):
+    bench.producer(lambda index, version: group_fields(index, version, rewards=(1.0, 1.0)))
+    trainer = bench.trainer()
+    assert trainer.run()
+    assert trainer.policy_version == 0
+    assert bench.books()["num_groups_skipped"] == 48
+    assert {line["skipped_reason"] for line in bench.lines("updates.jsonl")} == {"nothing left to train"}
+
+
+def test_dead_groups_are_replaced_and_leave_a_letter(bench, redis_client):
+    bench.producer(
+        lambda index, version: dead_fields(index, "reward: boom") if index in (3, 9) else group_fields(index, version)
+    )
+    trainer = bench.trainer()
+    assert trainer.run()
+    books = bench.books()
+    assert (books["num_groups_trained"], books["num_groups_dead"], books["num_groups_released"]) == (48, 2, 50)
+    letters = redis_client.xrange(Keys("test").dead)
+    assert [(fields[Field.INDEX], fields[Field.REASON]) for _, fields in letters] == [
+        (b"3", b"reward: boom"),
+        (b"9", b"reward: boom"),
+    ]
+    assert_balanced(bench, trainer)
+
+
+def test_a_run_in_which_everything_dies_stops_and_says_why(bench):
+    bench.overrides = ["trainer.max_dead_groups=10"]
+    bench.producer(lambda index, version: dead_fields(index, "reward: TypeError: no len()"))
+    with pytest.raises(RunFailedError, match=r"max_dead_groups = 10 .*'reward': 10.*TypeError: no len\(\)"):
+        bench.trainer().run()
+
+
+def test_stale_groups_are_sampled_again_instead_of_trained_masked(bench):
+    first_time = set()
+
+    def answer(index: int, version: int) -> dict:
+        # Every fifth index claims, the first time, to be as old as policy 0.
+        if index % 5 == 0 and index not in first_time:
+            first_time.add(index)
+            return group_fields(index, 0)
+        return group_fields(index, version)
+
+    bench.producer(answer)
+    trainer = bench.trainer()
+    assert trainer.run()
+    books = bench.books()
+    assert books["num_groups_released_again"]["stale"] >= 5
+    assert sorted(trainer.learner.trained) == list(range(1, 49))
+    assert_balanced(bench, trainer)
+
+
+def test_a_step_that_is_not_finite_kills_its_groups_and_never_reaches_the_policy(bench, redis_client):
+    bench.producer()
+    trainer = bench.trainer()
+    trainer.learner.fail_at[5] = "gradient norm is not finite"
+    assert trainer.run()
+    books = bench.books()
+    assert (books["num_groups_trained"], books["num_groups_dead"], books["num_steps_skipped"]) == (48, 4, 1)
+    assert trainer.policy_version == 12
+    assert redis_client.xlen(Keys("test").dead) == 4
+    assert_balanced(bench, trainer)
+
+
+def test_synchronous_mode_trains_every_token_at_lag_zero(bench):
+    bench.overrides = ["mode=synchronous"]
+    bench.producer()
+    trainer = bench.trainer()
+    assert trainer.run()
+    assert {lag for histogram in trainer.learner.lags for lag in histogram} == {0}
+
+
+def test_a_run_name_that_exists_is_refused_without_resume(bench):
+    bench.trainer()
+    with pytest.raises(ConfigError, match="name = 'test': this run exists; continue it with --resume"):
+        bench.trainer()
+
+
+class Server:
+    """A server that can be killed and started again at one address, losing nothing (AOF, fsync always)."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)]
+        self._command += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, tmp_path):
+    server = Server(tmp_path / "own")
+    bench.url = server.url
+    enough = threading.Event()
+
+    def answer(index: int, version: int) -> dict:
+        if index > 20:
+            enough.set()
+        return group_fields(index, version)
+
+    try:
+        trainer = bench.trainer()
+        producer = bench.producer(answer)
+        thread = threading.Thread(target=trainer.run)
+        thread.start()
+        assert enough.wait(20)
+        server.kill()
+        producer.join()
+        server.start()
+        bench.producer()
+        thread.join(40)
+        assert not thread.is_alive()
+        assert sorted(trainer.learner.trained) == list(range(1, 49))
+        assert_balanced(bench, trainer)
+    finally:
+        server.kill()
