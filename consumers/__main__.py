@@ -61,7 +61,7 @@ def open_trainer(
     """
     keys = Keys(config.name)
     commit = connection.call(lambda client: client.hgetall(keys.commit))
-    checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep)
+    checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
     epoch = checkpoints.claim_epoch(int(commit.get(Commit.EPOCH, -1)) + 1)
     if epoch and not resume:
         raise ConfigError(f"name = {config.name!r}: this run exists; continue it with --resume or choose another name")

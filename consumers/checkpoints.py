@@ -15,6 +15,14 @@ import torch
 log = logging.getLogger(__name__)
 
 _SUMS = "checksums.json"
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 class CheckpointError(RuntimeError):
@@ -34,10 +42,14 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints:
-    """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer."""
+    """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    The tokenizer of `base_model` goes into each checkpoint, so that its `model/` can be served as it is.
+    """
+
+    def __init__(self, folder: Path, keep: int, base_model: Path | None = None) -> None:
         self._folder = folder
+        self._base_model = base_model
         self._keep = keep
         self._committed: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +72,7 @@ class Checkpoints:
         partial = self._folder / f"partial-{name}"
         partial.mkdir()
         learner.save_model(partial / "model")
+        self._copy_tokenizer(partial / "model")
         torch.save(learner.state_dict(), partial / "learner.pt")
         (partial / "state.json").write_bytes(msgspec.json.encode(state))
         sums = {}
@@ -73,6 +86,11 @@ class Checkpoints:
         partial.rename(self._folder / name)
         _fsync(self._folder)
         return name
+
+    def _copy_tokenizer(self, folder: Path) -> None:
+        for pattern in _TOKENIZER_FILES if self._base_model else ():
+            for file in self._base_model.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
 
     def committed(self, name: str) -> None:
         """Notes that Redis points to `name`, and deletes all but the last committed ones."""

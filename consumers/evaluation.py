@@ -7,13 +7,17 @@ from consumers.connection import Connection
 from consumers.reader import ENTRIES_PER_READ, START, entry_key
 from consumers.scripts import Scripts
 from schemas.keys import Field, Keys, Kind
+from schemas.prompt import Reward
 from schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationResult(NamedTuple):
-    """The held-out reward of one policy. A prompt whose evaluation failed counts as reward 0."""
+    """The held-out accuracy of one policy: the reward's part `exact` where it has one, else its value.
+
+    A prompt whose evaluation failed counts as 0.
+    """
 
     policy_version: int
     accuracy: float
@@ -84,7 +88,7 @@ class Evaluator:
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
                 group = decode_group(fields.get(Field.PAYLOAD, b""))
-                reward = sum(rollout.reward.value for rollout in group.rollouts) / len(group.rollouts)
+                reward = sum(_accuracy(rollout.reward) for rollout in group.rollouts) / len(group.rollouts)
             except RecordError as error:
                 log.warning("evaluation %s-%s: %s", version.decode(), n.decode(), error)
         answers.setdefault(int(n), reward)
@@ -96,3 +100,7 @@ class Evaluator:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(rewards))
         accuracy = sum(reward or 0.0 for reward in rewards) / len(rewards)
         return EvaluationResult(version, accuracy, len(rewards), num_failed)
+
+
+def _accuracy(reward: Reward) -> float:
+    return reward.parts.get("exact", reward.value)

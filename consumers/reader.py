@@ -37,15 +37,25 @@ class Refused:
 class Reader:
     """The cursor, the groups in hand, and what was refused since the last look.
 
+    `check` raises RecordError for a group that the trainer cannot reproduce.
+
     It acknowledges nothing: what is in hand when the process dies is read again from the start of the stream, which
     a checkpoint trims.
     """
 
-    def __init__(self, connection: Connection, keys: Keys, ledger: Ledger, group_size: int) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        keys: Keys,
+        ledger: Ledger,
+        group_size: int,
+        check: Callable[[RolloutGroup], None] = lambda group: None,
+    ) -> None:
         self._connection = connection
         self._stream = keys.rollouts
         self._ledger = ledger
         self._group_size = group_size
+        self._check = check
         self.cursor = START
         self.hand: dict[int, Held] = {}
         """By index, in order of arrival."""
@@ -106,6 +116,7 @@ class Reader:
             raise RecordError(f"index: the entry says {index}, its payload {group.index}")
         if len(group.rollouts) > self._group_size:
             raise RecordError(f"rollouts: {len(group.rollouts)} siblings, expected at most {self._group_size}")
+        self._check(group)
         for version in group_versions(group):
             try:
                 lag_of(version)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from consumers.advantages import has_variance
-from consumers.batch import Batch, pack
+from consumers.batch import Batch, check_trainable, pack
 from consumers.checkpoints import Checkpoints, CheckpointState
 from consumers.connection import Connection
 from consumers.evaluation import Evaluator
@@ -71,7 +71,13 @@ class Trainer:
         self._steps_before = learner.num_steps
         self.policy_version = make_version(epoch, 0)
         self._lag_of = LagTable(self.policy_version, state.forks, state.announced)
-        self._reader = Reader(connection, self._keys, self._ledger, config.group_size)
+        self._reader = Reader(
+            connection,
+            self._keys,
+            self._ledger,
+            config.group_size,
+            lambda group: check_trainable(group, learner.vocabulary),
+        )
         self._releaser = Releaser(connection, self._scripts, self._keys, self._ledger, config, epoch)
         self._publisher = Publisher(connection, self._scripts, config.weights_folder(runs), config.weights.keep, epoch)
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts)

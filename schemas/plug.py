@@ -33,6 +33,10 @@ def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:
     factory = resolve(plug, field)
     try:
         inspect.signature(factory).bind(**plug.kwargs, **context)
+    except ValueError:
+        raise ConfigError(
+            f"{field}.path = {plug.path!r}: its signature cannot be read; expected a class or function"
+        ) from None
     except TypeError as error:
         raise ConfigError(f"{field}.kwargs = {plug.kwargs!r}: {plug.path} refuses them: {error}") from None
     try:

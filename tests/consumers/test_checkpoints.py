@@ -87,3 +87,14 @@ def test_no_two_trainers_get_one_epoch(tmp_path):
     assert second.claim_epoch(0) == 1
     assert first.claim_epoch(7) == 7, "Redis may know of epochs that this disk does not"
     assert second.claim_epoch(0) == 8
+
+
+def test_a_checkpoint_s_model_folder_holds_the_tokenizer(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (base / name).write_text(name)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, base)
+    name = write(checkpoints, 1)
+    files = {file.name for file in (tmp_path / "checkpoints" / name / "model").iterdir()}
+    assert files == {"trained.json", "tokenizer.json", "tokenizer_config.json"}

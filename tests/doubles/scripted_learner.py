@@ -18,6 +18,8 @@ class ScriptedLearner:
     exception to raise in place of a crash.
     """
 
+    vocabulary = 100
+
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.num_steps = 0

@@ -1,0 +1,131 @@
+"""Attention over packed rows: one sequence without padding outside, causal rows that never see each other inside."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+IMPLEMENTATION = "penstock_packed"
+"""The name under which models find `packed_attention`: `attn_implementation=IMPLEMENTATION`."""
+
+_MIN_BUCKET_TOKENS = 4096
+"""Rows of different lengths are padded to one rectangle up to this size: below it another kernel call costs more."""
+_MAX_PADDING = 0.25
+"""Above it a row shorter than the bucket's longest by more than this share starts a bucket of its own."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each row's tokens lie among the N packed tokens.
+
+    Packed tokens are each row's own and, once for all rows that begin with it, a shared prefix. A bucket is a rectangle
+    [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads.
+
+    buckets: int64 tensors, packed indices, each [B_i, T_i].
+    slots: [N] int64, for each packed token one place in the flattened, concatenated buckets that holds it.
+    """
+
+    buckets: tuple[Tensor, ...]
+    slots: Tensor
+
+    def to(self, device: torch.device) -> "PackedLayout":
+        return PackedLayout(tuple(b.to(device, non_blocking=True) for b in self.buckets), self.slots.to(device))
+
+
+class AttentionCalls:
+    """Counts attention calls of one forward pass: a model that goes around the interface would leak between rows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def make_layout(
+    prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray, num_packed: int
+) -> PackedLayout:
+    """The layout of rows, longest first.
+
+    Row r is `prefix_lengths[r]` packed tokens from `prefix_starts[r]`, then `lengths[r] - prefix_lengths[r]` from
+    `own_starts[r]`. All arguments int64 [R]; `lengths` descends.
+    """
+    slots = np.empty(num_packed, dtype=np.int64)
+    buckets, used = [], 0
+    for first, last in _bucket_bounds(lengths):
+        rows = slice(first, last)
+        columns = np.arange(lengths[first])[None]
+        prefix, own = prefix_lengths[rows, None], own_starts[rows, None]
+        indices = np.where(columns < prefix, prefix_starts[rows, None] + columns, own + columns - prefix)
+        real = columns < lengths[rows, None]
+        indices = np.where(real, indices, indices[:, :1])
+        # A shared token stands in several rows; its outputs there are equal, and the last place wins.
+        slots[indices[real]] = used + np.flatnonzero(real)
+        buckets.append(torch.from_numpy(indices))
+        used += indices.size
+    return PackedLayout(tuple(buckets), torch.from_numpy(slots))
+
+
+def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
+    bounds, first = [], 0
+    for row, length in enumerate(lengths):
+        longest = lengths[first]
+        if (row - first) * longest >= _MIN_BUCKET_TOKENS and length < longest * (1 - _MAX_PADDING):
+            bounds.append((first, row))
+            first = row
+    bounds.append((first, len(lengths)))
+    return bounds
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: PackedLayout,
+    calls: AttentionCalls,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over packed rows.
+
+    Dropout is never applied: the trainer must reproduce the policy that sampled.
+
+    Args:
+        query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].
+        layout, calls: handed through the model's keyword arguments.
+
+    Returns:
+        ([1, N, num_heads, head_dim], None)
+
+    Raises:
+        NotImplementedError: logit soft-capping or attention sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("packed attention: logit soft-capping and attention sinks are not supported")
+    calls.count += 1
+    flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
+    outputs = []
+    for indices in layout.buckets:
+        longest = indices.shape[1]
+        # An embedding lookup, since its backward adds rows in a fixed order and is far faster than index_add on CPU.
+        q, k, v = (F.embedding(indices, states).unflatten(2, (-1, query.shape[3])).transpose(1, 2) for states in flat)
+        band = None
+        if sliding_window is not None and longest > sliding_window:
+            ones = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
+            band = ones.tril() & ~ones.tril(-sliding_window)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+    packed = F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+    return packed.view(1, -1, query.shape[1], value.shape[3]), None
+
+
+# No mask function is registered beside it: without one transformers builds no mask.
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)

@@ -1,0 +1,268 @@
+"""From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from consumers.advantages import group_advantages, has_variance
+from consumers.attention import PackedLayout, make_layout
+from schemas.config import RunConfig
+from schemas.policy import UnknownVersionError
+from schemas.rollout import RecordError, RolloutGroup, Segment
+
+Lags = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes: N packed tokens, of which M sampled ones are scored.
+
+    A row is one segment up to the token before its last sampled one; what follows predicts nothing.
+
+    token_ids, position_ids: [N] int64; positions restart with each row.
+    layout: which packed tokens make up which row.
+    predicting: [M] int64, the packed token whose hidden state predicts the sampled token `targets` [M] int64.
+    behavior_logprobs, advantages, temperature, rollout_tokens: [M] float32 (see `LossInputs`).
+    lag: [M] int64 optimizer steps.
+    loss_mask: [M] bool, lag within the bound.
+    row_ids: [M] int64, ascending.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    layout: PackedLayout
+    predicting: Tensor
+    targets: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    temperature: Tensor
+    rollout_tokens: Tensor
+    lag: Tensor
+    loss_mask: Tensor
+    row_ids: Tensor
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        if device.type == "cpu":
+            return self
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One update's worth of groups. Token counts are of sampled tokens."""
+
+    microbatches: tuple[MicroBatch, ...]
+    indexes: tuple[int, ...]
+    """The released task indexes in it."""
+    num_tokens: int
+    """Of every group, masked and skipped ones included: the token-level denominator."""
+    num_rollouts: int
+    """Of every group: the rollout-level denominator."""
+    num_tokens_trained: int
+    """Unmasked tokens of the groups with variance."""
+    num_tokens_masked_lag: int
+    """Their tokens older than the lag bound."""
+    num_groups_trained: int
+    num_groups_skipped: int
+    """Groups without reward variance."""
+    num_rows: int
+    lag_histogram: dict[int, int]
+    """Tokens by lag, of the groups with variance, masked ones included, ascending."""
+    reward_mean: float
+    """Over every rollout of every group."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A segment on its way into a batch."""
+
+    segment: Segment
+    prefix: tuple[int, bytes]
+    """Group and context bytes before the first sampled token: rows with an equal prefix share it."""
+    prefix_length: int
+    length: int
+    lags: tuple[tuple[int, int], ...]
+    """(lag, tokens) along the sampled tokens."""
+    advantage: float
+    temperature: float
+    rollout_tokens: int
+
+
+def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
+    """Raises RecordError, naming the group, where the trainer cannot reproduce a decoded group's logprobs.
+
+    Args:
+        vocabulary: rows of the model's head; token ids must be below.
+    """
+    sampling = group.sampling
+    if sampling.top_p != 1.0 or sampling.top_k not in (0, -1):
+        raise RecordError(
+            f"group {group.index}: sampled with top_p {sampling.top_p} and top_k {sampling.top_k}; the trainer "
+            "reproduces top_p 1.0 and top_k 0 only"
+        )
+    for rollout in group.rollouts:
+        for segment in rollout.segments:
+            largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
+            if largest >= vocabulary:
+                raise RecordError(
+                    f"group {group.index}: token id {largest}, expected less than the model's vocabulary of "
+                    f"{vocabulary}"
+                )
+            if segment.loss_mask and segment.loss_mask[0][0] == 0:
+                raise RecordError(
+                    f"group {group.index}: loss_mask starts at token 0, which has no context to be sampled from"
+                )
+
+
+def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Batch:
+    """Packs the groups of one update; each must have passed `check_trainable`.
+
+    Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
+    denominators, which changes nothing but the cost. Tokens older than the lag bound are masked; a row with nothing
+    else is left out likewise.
+
+    Args:
+        lag_of: the lag of a policy version. Where it raises UnknownVersionError the token counts as the row's oldest
+            known version, without one as the lag bound.
+
+    Raises:
+        FutureVersionError: from `lag_of`.
+        RecordError: a row without context.
+    """
+    lags = _cached(lag_of)
+    trained = [group for group in groups if has_variance(group)]
+    rows = [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)]
+    histogram: dict[int, int] = {}
+    for row in rows:
+        for lag, count in row.lags:
+            histogram[lag] = histogram.get(lag, 0) + count
+    masked = sum(count for lag, count in histogram.items() if lag > config.lag_bound)
+    alive = [row for row in rows if any(lag <= config.lag_bound for lag, _ in row.lags)]
+    rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
+    return Batch(
+        microbatches=tuple(
+            _pack_rows(part, config.lag_bound) for part in _split(alive, config.trainer.tokens_per_microbatch)
+        ),
+        indexes=tuple(group.index for group in groups),
+        num_tokens=sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts),
+        num_rollouts=len(rewards),
+        num_tokens_trained=sum(histogram.values()) - masked,
+        num_tokens_masked_lag=masked,
+        num_groups_trained=len(trained),
+        num_groups_skipped=len(groups) - len(trained),
+        num_rows=len(alive),
+        lag_histogram=dict(sorted(histogram.items())),
+        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+    )
+
+
+def _cached(lag_of: Lags) -> Callable[[int], int | None]:
+    known: dict[int, int | None] = {}
+
+    def lag(version: int) -> int | None:
+        if version not in known:
+            try:
+                known[version] = lag_of(version)
+            except UnknownVersionError:
+                known[version] = None
+        return known[version]
+
+    return lag
+
+
+def _rows(g: int, group: RolloutGroup, lag: Callable[[int], int | None], config: RunConfig) -> Iterator[_Row]:
+    advantages = group_advantages(np.array([rollout.reward.value for rollout in group.rollouts]), config.advantage)
+    for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+        rollout_tokens = rollout.num_sampled_tokens
+        for segment in rollout.segments:
+            if not segment.loss_mask:
+                continue
+            prefix_length = segment.loss_mask[0][0]
+            if prefix_length < 1:
+                raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
+            spans = [(lag(span.version), span.end - span.start) for span in segment.version_spans]
+            fallback = max((d for d, _ in spans if d is not None), default=config.lag_bound)
+            yield _Row(
+                segment=segment,
+                prefix=(g, segment.token_ids[: 4 * prefix_length]),
+                prefix_length=prefix_length,
+                length=segment.loss_mask[-1][1] - 1,
+                lags=tuple((fallback if d is None else d, count) for d, count in spans),
+                advantage=advantage,
+                temperature=group.sampling.temperature,
+                rollout_tokens=rollout_tokens,
+            )
+
+
+def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
+    """Consecutive rows of at most `budget` tokens together; a longer row makes a part of its own.
+
+    A shared context counts for every row: it is packed once, but attention holds it once a row.
+    """
+    part: list[_Row] = []
+    used = 0
+    for row in rows:
+        if part and used + row.length > budget:
+            yield part
+            part, used = [], 0
+        part.append(row)
+        used += row.length
+    if part:
+        yield part
+
+
+def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
+    # Longest first, so that attention can cut rectangles of little padding.
+    rows = sorted(rows, key=lambda row: -row.length)
+    token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
+    sizes = np.array([row.segment.num_tokens for row in rows])
+    offsets = np.cumsum(sizes) - sizes
+    lengths = np.array([row.length for row in rows])
+    prefix_lengths = np.array([row.prefix_length for row in rows])
+
+    prefix_ids: dict[tuple[int, bytes], int] = {}
+    prefix_of = np.array([prefix_ids.setdefault(row.prefix, len(prefix_ids)) for row in rows])
+    first_with = np.unique(prefix_of, return_index=True)[1]
+    unique_lengths = prefix_lengths[first_with]
+    prefix_starts = (np.cumsum(unique_lengths) - unique_lengths)[prefix_of]
+    own_lengths = lengths - prefix_lengths
+    own_starts = unique_lengths.sum() + np.cumsum(own_lengths) - own_lengths
+
+    positions = np.concatenate(
+        [_ranges(np.zeros_like(unique_lengths), unique_lengths), _ranges(prefix_lengths, own_lengths)]
+    )
+    bases = np.concatenate([offsets[first_with].repeat(unique_lengths), offsets.repeat(own_lengths)])
+
+    runs = [(r, start, end - start) for r, row in enumerate(rows) for start, end in row.segment.loss_mask]
+    run_rows, run_starts, run_lengths = np.array(runs).T
+    sampled_at = _ranges(run_starts, run_lengths)
+    row_ids = run_rows.repeat(run_lengths)
+    before = sampled_at - 1
+    own = before - prefix_lengths[row_ids]
+    lag = np.repeat(*np.array([span for row in rows for span in row.lags]).T)
+    per_row = np.array([(row.advantage, row.temperature, row.rollout_tokens) for row in rows], dtype=np.float32)
+    advantages, temperature, rollout_tokens = np.ascontiguousarray(per_row[row_ids].T)
+    behavior = np.frombuffer(b"".join(row.segment.behavior_logprobs for row in rows), dtype=np.float32)
+    return MicroBatch(
+        token_ids=torch.from_numpy(token_ids[bases + positions].astype(np.int64)),
+        position_ids=torch.from_numpy(positions),
+        layout=make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions)),
+        predicting=torch.from_numpy(np.where(own < 0, prefix_starts[row_ids] + before, own_starts[row_ids] + own)),
+        targets=torch.from_numpy(token_ids[offsets[row_ids] + sampled_at].astype(np.int64)),
+        behavior_logprobs=torch.from_numpy(behavior.copy()),
+        advantages=torch.from_numpy(advantages),
+        temperature=torch.from_numpy(temperature),
+        rollout_tokens=torch.from_numpy(rollout_tokens),
+        lag=torch.from_numpy(lag),
+        loss_mask=torch.from_numpy(lag <= lag_bound),
+        row_ids=torch.from_numpy(row_ids),
+    )
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The concatenation of `starts[i] .. starts[i] + lengths[i] - 1`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths)

@@ -1,0 +1,56 @@
+"""The seam of the trainer: what an objective is given and what it returns."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """The sampled tokens of one micro-batch, M of them; all floats float32, natural logarithms.
+
+    A row is one token sequence of a rollout (normally the whole rollout); its tokens lie next to each other, in order.
+    Only `current_logprobs` and `entropy` carry a gradient. Where `loss_mask` is False values may be anything, even NaN.
+    """
+
+    current_logprobs: Tensor
+    """[M], the policy under gradient."""
+    proximal_logprobs: Tensor
+    """[M], the trainer's recomputation before the first update on the batch."""
+    behavior_logprobs: Tensor
+    """[M], the policies that sampled the tokens."""
+    importance_weights: Tensor
+    """[M], trust in exp(proximal - behavior), detached; 0 where `loss_mask` is False."""
+    advantages: Tensor
+    """[M], the rollout's advantage on each of its tokens."""
+    loss_mask: Tensor
+    """[M] bool, True where the token may reach the loss: within the lag bound and kept by the correction."""
+    entropy: Tensor
+    """[M], of the current policy in nats."""
+    row_ids: Tensor
+    """[M] int64, ascending: the row of each token within this micro-batch."""
+    rollout_tokens: Tensor
+    """[M], the sampled tokens of the token's whole rollout, counted before masking."""
+    denominator: float
+    """Sampled tokens of the whole batch, counted before masking, groups without variance included."""
+    num_rollouts: int
+    """Rollouts of the whole batch, counted likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutputs:
+    """loss: scalar under gradient, already divided by a batch-wide denominator, so that micro-batches simply add.
+
+    metrics: scalars, detached: sums over the unmasked tokens of the micro-batch. The trainer adds them up, divides by
+    the batch's tokens within the lag bound and reports them under these names.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...

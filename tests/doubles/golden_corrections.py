@@ -1,0 +1,43 @@
+"""Reads the golden corrections: what the peers' own functions computed, as tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parents[1] / "golden" / "corrections"
+
+
+class Golden:
+    """One file; inputs as float64 [B, T] tensors, the mask as bool, advantages [B, 1] broadcast to [B, T]."""
+
+    def __init__(self, name: str) -> None:
+        content = json.loads((FOLDER / f"{name}.json").read_text())
+        self.params: dict[str, Any] = content["params"]
+        self.outputs: dict[str, Any] = content["outputs"]
+        inputs = content["inputs"]
+        self.mask = torch.tensor(inputs["mask"], dtype=torch.bool)
+        self.proximal = torch.tensor(inputs["train_logprobs"], dtype=torch.float64)
+        self.behavior = torch.tensor(inputs["rollout_logprobs"], dtype=torch.float64)
+        self.lag = torch.zeros(self.mask.shape, dtype=torch.int64)
+        if "current_logprobs" in inputs:
+            self.current = torch.tensor(inputs["current_logprobs"], dtype=torch.float64)
+            advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)
+            self.advantages = advantages[:, None].expand(self.mask.shape)
+
+    def poisoned(self, values: Tensor) -> Tensor:
+        """`values` with NaN and infinities wherever the mask is 0."""
+        poison = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=values.dtype)
+        return torch.where(self.mask, values, poison.repeat(values.numel())[: values.numel()].view(values.shape))
+
+
+def names(pattern: str) -> list[str]:
+    """The files' names without their suffix."""
+    return sorted(file.name.removesuffix(".json") for file in FOLDER.glob(f"{pattern}.json"))
+
+
+def per_token(values: list[list[float | None]]) -> Tensor:
+    """A [B][T] list as float64, 0 where the file has null."""
+    return torch.tensor([[v if v is not None else 0.0 for v in row] for row in values], dtype=torch.float64)

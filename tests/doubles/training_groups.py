@@ -1,0 +1,108 @@
+"""Random prompt groups, tiny models and run configurations for tests of the trainer's numbers."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from wire_examples import FINGERPRINT
+
+from schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_floats, pack_ids
+
+VOCABULARY = 23
+
+
+def tiny_model(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Saves a random Qwen3 of two layers with grouped queries and returns it."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+    } | changes
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    model.save_pretrained(folder)
+    return model
+
+
+def configuration(model_folder: Path | str, **changes: Any) -> RunConfig:
+    """A run of float32 on CPU; keywords replace whole fields of the run file."""
+    fields: dict[str, Any] = {
+        "name": "test",
+        "model": ModelConfig(path=str(model_folder)),
+        "environment": Plug(path="none:None"),
+        "trainer": TrainerConfig(device="cpu", learning_rate=1e-2),
+        "max_lag": 4,
+    } | changes
+    return RunConfig(**fields)
+
+
+def segment(
+    token_ids: list[int], runs: list[tuple[int, int]], versions: list[int], logprobs: list[float] | None = None
+) -> Segment:
+    """`versions` holds one version per sampled token."""
+    positions = [position for start, end in runs for position in range(start, end)]
+    spans = tuple(VersionSpan(v, p, p + 1) for p, v in zip(positions, versions, strict=True))
+    return Segment(
+        token_ids=pack_ids(token_ids),
+        behavior_logprobs=pack_floats(logprobs if logprobs is not None else [-2.5] * len(positions)),
+        loss_mask=tuple(runs),
+        version_spans=spans,
+    )
+
+
+def group_of(index: int, segments: list[list[Segment]], rewards: list[float], temperature: float = 1.0) -> RolloutGroup:
+    """One inner list of segments per sibling."""
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="?"),
+        rollouts=tuple(
+            Rollout(segments=tuple(own), reward=Reward(value=reward))
+            for own, reward in zip(segments, rewards, strict=True)
+        ),
+        producer_id="producer-0",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(temperature=temperature),
+    )
+
+
+def random_group(
+    index: int, seed: int, *, siblings: int = 4, temperature: float = 1.0, rewards: list[float] | None = None
+) -> RolloutGroup:
+    """Siblings of one prompt of 1 to 6 tokens: one or two turns, 1 to 9 sampled tokens a turn, versions 3 to 7."""
+    rng = random.Random(seed * 1000 + index)
+
+    def tokens(low: int, high: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(rng.randint(low, high))]
+
+    prompt = tokens(1, 6)
+    rollouts = []
+    for _ in range(siblings):
+        answer = tokens(1, 9)
+        ids, runs = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
+        if rng.random() < 0.4:
+            tool, second, rest = tokens(1, 3), tokens(1, 4), tokens(0, 2)
+            start = len(ids) + len(tool)
+            runs.append((start, start + len(second)))
+            ids = ids + tool + second + rest
+        count = sum(end - start for start, end in runs)
+        versions = sorted(rng.randint(3, 7) for _ in range(count))
+        rollouts.append([segment(ids, runs, versions, [-rng.uniform(0.5, 5.0) for _ in range(count)])])
+    if rewards is None:
+        rewards = [float(s == 0) if s < 2 else rng.random() for s in range(siblings)]
+    return group_of(index, rollouts, rewards, temperature)
+
+
+def lag_from(current: int) -> Any:
+    """Lags of one line of policies."""
+    return lambda version: current - version
