@@ -88,7 +88,9 @@ class Checkpoints:
         return name
 
     def _copy_tokenizer(self, folder: Path) -> None:
-        for pattern in _TOKENIZER_FILES if self._base_model else ():
+        if self._base_model is None:
+            return
+        for pattern in _TOKENIZER_FILES:
             for file in self._base_model.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
 
