@@ -52,6 +52,7 @@ class _Scored:
     behavior_logprobs: Tensor
     weights: Tensor
     entropy: Tensor
+    lag: Tensor
     loss_mask: Tensor
     keep_mask: Tensor
     metrics: dict[str, Tensor]
@@ -147,6 +148,15 @@ class Learner:
             phase_s=phases.seconds,
         )
 
+    @torch.no_grad()
+    def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
+        """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken."""
+        found = []
+        for cpu_microbatch in batch.microbatches:
+            microbatch = cpu_microbatch.to(self.device)
+            found.append(self._logprobs(microbatch)[0])
+        return found
+
     def published_weights(self) -> dict[str, Tensor]:
         """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
         return self.model.published_weights()
@@ -197,10 +207,7 @@ class Learner:
 
     def _score(self, microbatch: MicroBatch, batch: Batch) -> tuple[Tensor, _Scored]:
         """The micro-batch's share of the loss, under gradient, and its detached per-token values."""
-        hidden, head = self.model.forward(microbatch)
-        current, entropy = selected_logprobs(
-            F.embedding(microbatch.predicting, hidden), head, microbatch.targets, microbatch.temperature
-        )
+        current, entropy = self._logprobs(microbatch)
         # One optimizer step a batch: the current policy is still the proximal one, so this is its recomputation.
         proximal = current.detach()
         correction = correct(
@@ -233,11 +240,19 @@ class Learner:
             behavior_logprobs=microbatch.behavior_logprobs,
             weights=correction.weights,
             entropy=entropy.detach(),
+            lag=microbatch.lag,
             loss_mask=microbatch.loss_mask,
             keep_mask=correction.keep_mask,
             metrics=outputs.metrics,
         )
         return outputs.loss, scored
+
+    def _logprobs(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs of the sampled tokens and entropies, [M] float32 each."""
+        hidden, head = self.model.forward(microbatch)
+        return selected_logprobs(
+            F.embedding(microbatch.predicting, hidden), head, microbatch.targets, microbatch.temperature
+        )
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer
@@ -292,6 +307,8 @@ def _token_metrics(scored: list[_Scored], threshold: float) -> dict[str, float]:
             sums[name] = sums.get(name, torch.zeros_like(value)) + value
     metrics = {name: (value / count).item() for name, value in sums.items()}
     metrics["entropy"] = (torch.where(mask, joined("entropy"), 0.0).sum() / count).item()
-    return metrics | diagnose(
-        joined("proximal_logprobs"), joined("behavior_logprobs"), joined("weights"), mask, threshold
-    )
+    proximal, behavior = joined("proximal_logprobs"), joined("behavior_logprobs")
+    fresh = mask & (joined("lag") == 0)
+    if fresh.any():
+        metrics["mismatch_lag0"] = (proximal - behavior)[fresh].abs().mean().item()
+    return metrics | diagnose(proximal, behavior, joined("weights"), mask, threshold)

@@ -26,6 +26,7 @@ _GAUGES_BY_NAME = {
     "ess_fraction": M.ESS,
     "clipped_frac": M.CLIPPED,
     "policy_clipped_frac": M.POLICY_CLIPPED,
+    "mismatch_lag0": M.MISMATCH,
     "grad_norm": M.GRAD_NORM,
     "loss": M.LOSS,
     "learning_rate": M.LEARNING_RATE,

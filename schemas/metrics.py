@@ -58,6 +58,9 @@ class TrainerMetric:
         "penstock_rollout_correction_clipped_frac", "Share of tokens whose importance weight was truncated or masked"
     )
     POLICY_CLIPPED = Metric("penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped")
+    MISMATCH = Metric(
+        "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs of tokens of lag 0"
+    )
     GRAD_NORM = Metric("penstock_gradient_norm", "Gradient norm before clipping")
     LOSS = Metric("penstock_loss", "Loss of the last batch")
     LEARNING_RATE = Metric("penstock_learning_rate", "Learning rate of the last step")

@@ -157,6 +157,22 @@ def test_a_report_names_what_the_update_lines_need(folder) -> None:
     assert 0 < report.metrics["entropy"] < math.log(VOCABULARY)
 
 
+def test_the_mismatch_at_lag_0_is_the_mean_gap_of_the_fresh_tokens_alone(folder) -> None:
+    config = configuration(folder, max_lag=4)
+    groups = _groups()
+    exact = Learner(config)
+    batch = pack(groups, lag_from(7), config)
+    proximal = exact.proximal_logprobs(batch)
+    fresh = [(part.lag == 0) for part in batch.microbatches]
+    gaps = [
+        (p - part.behavior_logprobs).abs()[f] for p, part, f in zip(proximal, batch.microbatches, fresh, strict=True)
+    ]
+    report = exact.step(batch)
+    assert report.metrics["mismatch_lag0"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-6)
+    stale_only = exact.step(pack(groups, lambda version: max(1, 7 - version), config))
+    assert "mismatch_lag0" not in stale_only.metrics
+
+
 def test_a_batch_past_the_lag_bound_takes_no_step_and_says_so(folder) -> None:
     config = configuration(folder, max_lag=0)
     learner = Learner(config)

@@ -1,0 +1,121 @@
+"""The engine returns the logprobs that the trainer computes, before and after an update in flight."""
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+from training_groups import tiny_model
+
+from consumers.batch import pack
+from consumers.learner import Learner
+from producers.interfaces import Completion
+from schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from schemas.policy import TensorSpec, WeightManifest
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own, in a process that holds both
+]
+
+PROMPTS = [[3, 17, 5, 11, 8], [4, 4, 9], [20, 1, 2, 3, 4, 5, 6, 7]]
+NUM_SIBLINGS = 8
+
+
+def group_of(index: int, prompt: list[int], completions: list[Completion], sampling: SamplingSettings, engine):
+    context, start = pack_ids(prompt), len(prompt)
+    rollouts = tuple(
+        Rollout(
+            segments=(
+                Segment(
+                    token_ids=context + completion.token_ids,
+                    behavior_logprobs=completion.behavior_logprobs,
+                    loss_mask=((start, start + len(completion.token_ids) // 4),),
+                    version_spans=tuple(
+                        VersionSpan(span.version, span.start + start, span.end + start)
+                        for span in completion.version_spans
+                    ),
+                ),
+            ),
+            reward=Reward(value=float(n % 2)),
+        )
+        for n, completion in enumerate(completions)
+    )
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="?"),
+        rollouts=rollouts,
+        producer_id="p",
+        fingerprint=engine.fingerprint,
+        sampling=sampling,
+    )
+
+
+async def gaps(engine, learner: Learner, config: RunConfig, version: int) -> np.ndarray:
+    """|proximal - behavior| of freshly sampled tokens."""
+    groups = []
+    for index, prompt in enumerate(PROMPTS, 1):
+        request = f"v{version}-{index}-{time.monotonic_ns()}"
+        completions = await engine.generate(prompt, config.sampling, NUM_SIBLINGS, request)
+        groups.append(group_of(index, prompt, completions, config.sampling, engine))
+    assert {s.version for g in groups for r in g.rollouts for s in r.segments[0].version_spans} == {version}
+    batch = pack(groups, lambda sampled: version - sampled, config)
+    found = []
+    for proximal, part in zip(learner.proximal_logprobs(batch), batch.microbatches, strict=True):
+        found.append((proximal - part.behavior_logprobs).abs().numpy())
+    learner.step(batch)
+    return np.concatenate(found)
+
+
+def write(learner: Learner, version: int, folder) -> tuple[WeightManifest, str]:
+    weights = learner.published_weights()
+    file = folder / f"v{version}.safetensors"
+    save_file(weights, file)
+    manifest = WeightManifest(
+        version=version,
+        parent_version=version - 1,
+        file=file.name,
+        total_bytes=file.stat().st_size,
+        checksum="",
+        tensors=tuple(
+            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in weights.items()
+        ),
+    )
+    return manifest, str(file)
+
+
+@pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7)])
+async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(tmp_path, tied, temperature):
+    from producers.engines.vllm import VllmEngine
+
+    tiny_model(tmp_path / "model", tied=tied, vocab_size=64, hidden_size=64, head_dim=32, max_position_embeddings=256)
+    config = RunConfig(
+        name="parity",
+        model=ModelConfig(path=str(tmp_path / "model")),
+        environment=Plug(path="none:None"),
+        trainer=TrainerConfig(learning_rate=1e-2, device="cpu"),
+    )
+    sampling = msgspec.structs.replace(config.sampling, temperature=temperature, max_tokens=100)
+    engine_settings = msgspec.structs.replace(
+        config.engine, kv_cache_gib=0.25, max_num_seqs=64, args={"skip_tokenizer_init": True}
+    )
+    config = msgspec.structs.replace(config, sampling=sampling, engine=engine_settings)
+    learner = Learner(config)
+    engine = await VllmEngine.start(config)
+    try:
+        for version in range(3):
+            if version:
+                await engine.load_weights(*write(learner, version, tmp_path))
+            gap = await gaps(engine, learner, config, version)
+            assert len(gap) > 1000
+            assert gap.mean() <= 1e-5
+            assert gap.max() <= 1e-4
+        assert learner.num_steps == 3, "the weights did move between the comparisons"
+    finally:
+        await engine.close()
