@@ -11,7 +11,8 @@ from consumers.connection import Connection, RedisGoneError
 from consumers.learner import Learner
 from consumers.metrics import TrainerMetrics
 from consumers.scripts import FencedError, Scripts, announced_of, forks_of
-from consumers.trainer import RunFailedError, Trainer
+from consumers.settlement import RunFailedError
+from consumers.trainer import Trainer
 from schemas.config import ConfigError, RunConfig
 from schemas.endpoint import redis_url
 from schemas.keys import Commit, Keys

@@ -98,11 +98,14 @@ class TrainerMetrics:
 
 
 class Lines:
-    """Appends JSON lines to a file of the run folder."""
+    """Appends JSON lines to a file of the run folder. A line that a kill has torn stays one line of its own."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
         self._stream = file.open("a", buffering=1)
+        if torn:
+            self._stream.write("\n")
 
     def write(self, **fields: Any) -> None:
         self._stream.write(json.dumps(fields) + "\n")

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from consumers.advantages import has_variance
 from consumers.batch import Batch, check_trainable, pack
 from consumers.checkpoints import Checkpoints, CheckpointState
 from consumers.connection import Connection
@@ -18,6 +17,7 @@ from consumers.metrics import Lines, TrainerMetrics
 from consumers.reader import Reader
 from consumers.release import Releaser
 from consumers.scripts import Scripts
+from consumers.settlement import Settlement
 from consumers.staleness import LagTable, is_stale
 from consumers.weights import Publisher
 from schemas.config import RunConfig
@@ -30,10 +30,6 @@ log = logging.getLogger(__name__)
 MEMORY_HIGH = 0.7
 """Share of Redis' maxmemory at which a checkpoint is due, since only a commit trims the stream."""
 WAITING_LOG_S = 30.0
-
-
-class RunFailedError(RuntimeError):
-    """The run cannot go on; the message says why."""
 
 
 class Trainer:
@@ -78,9 +74,12 @@ class Trainer:
             config.group_size,
             lambda group: check_trainable(group, learner.vocabulary),
         )
+        self._settlement = Settlement(self._ledger, metrics, config.trainer.max_dead_groups, self._dead_letter)
         self._releaser = Releaser(connection, self._scripts, self._keys, self._ledger, config, epoch)
         self._publisher = Publisher(connection, self._scripts, config.weights_folder(runs), config.weights.keep, epoch)
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts)
+        self._evaluated_at: dict[int, int] = {}
+        """The update after which each policy under evaluation was published."""
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
 
@@ -94,7 +93,7 @@ class Trainer:
         Waits for groups on the rollout stream; a producer that appends one unblocks it.
         """
         self._publish(first=True)
-        self._evaluator.request(self.policy_version)
+        self._request_evaluation()
         self._heal()
         while self._num_batches < self.config.num_updates:
             began_s = time.monotonic()
@@ -137,7 +136,7 @@ class Trainer:
                 self._reader.rewind()
                 self._evaluator.request_again()
                 self._heal()
-            self._book_refused()
+            self._settle_refused()
             if len(self._reader.hand) >= num_groups:
                 self._drop_stale()
             self._release()
@@ -148,36 +147,17 @@ class Trainer:
         return None
 
     def _settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
-        """Books a batch. A batch whose step was not finite is dead: it neither counts as an update nor comes back."""
-        failed = report.skipped_reason is not None and report.skipped_reason != NOTHING_TO_TRAIN
         for group in groups:
             del self._reader.hand[group.index]
-            outcome = "dead" if failed else "trained" if has_variance(group) else "skipped"
-            self._book(group.index, outcome, report.skipped_reason or "")
-        if failed:
-            log.error("update %d: %s; groups %s are dead", self._num_batches + 1, report.skipped_reason,
-                      [group.index for group in groups])  # fmt: skip
-            for group in groups:
-                self._dead_letter(group.index, report.skipped_reason or "", b"")
-        else:
+        if report.skipped_reason in (None, NOTHING_TO_TRAIN):
+            self._settlement.settle_batch(groups)
             self._num_batches += 1
+        else:
+            self._settlement.kill_batch(groups, report.skipped_reason)
 
-    def _book(self, index: int, outcome: str, reason: str) -> None:
-        self._ledger.settle(index, outcome, reason)
-        self._metrics.groups_settled.labels(outcome).inc()
-        if outcome == "dead" and self._ledger.count("dead") >= self.config.trainer.max_dead_groups:
-            raise RunFailedError(
-                f"trainer.max_dead_groups = {self.config.trainer.max_dead_groups} groups have died; "
-                f"by reason: {dict(self._ledger.dead_reasons)}; the last one: group {index}: {reason}"
-            )
-
-    def _book_refused(self) -> None:
+    def _settle_refused(self) -> None:
         refused, self._reader.refused = self._reader.refused, []
-        for record in refused:
-            log.warning("group %s is dead: %s", record.index, record.reason)
-            self._dead_letter(record.index, record.reason, record.payload)
-            if record.index is not None and record.index not in self._ledger.settled:
-                self._book(record.index, "dead", record.reason)
+        self._settlement.settle_refused(refused)
 
     def _dead_letter(self, index: int | None, reason: str, payload: bytes) -> None:
         self._connection.call(lambda _: self._scripts.dead_letter(self.epoch, index, reason, payload))
@@ -199,7 +179,7 @@ class Trainer:
         """Releases what was lost between Redis and the books, then what the credit allows."""
         lost = self._releaser.reconcile(self._reader, self._lag_of, self.policy_version)
         self._metrics.groups_released_again.labels("lost").inc(lost)
-        self._book_refused()
+        self._settle_refused()
         self._release()
 
     def _publish(self, *, first: bool = False) -> None:
@@ -254,14 +234,20 @@ class Trainer:
     def _evaluate(self) -> None:
         last = self._num_batches == self.config.num_updates
         if self._num_batches % self.config.evaluation.every == 0 or last:
-            self._evaluator.request(self.policy_version)
+            self._request_evaluation()
             self._metrics.prompts_open.set(self._releaser.num_open_prompts())
         self._collect_evaluations()
+
+    def _request_evaluation(self) -> None:
+        self._evaluated_at.setdefault(self.policy_version, self._num_batches)
+        self._evaluator.request(self.policy_version)
 
     def _collect_evaluations(self) -> None:
         for result in self._evaluator.collect():
             self._metrics.accuracy.set(result.accuracy)
-            self._evaluations.write(update=self._num_batches, time_s=time.time(), **result._asdict())
+            self._evaluations.write(
+                update=self._evaluated_at.pop(result.policy_version), time_s=time.time(), **result._asdict()
+            )
             log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
 
     def _memory_is_high(self) -> bool:

@@ -13,7 +13,8 @@ from scripted_learner import ScriptedLearner
 import consumers.__main__ as entry
 from consumers.connection import Connection
 from consumers.metrics import TrainerMetrics
-from consumers.trainer import RunFailedError, Trainer
+from consumers.settlement import RunFailedError
+from consumers.trainer import Trainer
 from schemas.config import ConfigError, load_config
 from schemas.keys import Field, Keys
 from schemas.policy import VERSIONS_PER_EPOCH
@@ -125,6 +126,7 @@ def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
     evaluations = bench.lines("evaluations.jsonl")
     assert evaluations[0]["policy_version"] == 0 and evaluations[-1]["policy_version"] == 12
     assert [line["num_prompts"] for line in evaluations] == [3] * len(evaluations)
+    assert [line["update"] for line in evaluations] == [0, 5, 10, 12]
 
 
 def test_metrics_count_what_the_books_count(bench):
@@ -337,3 +339,11 @@ def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, tmp_path):
         assert_balanced(bench, trainer)
     finally:
         server.kill()
+
+
+def test_a_torn_line_of_telemetry_stays_a_line_of_its_own(bench):
+    folder = bench.runs / "test"
+    folder.mkdir()
+    (folder / "updates.jsonl").write_text('{"update": 1}\n{"upd')
+    bench.trainer()._updates.write(update=2)
+    assert (folder / "updates.jsonl").read_text() == '{"update": 1}\n{"upd\n{"update": 2}\n'

@@ -1,0 +1,68 @@
+"""Settles indexes in the books, with a dead letter for each one that died."""
+
+import logging
+from collections.abc import Callable
+
+from consumers.advantages import has_variance
+from consumers.ledger import Ledger
+from consumers.metrics import TrainerMetrics
+from consumers.reader import Refused
+from schemas.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+SendLetter = Callable[[int | None, str, bytes], None]
+
+
+class RunFailedError(RuntimeError):
+    """The run cannot go on; the message says why."""
+
+
+class Settlement:
+    """Books what became of groups. The letter goes first: a crash in between repeats it, which changes nothing.
+
+    send_letter: (index or None, reason, payload), onto the dead-letter stream.
+    """
+
+    def __init__(self, ledger: Ledger, metrics: TrainerMetrics, max_dead_groups: int, send_letter: SendLetter) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._max_dead_groups = max_dead_groups
+        self._send_letter = send_letter
+
+    def settle_batch(self, groups: list[RolloutGroup]) -> None:
+        """Groups with reward variance were trained, the others skipped."""
+        for group in groups:
+            self._book(group.index, "trained" if has_variance(group) else "skipped")
+
+    def kill_batch(self, groups: list[RolloutGroup], reason: str) -> None:
+        """Groups whose step was not finite: they neither count as an update nor come back.
+
+        Raises:
+            RunFailedError: as many groups have died as the run file allows.
+        """
+        log.error("%s: groups %s are dead", reason, [group.index for group in groups])
+        for group in groups:
+            self._send_letter(group.index, reason, b"")
+            self._book(group.index, "dead", reason)
+
+    def settle_refused(self, refused: list[Refused]) -> None:
+        """Records that cannot be trained, and what producers gave up.
+
+        Raises:
+            RunFailedError: as many groups have died as the run file allows.
+        """
+        for record in refused:
+            log.warning("group %s is dead: %s", record.index, record.reason)
+            self._send_letter(record.index, record.reason, record.payload)
+            if record.index is not None and record.index not in self._ledger.settled:
+                self._book(record.index, "dead", record.reason)
+
+    def _book(self, index: int, outcome: str, reason: str = "") -> None:
+        self._ledger.settle(index, outcome, reason)
+        self._metrics.groups_settled.labels(outcome).inc()
+        if outcome == "dead" and self._ledger.count("dead") >= self._max_dead_groups:
+            raise RunFailedError(
+                f"trainer.max_dead_groups = {self._max_dead_groups} groups have died; "
+                f"by reason: {dict(self._ledger.dead_reasons)}; the last one: group {index}: {reason}"
+            )
