@@ -210,8 +210,10 @@ class Trainer:
         counters["num_steps_skipped"] += report.skipped_reason is not None
         counters["train_s"] += step_s
         counters["last_update_s"] = time.time()
-        if not counters["first_prompt_s"]:
-            counters["first_prompt_s"] = min(group.timings.claimed_s for group in groups)
+        first_claimed_s = min(group.timings.claimed_s for group in groups)
+        counters["first_prompt_s"] = counters["first_prompt_s"] or first_claimed_s
+        # The first batch also waited for engines to boot; that is no waiting for rollouts.
+        wait_s = min(wait_s, max(0.0, time.time() - first_claimed_s))
         line: dict[str, Any] = {
             "update": self._num_batches,
             "policy_version": self.policy_version,

@@ -1,0 +1,42 @@
+# Every target that needs it makes .venv first; ENGINE=cpu or gpu overrides what deploy/install.sh finds.
+VENV ?= .venv
+JOBS ?= 2
+MODEL ?= runs/models/demo
+DEMO ?= deploy/runs/demo.toml
+export VENV
+
+.PHONY: demo test lint bench bench-peers venv venv-dev clean clean-venv
+
+demo: venv
+	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
+	$(VENV)/bin/python -m deploy.cli run $(DEMO) --name demo-$$(date +%Y%m%d-%H%M%S) --set model.path=$(MODEL)
+
+# Tests that boot the engine share one worker: two engines that start at the same moment can fail.
+test: venv-dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
+
+lint: venv-dev
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+bench: venv
+	$(VENV)/bin/python -m deploy.bench
+
+# In an environment of its own: the peer's requirements and the engine's do not go together.
+bench-peers:
+	@VENV=$(VENV)-peers REQUIREMENTS=deploy/bench/peers-requirements.txt deploy/install.sh
+	$(VENV)-peers/bin/python -m deploy.bench.peers
+
+venv:
+	@deploy/install.sh
+
+venv-dev:
+	@deploy/install.sh dev
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-venv:
+	rm -rf $(VENV) $(VENV)-peers

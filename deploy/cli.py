@@ -1,0 +1,235 @@
+"""The `penstock` command."""
+
+import argparse
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from schemas.config import ConfigError, RunConfig, load_config
+from schemas.endpoint import redis_url
+
+DEFAULT_RUNS = Path("runs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 for a failed run, 2 for unusable input, 128 + signal."""
+    arguments = _parser().parse_args(argv)
+    # Environments, rewards and objectives are the user's own modules, found where the command is given.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return int(arguments.command(arguments))
+    except ConfigError as error:
+        return _fail(error, 2)
+    except _expected_errors() as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"penstock: {error}", file=sys.stderr)
+    return status
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Errors that need no traceback. Consulted when one is on its way, so that nothing is imported for it before."""
+    import redis
+
+    from deploy.producer_pool import PartDied
+    from deploy.redis_server import ServerError
+    from deploy.telemetry import TelemetryError
+    from producers.interfaces import EngineError
+
+    return (PartDied, ServerError, TelemetryError, EngineError, redis.ConnectionError, redis.TimeoutError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Asynchronous RL post-training: vLLM producers, Redis streams, a correcting trainer.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = _command(
+        commands, "run", _run, "start Redis, producers and trainer on this machine and follow them to the end"
+    )
+    _add_run_file(run)
+    run.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    run.add_argument(
+        "--dry-run", action="store_true", help="check the run file and print it with every default, then stop"
+    )
+
+    producer = _command(commands, "producer", _producer, "one producer for a run whose Redis is up (REDIS_URL)")
+    _add_run_file(producer)
+    producer.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
+
+    trainer = _command(commands, "trainer", _trainer, "the trainer of a run whose Redis is up (REDIS_URL)")
+    _add_run_file(trainer)
+    trainer.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+
+    make_model = _command(commands, "make-model", _make_model, "make the demo's small model and save it in FOLDER")
+    make_model.add_argument("folder", type=Path, metavar="FOLDER")
+    make_model.add_argument("--seed", type=int, help="of the initial weights and the warm start (default: 0)")
+    make_model.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another field of the recipe, as in num_layers=3",
+    )
+
+    report = _command(commands, "report", _report, "write summary.json and report.html of a run again")
+    report.add_argument("run", metavar="RUN", help="name of a run, or its folder")
+    report.add_argument(
+        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    help: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_run_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("--name", help="name of the run, in place of the run file's")
+    parser.add_argument(
+        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override a field, as in trainer.learning_rate=1e-5",
+    )
+
+
+def _load(arguments: argparse.Namespace) -> RunConfig:
+    overrides = list(arguments.set)
+    if arguments.name is not None:
+        # As TOML, or a name such as 2024 would be read as a number.
+        overrides.append(f"name = {msgspec.json.encode(arguments.name).decode()}")
+    return load_config(arguments.run_file, overrides)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from deploy.start_checks import check, check_objective, resolved_toml
+
+    config = _load(arguments)
+    warnings = check(config)
+    for warning in warnings:
+        print(f"penstock: warning: {warning}", file=sys.stderr)
+    if arguments.dry_run:
+        check_objective(config)
+        print(resolved_toml(config), end="")
+        return 0
+    from deploy.launcher import Launcher
+    from deploy.live_view import open_view
+    from deploy.redis_server import check_redis
+    from deploy.run_folder import RunFolder
+
+    check_redis(config, resume=arguments.resume)
+    with RunFolder(config, arguments.runs, resume=arguments.resume) as folder:
+        for difference in folder.save(config):
+            print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
+        with open_view(config, arguments.runs) as view:
+            launcher = Launcher(config, arguments.runs, resume=arguments.resume, view=view, lock=folder.lock)
+            status = launcher.run()
+        if status:
+            print(f"penstock: stopped; continue with --name {config.name} --resume", file=sys.stderr)
+    if status == 0:
+        _write_results(folder.path)
+    return status
+
+
+def _write_results(run_folder: Path) -> None:
+    from deploy.report import write_report
+    from deploy.summary import print_table, write_summary
+
+    summary = write_summary(run_folder)
+    report = write_report(run_folder)
+    print_table(summary)
+    print(f"summary  {run_folder / 'summary.json'}\nreport   {report}\nlogs     {run_folder / 'logs'}")
+
+
+def _producer(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    redis_url(config, arguments.runs)  # its absence is said before anything heavy is imported
+    _limit_threads(config.producers.num_threads)
+    _configure_logging()
+    from producers.__main__ import main as produce
+
+    return int(produce(config, runs=arguments.runs, producer_id=arguments.id))
+
+
+def _trainer(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    redis_url(config, arguments.runs)
+    _limit_threads(config.trainer.num_threads)
+    _configure_logging()
+    from consumers.__main__ import main as train
+    from deploy.run_folder import RUN_FILE, save_run_file
+
+    folder = config.folder(arguments.runs)
+    if not (folder / RUN_FILE).exists():  # started by hand, not by `penstock run`; the report reads it
+        save_run_file(config, folder)
+
+    return train(config, runs=arguments.runs, resume=arguments.resume)
+
+
+def _make_model(arguments: argparse.Namespace) -> int:
+    overrides = list(arguments.set) + ([] if arguments.seed is None else [f"seed={arguments.seed}"])
+    try:
+        fields = tomllib.loads("\n".join(overrides))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
+    # One thread: sums come out alike on any number of cores, and a model of this size gains nothing from more.
+    _limit_threads(1)
+    from deploy.make_model import ModelRecipe, WarmStartError, make_model
+
+    try:
+        make_model(arguments.folder, msgspec.convert(fields, ModelRecipe))
+    except (msgspec.ValidationError, FileExistsError) as error:
+        raise ConfigError(f"make-model: {error}") from None
+    except WarmStartError as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.run)
+    if not folder.is_dir():
+        folder = arguments.runs / arguments.run
+    if not folder.is_dir():
+        raise ConfigError(f"{arguments.run}: neither a folder nor a run in {arguments.runs}")
+    _write_results(folder)
+    return 0
+
+
+def _limit_threads(count: int) -> None:
+    """Bounds the pools of numeric libraries, which read these when they are first imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        os.environ[name] = str(count)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _configure_logging() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

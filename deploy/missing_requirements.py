@@ -1,0 +1,47 @@
+"""Prints what is asked for and this environment lacks, one requirement a line. Needs pip, nothing else.
+
+Asked for is what pyproject.toml names for the project and the extras given, or what one requirements file names.
+"""
+
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+
+
+def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:
+    """The direct requirements of the project and of `extras` that no installed version satisfies.
+
+    Only direct ones: the engine's CPU build asks for packages that are removed again after its installation.
+    """
+    project = tomllib.loads(pyproject.read_text())["project"]
+    wanted = list(project["dependencies"])
+    for extra in extras:
+        wanted += project["optional-dependencies"][extra]
+    return _missing(wanted)
+
+
+def missing_from_file(file: Path) -> list[str]:
+    """The same for a requirements file: requirements and comments, a line each."""
+    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+    return _missing([line for line in lines if line])
+
+
+def _missing(wanted: list[str]) -> list[str]:
+    return [text for text in dict.fromkeys(wanted) if not _is_satisfied(Requirement(text))]
+
+
+def _is_satisfied(requirement: Requirement) -> bool:
+    try:
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    if sys.argv[1].endswith(".txt"):
+        print("\n".join(missing_from_file(Path(sys.argv[1]))))
+    else:
+        print("\n".join(missing_requirements(Path(__file__).parents[1] / "pyproject.toml", sys.argv[1:])))

@@ -1,0 +1,94 @@
+"""What can be found wrong with a run before anything is started."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from producers.interfaces import Environment
+from schemas.config import ConfigError, RunConfig
+from schemas.plug import construct, resolve
+from schemas.rollout import MAX_ENTRY_BYTES
+
+_BYTES_PER_SAMPLED_TOKEN = 8.1
+_BYTES_PER_CONTEXT_TOKEN = 4
+_BYTES_PER_ROLLOUT = 512
+"""Spans, reward, field names, and what Redis keeps beside the payload."""
+
+
+def check(config: RunConfig) -> list[str]:
+    """Checks model folder, environment, reward and memory; returns warnings, one line each.
+
+    Raises:
+        ConfigError: the run cannot work; names the field, its value and what was expected.
+    """
+    _check_model(config)
+    environment = construct(config.environment, "environment", Environment, seed=config.seed)
+    if environment.num_evaluation_prompts < 0:
+        raise ConfigError(
+            f"environment.path = {config.environment.path!r}: num_evaluation_prompts = "
+            f"{environment.num_evaluation_prompts}: expected 0 or more"
+        )
+    if config.reward is not None and not callable(resolve(config.reward, "reward")):
+        raise ConfigError(f"reward.path = {config.reward.path!r}: expected a function (prompt, completion) -> float")
+    return list(_check_memory(config))
+
+
+def check_objective(config: RunConfig) -> None:
+    """Raises ConfigError unless the objective's import path resolves to something that can be called. Imports torch."""
+    if not callable(resolve(config.objective, "objective")):
+        raise ConfigError(f"objective.path = {config.objective.path!r}: expected a class or a function")
+
+
+def _check_model(config: RunConfig) -> None:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no such folder; expected a transformers model "
+            f"(`penstock make-model {config.model.path}` makes the demo's)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {config.model.path!r}: no config.json in it; expected a transformers model")
+
+
+def _check_memory(config: RunConfig) -> Iterator[str]:
+    group_bytes = estimated_group_bytes(config)
+    if group_bytes > MAX_ENTRY_BYTES:
+        yield (
+            f"group_size = {config.group_size} with sampling.max_tokens = {config.sampling.max_tokens}: a full group "
+            f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
+        )
+    needed_mb = 2 * config.credit * min(group_bytes, MAX_ENTRY_BYTES) / 1e6
+    if config.redis.maxmemory_mb < needed_mb:
+        raise ConfigError(
+            f"redis.maxmemory_mb = {config.redis.maxmemory_mb}: the {config.credit} groups that may wait take up to "
+            f"{needed_mb / 2:.0f} MB; expected at least twice that, {needed_mb:.0f}"
+        )
+
+
+def estimated_group_bytes(config: RunConfig) -> int:
+    """Size of an encoded group whose completions all reach max_tokens."""
+    sampled = config.sampling.max_tokens
+    context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
+    rollout = _BYTES_PER_SAMPLED_TOKEN * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
+    return int(config.group_size * rollout)
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """The configuration with every default written out; what is not set stands in comments at the end."""
+    document = msgspec.to_builtins(config)
+    unset = list(_pop_unset(document, ""))
+    comments = "".join(f"\n# {path} is not set" for path in unset)
+    return tomli_w.dumps(document) + (comments + "\n" if comments else "")
+
+
+def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Removes what TOML cannot express, None, and names it."""
+    for name, value in list(table.items()):
+        if value is None:
+            del table[name]
+            yield prefix + name
+        elif isinstance(value, dict):
+            yield from _pop_unset(value, f"{prefix}{name}.")

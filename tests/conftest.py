@@ -1,0 +1,67 @@
+"""What every room's tests share: a real server, the stand-in for what a machine lacks, one thread per library."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+# Before any test imports torch: several test processes share the machine's cores.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A run of the tests never touches a Redis of the user's.
+os.environ.pop("REDIS_URL", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_gpu = shutil.which("nvidia-smi") is not None and os.system("nvidia-smi -L > /dev/null 2>&1") == 0
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("vllm"):
+            # Two engines that boot at the same moment on one machine can fail: one worker gets them all.
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+            if not has_vllm:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
+    # The longest come first, or one worker would be left alone with them at the end.
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real server that lives as long as this test process."""
+    from deploy.redis_server import RedisServer
+
+    server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256)
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(server_url: str) -> str:
+    """URL of a real and empty server."""
+    with redis.Redis.from_url(server_url, protocol=2) as client:
+        client.flushall()
+    return server_url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of a real and empty server."""
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder that passes for a model where nothing loads it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder

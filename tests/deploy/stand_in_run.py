@@ -1,0 +1,36 @@
+"""`penstock run` with stand-ins for its parts: `stand_in_run.py RUNS NAME PART=BEHAVIOR...`."""
+
+import sys
+from pathlib import Path
+
+from deploy.launcher import Launcher
+from deploy.live_view import open_view
+from deploy.producer_pool import PartDied
+from deploy.run_folder import RunFolder
+from schemas.config import ModelConfig, Plug, ProducersConfig, RunConfig
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+
+
+def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
+    config = RunConfig(
+        name=name,
+        num_updates=5,
+        model=ModelConfig(path="model"),
+        environment=Plug(path="producers.environments.arithmetic:Arithmetic"),
+        producers=ProducersConfig(count=2),
+    )
+
+    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> list[str]:
+        return [sys.executable, str(STAND_IN), part, str(config.folder(runs)), behaviors.get(part, "run")]
+
+    with RunFolder(config, runs, resume=False) as folder, open_view(config, runs) as view:
+        folder.save(config)
+        return Launcher(config, runs, resume=False, view=view, lock=folder.lock, command_for=command_for).run()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(launch(Path(sys.argv[1]), sys.argv[2], dict(pair.split("=") for pair in sys.argv[3:])))
+    except PartDied as death:
+        sys.exit(f"penstock: {death}")

