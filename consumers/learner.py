@@ -52,7 +52,7 @@ class _Scored:
     behavior_logprobs: Tensor
     weights: Tensor
     entropy: Tensor
-    lag: Tensor
+    lag_of_row: Tensor
     loss_mask: Tensor
     keep_mask: Tensor
     metrics: dict[str, Tensor]
@@ -240,7 +240,7 @@ class Learner:
             behavior_logprobs=microbatch.behavior_logprobs,
             weights=correction.weights,
             entropy=entropy.detach(),
-            lag=microbatch.lag,
+            lag_of_row=_oldest_of_row(microbatch.lag, microbatch.row_ids),
             loss_mask=microbatch.loss_mask,
             keep_mask=correction.keep_mask,
             metrics=outputs.metrics,
@@ -295,6 +295,12 @@ def _reason_to_skip(scored: list[_Scored], loss: float, grad_norm: float) -> str
     return None
 
 
+def _oldest_of_row(lag: Tensor, row_ids: Tensor) -> Tensor:
+    """[M] the largest lag in each token's row."""
+    rows = int(row_ids[-1]) + 1 if len(row_ids) else 0
+    return lag.new_zeros(rows).scatter_reduce(0, row_ids, lag, "amax")[row_ids]
+
+
 def _token_metrics(scored: list[_Scored], threshold: float) -> dict[str, float]:
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in scored])
@@ -308,7 +314,8 @@ def _token_metrics(scored: list[_Scored], threshold: float) -> dict[str, float]:
     metrics = {name: (value / count).item() for name, value in sums.items()}
     metrics["entropy"] = (torch.where(mask, joined("entropy"), 0.0).sum() / count).item()
     proximal, behavior = joined("proximal_logprobs"), joined("behavior_logprobs")
-    fresh = mask & (joined("lag") == 0)
+    # In a row that began under older weights even a fresh token saw keys and values of theirs.
+    fresh = torch.cat([part.lag_of_row == 0 for part in scored]) & mask
     if fresh.any():
         metrics["mismatch_lag0"] = (proximal - behavior)[fresh].abs().mean().item()
     return metrics | diagnose(proximal, behavior, joined("weights"), mask, threshold)

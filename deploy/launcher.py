@@ -112,6 +112,7 @@ class Launcher:
             status = 0
             try:
                 self._start_redis()
+                self._boot_producers()
                 self._trainer = self._start_part("trainer")
                 self._view.state("trainer", "running")
                 self._serve()
@@ -159,22 +160,32 @@ class Launcher:
             },
         )
 
+    def _boot_producers(self) -> None:
+        """Waits until every producer has booted, so that no boot takes cores from a run under way. A death or a signal
+        ends it early, by exception."""
+        while not self._pool.is_complete:
+            self._look_after_others()
+
+    def _look_after_others(self) -> None:
+        if self._signals.count:
+            raise Interrupted(self._signals.number)
+        self._check_server()
+        self._pool.tick(self._heartbeats.read(), finished=self._finished)
+        self._pause()
+
     def _serve(self) -> None:
         """Waits for the trainer to finish; a death or a signal ends it early, by exception."""
         assert self._trainer is not None
         while True:
-            if self._signals.count:
-                raise Interrupted(self._signals.number)
             status = self._trainer.poll()
             if status is not None:
                 if status != 0 or not self._finished():
                     self._view.state("trainer", describe_status(status))
                     raise PartDied(self._trainer, f"{describe_status(status)} before the run was finished")
+                self._view.catch_up()
                 self._view.state("trainer", "finished")
                 return
-            self._check_server()
-            self._pool.tick(self._heartbeats.read(), finished=self._finished)
-            self._pause()
+            self._look_after_others()
 
     def _check_server(self) -> None:
         if self._server is not None and self._server.child.poll() is not None:

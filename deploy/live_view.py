@@ -68,6 +68,12 @@ class View:
         self.progress.poll()
         self.draw()
 
+    def catch_up(self) -> None:
+        """Draws the last state, whatever was drawn a moment ago."""
+        self.progress.poll()
+        self._next_frame = 0.0
+        self.draw()
+
     def elapsed(self) -> str:
         return _duration(time.monotonic() - self._started)
 
@@ -101,6 +107,10 @@ class PlainView(View):
         self._next_line = time.monotonic() + _LINE_S
         self._shown = position
         self.note("  ".join(f"{name} {value}" for name, value in figures(self)))
+
+    def catch_up(self) -> None:
+        self._next_line = 0.0
+        super().catch_up()
 
     def _position(self) -> tuple[int, int]:
         update = self.progress.update

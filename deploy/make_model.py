@@ -1,5 +1,6 @@
 """The demo's model: a small Qwen3 that has learned to add from examples in which carries are often forgotten."""
 
+import itertools
 import math
 import random
 import shutil
@@ -67,19 +68,15 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.head_dim not in (32, 64):
             raise ValueError(f"ModelRecipe: head_dim is {self.head_dim}, expected 32 or 64")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"ModelRecipe: num_heads is {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise ValueError(f"ModelRecipe: num_heads is {self.num_heads}, expected a multiple of {self.num_kv_heads}")
         for name in ("num_steps", "batch_size", "num_evaluation_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelRecipe: {name} is {getattr(self, name)}, expected 1 or more")
         if not 0.0 <= self.forgotten_carries <= 1.0:
             raise ValueError(f"ModelRecipe: forgotten_carries is {self.forgotten_carries}, expected 0 to 1")
         if not 0.0 <= self.lowest_accuracy < self.highest_accuracy <= 1.0:
-            raise ValueError(
-                f"ModelRecipe: lowest_accuracy is {self.lowest_accuracy} and highest_accuracy is "
-                f"{self.highest_accuracy}, expected 0 <= lowest_accuracy < highest_accuracy <= 1"
-            )
+            band = f"lowest_accuracy is {self.lowest_accuracy} and highest_accuracy is {self.highest_accuracy}"
+            raise ValueError(f"ModelRecipe: {band}, expected the first to be smaller and both in 0 to 1")
 
 
 class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +102,7 @@ def make_model(
         WarmStartError: the accuracy is outside the recipe's band; nothing was saved.
     """
     folder, recipe = Path(folder), recipe or ModelRecipe()
-    found = _find_model(folder, recipe)
-    if found is not None:
+    if (found := _find_model(folder, recipe)) is not None:
         progress(f"{folder} already holds this model")
         return found
     # Tests make several models in one process: none of them may move the process's own random numbers.
@@ -155,7 +151,7 @@ def build_model(recipe: ModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config).to(torch.float32)
+    return Qwen3ForCausalLM(config).float()
 
 
 def warm_start(
@@ -169,10 +165,10 @@ def warm_start(
     environment = Arithmetic(seed=recipe.seed, width=recipe.width, num_evaluation_prompts=recipe.num_evaluation_prompts)
     forgetting = random.Random(f"{recipe.seed}:forgotten carries")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    indices = itertools.count(1)
     for step in range(1, 2 * recipe.num_steps + 1):
-        first = (step - 1) * recipe.batch_size + 1
-        prompts = [environment.prompt(index) for index in range(first, first + recipe.batch_size)]
-        texts = [p.text + _sum_with_forgotten_carries(p, recipe.forgotten_carries, forgetting) + EOS for p in prompts]
+        prompts = [environment.prompt(index) for index in itertools.islice(indices, recipe.batch_size)]
+        texts = [_example(prompt, recipe.forgotten_carries, forgetting) for prompt in prompts]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _schedule(step, recipe.num_steps)
         loss = _step(model, optimizer, tokenizer(texts, return_tensors="pt").input_ids, recipe.width + 2)
@@ -186,8 +182,7 @@ def warm_start(
     raise WarmStartError(
         f"after {step} steps the held-out accuracy is {accuracy:.3f}, expected {recipe.lowest_accuracy} to "
         f"{recipe.highest_accuracy}, and {digits_known:.3f} of the answers are right but for carries, expected "
-        f"{_DIGITS_KNOWN}: more num_steps (now {recipe.num_steps}) raise both, a larger forgotten_carries (now "
-        f"{recipe.forgotten_carries}) lowers the accuracy"
+        f"{_DIGITS_KNOWN}: more num_steps raise both, a larger forgotten_carries lowers the accuracy"
     )
 
 
@@ -224,14 +219,14 @@ def _schedule(step: int, num_steps: int) -> float:
     return min(1.0, step / _WARM_UP_STEPS) * max(_LAST_LEARNING_RATE, cosine)
 
 
-def _sum_with_forgotten_carries(prompt: Prompt, share: float, forgetting: random.Random) -> str:
-    """Column by column from the right, each carry forgotten with probability `share`; `47+85=` may give `122`."""
+def _example(prompt: Prompt, share: float, forgetting: random.Random) -> str:
+    """The sum from right to left, each carry forgotten with probability `share`: after `47+85=` it may be `122`."""
     digits, carry = "", 0
     for x, y in _columns(prompt):
         column = x + y + carry
         digits = str(column % 10) + digits
         carry = int(column >= 10 and forgetting.random() >= share)
-    return str(carry) + digits
+    return f"{prompt.text}{carry}{digits}{EOS}"
 
 
 def _sums_but_for_carries(prompt: Prompt) -> set[str]:

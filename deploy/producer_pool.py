@@ -94,6 +94,11 @@ class ProducerPool:
     def children(self) -> list[Child]:
         return [seat.child for seat in self._seats if seat.child is not None]
 
+    @property
+    def is_complete(self) -> bool:
+        """True while every producer has booted."""
+        return all(seat.served_since is not None for seat in self._seats)
+
     def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
         """Starts who is due and looks after who has died.
 
@@ -119,7 +124,7 @@ class ProducerPool:
         if beat is not None and beat.pid == child.pid:
             seat.served_since = time.monotonic()
             seat.num_boots = 0
-            self._view.state(seat.name, "serving")
+            self._view.state(seat.name, "ready")
         elif time.time() - child.started_s > _BOOT_S:
             child.kill()
 

@@ -145,7 +145,7 @@ def _table(values: dict[str, Any]) -> str:
 
 
 def _show(value: Any) -> str:
-    if value is None or value in ({}, []):
+    if value is None or (isinstance(value, dict | list) and not value):
         return NOTHING
     if isinstance(value, float):
         return f"{value:,.6g}"

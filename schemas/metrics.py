@@ -59,7 +59,7 @@ class TrainerMetric:
     )
     POLICY_CLIPPED = Metric("penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped")
     MISMATCH = Metric(
-        "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs of tokens of lag 0"
+        "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs in rows of lag 0"
     )
     GRAD_NORM = Metric("penstock_gradient_norm", "Gradient norm before clipping")
     LOSS = Metric("penstock_loss", "Loss of the last batch")

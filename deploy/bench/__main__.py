@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, BenchError, PipelineSettings, check_run_file, measure_pipeline
-from deploy.bench.result import RESULTS, print_result, write_result
+from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
+from deploy.bench.result import RESULTS, BenchError, print_result, write_result
 from deploy.producer_pool import PartDied
 from deploy.redis_server import ServerError
 from schemas.config import ConfigError

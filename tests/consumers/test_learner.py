@@ -157,20 +157,20 @@ def test_a_report_names_what_the_update_lines_need(folder) -> None:
     assert 0 < report.metrics["entropy"] < math.log(VOCABULARY)
 
 
-def test_the_mismatch_at_lag_0_is_the_mean_gap_of_the_fresh_tokens_alone(folder) -> None:
+def test_the_mismatch_at_lag_0_is_the_mean_gap_of_rows_that_are_fresh_throughout(folder) -> None:
     config = configuration(folder, max_lag=4)
-    groups = _groups()
-    exact = Learner(config)
-    batch = pack(groups, lag_from(7), config)
-    proximal = exact.proximal_logprobs(batch)
-    fresh = [(part.lag == 0) for part in batch.microbatches]
-    gaps = [
-        (p - part.behavior_logprobs).abs()[f] for p, part, f in zip(proximal, batch.microbatches, fresh, strict=True)
-    ]
-    report = exact.step(batch)
-    assert report.metrics["mismatch_lag0"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-6)
-    stale_only = exact.step(pack(groups, lambda version: max(1, 7 - version), config))
-    assert "mismatch_lag0" not in stale_only.metrics
+    runs = [(2, 5)]
+    fresh = segment([1, 2, 3, 4, 5], runs, [7, 7, 7], [-1.0, -2.0, -3.0])
+    mixed = segment([1, 2, 6, 7, 8], runs, [6, 7, 7], [-9.0, -9.0, -9.0])
+    batch = pack([group_of(1, [[fresh], [mixed]], [0.0, 1.0])], lag_from(7), config)
+    learner = Learner(config)
+    (proximal,) = learner.proximal_logprobs(batch)
+    (part,) = batch.microbatches
+    gaps = (proximal - part.behavior_logprobs).abs()[part.behavior_logprobs > -5]
+    assert len(gaps) == 3
+    assert learner.step(batch).metrics["mismatch_lag0"] == pytest.approx(gaps.mean().item(), rel=1e-6)
+    stale = pack([group_of(1, [[mixed], [mixed]], [0.0, 1.0])], lag_from(7), config)
+    assert "mismatch_lag0" not in learner.step(stale).metrics
 
 
 def test_a_batch_past_the_lag_bound_takes_no_step_and_says_so(folder) -> None:

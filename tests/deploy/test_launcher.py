@@ -110,7 +110,7 @@ def test_a_finished_run_ends_with_status_0_and_leaves_nothing_running(start):
 
 def test_producers_boot_one_after_another(start):
     run = start()
-    run.wait_for("producer-1: serving")
+    run.wait_for("producer-1: ready")
     run.process.terminate()
     run.output()
     (first_served, *_), (second_started, *_) = run.times("producer-0 serving"), run.times("producer-1 started")
@@ -119,7 +119,7 @@ def test_producers_boot_one_after_another(start):
 
 def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
     run = start()
-    run.wait_for("producer-1: serving")
+    run.wait_for("  update ")
     run.process.send_signal(signal.SIGINT)
     shown = run.output()
     assert run.process.returncode == 128 + signal.SIGINT, shown
@@ -134,7 +134,7 @@ def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
 
 def test_sigterm_stops_in_order_too(start):
     run = start()
-    run.wait_for("producer-0: serving")
+    run.wait_for("  update ")
     run.process.terminate()
     run.output()
     assert run.process.returncode == 128 + signal.SIGTERM
@@ -144,7 +144,7 @@ def test_sigterm_stops_in_order_too(start):
 
 def test_second_ctrl_c_kills_a_part_that_does_not_listen(start):
     run = start(trainer="deaf")
-    run.wait_for("producer-0: serving")
+    run.wait_for("  update ")
     run.process.send_signal(signal.SIGINT)
     run.wait_for("trainer asked-to-stop")
     assert run.process.poll() is None
@@ -168,7 +168,7 @@ def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
 
 def test_a_trainer_killed_from_outside_ends_the_run(start):
     run = start()
-    run.wait_for("producer-0: serving")
+    run.wait_for("  update ")
     (started,) = [event for event in run.events() if event.startswith("trainer started-")]
     os.kill(int(started.rpartition("-")[2]), signal.SIGKILL)
     shown = run.output()
@@ -179,7 +179,7 @@ def test_a_trainer_killed_from_outside_ends_the_run(start):
 
 def test_a_redis_that_dies_ends_the_run(start):
     run = start()
-    run.wait_for("producer-0: serving")
+    run.wait_for("producer-0: ready")
     connection = json.loads((run.folder / "redis" / "connection.json").read_text())
     with redis.Redis.from_url(connection["url"], protocol=2) as client:
         os.kill(client.info("server")["process_id"], signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_a_redis_that_dies_ends_the_run(start):
 
 def test_a_producer_that_dies_is_started_again_and_what_it_left_is_killed(start):
     run = start(producer_0="dies-once")
-    run.wait_for("producer-0: serving", times=2)
+    run.wait_for("producer-0: ready", times=2)
     (orphan, *_) = [event for event in run.events() if event.startswith("producer-0 core-")]
     assert not _lives(int(orphan.rpartition("-")[2]))
     assert (run.folder / "died").exists()
@@ -221,7 +221,7 @@ def test_a_producer_that_cannot_use_its_settings_is_not_tried_again(start):
 
 def test_kill_9_of_the_launcher_takes_every_part_along(start):
     run = start()
-    run.wait_for("producer-1: serving")
+    run.wait_for("  update ")
     parts = [int(event.rpartition("-")[2]) for event in run.events() if " started-" in event]
     assert len(parts) == 3
     run.process.kill()

@@ -131,7 +131,7 @@ def test_a_warm_start_outside_the_band_fails_and_saves_nothing(tmp_path: Path):
     ("arguments", "message"),
     [
         ({"head_dim": 48}, "head_dim is 48, expected 32 or 64"),
-        ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3, expected a multiple of num_kv_heads 2"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3, expected a multiple of 2"),
         ({"forgotten_carries": 1.5}, r"forgotten_carries is 1\.5"),
         ({"lowest_accuracy": 0.5}, r"lowest_accuracy is 0\.5 and highest_accuracy is 0\.45"),
         ({"num_steps": 0}, "num_steps is 0, expected 1 or more"),
