@@ -37,7 +37,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     ledger: dict[str, Any]
     forks: dict[int, int]
     announced: dict[int, int]
-    counters: dict[str, float]
+    counters: dict[str, int | float]
     """Running totals of the whole run: tokens, seconds."""
 
 

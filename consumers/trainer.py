@@ -59,10 +59,11 @@ class Trainer:
         self._scripts = Scripts(connection.client, self._keys)
         self._ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
         self._num_batches = state.num_batches
-        self._counters: dict[str, float] = {
+        self._counters: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_steps_skipped": 0, "train_s": 0.0,
             "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
         }  # fmt: skip
+        self._committed_at = -1
         self._parent_version = state.policy_version
         self._steps_before = learner.num_steps
         self.policy_version = make_version(epoch, 0)
@@ -272,6 +273,7 @@ class Trainer:
         keep_rollouts, keep_results = self._reader.first_unsettled(), self._evaluator.first_needed()
         trimmed = self._connection.call(lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results))
         self._checkpoints.committed(name)
+        self._committed_at = self._num_batches
         self._heal()
         self._write_books(finished=False)
         took_s = time.monotonic() - began_s
@@ -286,7 +288,8 @@ class Trainer:
             if self._connection.restarted():
                 self._evaluator.request_again()
             time.sleep(0.05)
-        self._commit()
+        if self._committed_at != self._num_batches:
+            self._commit()
         open_prompts = self._connection.call(lambda _: self._scripts.finish(self.epoch))
         if open_prompts:
             log.info("%d prompts are cancelled", open_prompts)

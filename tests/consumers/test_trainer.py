@@ -158,7 +158,9 @@ def test_a_killed_trainer_is_resumed_and_nothing_is_lost_or_trained_twice(bench,
     assert sorted(second.learner.trained) == list(range(1, 49))
     assert_balanced(bench, second)
     assert second.policy_version // VERSIONS_PER_EPOCH == 1
-    assert bench.books()["num_updates"] == 12
+    books = bench.books()
+    assert books["num_updates"] == 12
+    assert isinstance(books["num_tokens_trained"], int)
 
 
 def test_lag_after_a_rollback_counts_the_steps_through_the_fork(bench):
