@@ -229,6 +229,7 @@ class Trainer:
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,
             "step_s": step_s,
+            "phase_s": report.phase_s,
             "publish_s": publish_s,
         }
         self._updates.write(**line)

@@ -154,12 +154,12 @@ def unpack_floats(data: bytes) -> "array[float]":
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encodes a group as msgpack.
+    """Encodes a group as msgpack. Lengths are checked here, the numbers themselves by whoever decodes.
 
     Raises:
-        RecordError: the group breaks the contract (see `check_group`) or is larger than `MAX_ENTRY_BYTES`.
+        RecordError: parts that disagree with each other, or more than `MAX_ENTRY_BYTES`.
     """
-    check_group(group)
+    _check_structure(group)
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
         raise RecordError(
@@ -173,7 +173,8 @@ def decode_group(payload: bytes) -> RolloutGroup:
     """Decodes and checks one group.
 
     Raises:
-        RecordError: not msgpack of this schema, a schema version from the future, or lengths that disagree.
+        RecordError: not msgpack of this schema, a schema version from the future, lengths that disagree, or numbers
+            that are no ids and no logprobs.
     """
     if len(payload) > MAX_ENTRY_BYTES:
         raise RecordError(f"payload: {len(payload):,} bytes, expected at most {MAX_ENTRY_BYTES:,}")
@@ -181,12 +182,14 @@ def decode_group(payload: bytes) -> RolloutGroup:
         group = _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"payload: not a rollout group: {error}") from error
-    check_group(group)
+    _check_structure(group)
+    for r, rollout in enumerate(group.rollouts):
+        for s, segment in enumerate(rollout.segments):
+            _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
     return group
 
 
-def check_group(group: RolloutGroup) -> None:
-    """Raises RecordError where the group's parts disagree with each other."""
+def _check_structure(group: RolloutGroup) -> None:
     if not 1 <= group.schema_version <= SCHEMA_VERSION:
         raise RecordError(f"schema_version: {group.schema_version}, this reader knows 1 to {SCHEMA_VERSION}")
     if group.index < (0 if group.evaluation_id is not None else 1):
@@ -225,13 +228,16 @@ def _check_segment(segment: Segment, where: str) -> None:
         raise RecordError(
             f"{where}.sampling_mask: {len(segment.sampling_mask)} entries for {num_sampled} sampled tokens"
         )
+
+
+def _check_values(segment: Segment, where: str) -> None:
     ids, logprobs = unpack_ids(segment.token_ids), unpack_floats(segment.behavior_logprobs)
-    if num_tokens and min(ids) < 0:
+    if ids and min(ids) < 0:
         raise RecordError(f"{where}.token_ids: {min(ids)}, expected 0 or more")
     # A sum is finite exactly when every term is, as far as float32 values in a Python float go: one C loop, no scan.
     if not math.isfinite(sum(logprobs)):
         raise RecordError(f"{where}.behavior_logprobs holds a value that is not finite")
-    if num_sampled and max(logprobs) > 1e-3:
+    if logprobs and max(logprobs) > 1e-3:
         raise RecordError(f"{where}.behavior_logprobs: {max(logprobs)}, expected at most 0")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.bench.modes import ACCURACY, mode_breakdowns, rate_figure, run_mode, time_figure
+from deploy.bench.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
 from deploy.bench.pauses import Paused, PauseSettings
 from deploy.bench.records import record_figures
 from deploy.bench.result import BenchError, Breakdown, Figure, Goal, Result, compare, describe_machine, now
@@ -97,8 +97,11 @@ def _scratch(work: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="pipeline-", dir=work)).absolute()
     try:
         yield folder
-    except BaseException:
-        print(f"logs of what failed are in {folder}", file=sys.stderr)
+    except Exception:
+        print(f"bench: logs of what failed are in {folder}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
         raise
     shutil.rmtree(folder)
 
@@ -160,28 +163,29 @@ class _Bench:
         return [figure for streamed in found for figure in streaming_figures(streamed, goal_rate)], []
 
     def modes(self) -> Found:
-        model = load_config(self._run_file).model.path
-        if not Path(model).is_dir():
-            self._make_model(Path(model), ())
-        figures, breakdowns = [], []
-        fixed, learning = {}, {}
+        model = Path(load_config(self._run_file).model.path)
+        if not model.is_dir():
+            self._make_model(model, ())
+        figures: list[Figure] = []
+        breakdowns: list[Breakdown] = []
+        fixed: dict[str, ModeRun] = {}
+        learning: dict[str, ModeRun] = {}
         for mode in ("asynchronous", "synchronous"):
             # So small a learning rate moves no weight: every update meets the same work.
-            config = self._mode_config(mode, "fixed", "trainer.learning_rate=1e-12", f"evaluation.every={NEVER}")
+            config = self._mode_config(mode, model, "fixed", "trainer.learning_rate=1e-12", f"evaluation.every={NEVER}")
             fixed[mode] = run_mode(config, self._folder / "runs", limit_s=self._settings.rate_limit_s)
             breakdowns += mode_breakdowns(mode, fixed[mode])
         figures.append(rate_figure(fixed["asynchronous"], fixed["synchronous"], config))
         for mode in fixed:
-            config = self._mode_config(mode, "learning", f"evaluation.every={EVALUATE_EVERY}")
+            config = self._mode_config(mode, model, "learning", f"evaluation.every={EVALUATE_EVERY}")
             learning[mode] = run_mode(
                 config, self._folder / "runs", limit_s=self._settings.learning_limit_s, accuracy=ACCURACY
             )
         figures.append(time_figure(learning["asynchronous"], learning["synchronous"]))
         return figures, breakdowns
 
-    def _mode_config(self, mode: str, what: str, *overrides: str) -> RunConfig:
+    def _mode_config(self, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:
         own = (f"mode={mode}", "producers.count=1", "producers.num_threads=1", "trainer.num_threads=1")
-        model = Path(load_config(self._run_file).model.path)
         return self._config(f"{mode}-{what}", model, *own, *overrides)
 
     def _config(self, name: str, model: Path, *overrides: str) -> RunConfig:

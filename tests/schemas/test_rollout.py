@@ -76,10 +76,6 @@ def test_4096_tokens_take_at_most_8_1_bytes_each():
         ({"loss_mask": ((4, 6), (3, 4))}, r"loss_mask: run \(3, 4\)"),
         ({"version_spans": (VersionSpan(7, 3, 5),)}, r"version_spans .* do not tile loss_mask"),
         ({"version_spans": (VersionSpan(-2, 3, 6),)}, r"version -2, expected -1 \(unknown\) or more"),
-        ({"behavior_logprobs": pack_floats([-0.5, float("nan"), -1])}, r"behavior_logprobs holds a value that is not"),
-        ({"behavior_logprobs": pack_floats([-0.5, float("-inf"), -1])}, r"behavior_logprobs holds a value that is not"),
-        ({"behavior_logprobs": pack_floats([-0.5, 0.5, -1])}, r"behavior_logprobs: 0.5, expected at most 0"),
-        ({"token_ids": pack_ids([1, 2, 3, -4, 5, 6])}, r"token_ids: -4, expected 0 or more"),
         ({"sampling_mask": (b"",)}, r"sampling_mask: 1 entries for 3 sampled tokens"),
     ],
 )
@@ -89,6 +85,20 @@ def test_a_segment_that_disagrees_with_itself_is_refused_on_both_sides(changes, 
         encode_group(group)
     with pytest.raises(RecordError, match=message):
         decode_group(msgspec.msgpack.encode(group))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"behavior_logprobs": pack_floats([-0.5, float("nan"), -1])}, r"behavior_logprobs holds a value that is not"),
+        ({"behavior_logprobs": pack_floats([-0.5, float("-inf"), -1])}, r"behavior_logprobs holds a value that is not"),
+        ({"behavior_logprobs": pack_floats([-0.5, 0.5, -1])}, r"behavior_logprobs: 0.5, expected at most 0"),
+        ({"token_ids": pack_ids([1, 2, 3, -4, 5, 6])}, r"token_ids: -4, expected 0 or more"),
+    ],
+)
+def test_numbers_that_are_no_ids_or_logprobs_are_refused_by_the_reader(changes, message):
+    with pytest.raises(RecordError, match=message):
+        decode_group(encode_group(with_segment(**changes)))
 
 
 @pytest.mark.parametrize(
