@@ -57,8 +57,11 @@ class Connection:
             try:
                 result = command(self.client)
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                if isinstance(error, redis.AuthenticationError):
-                    raise RedisGoneError(f"Redis refuses the credentials: {error}") from error
+                # redis-py wraps a refused password where it connects anew: no time will make it fit.
+                if isinstance(error, redis.AuthenticationError) or isinstance(
+                    error.__cause__, redis.AuthenticationError
+                ):
+                    raise RedisGoneError("Redis refuses the user name or password of its URL") from error
                 now = time.monotonic()
                 self._on_error(type(error).__name__)
                 self._maybe_restarted = True

@@ -37,6 +37,8 @@ class Engine(Protocol):
     policy_version: int
     """The version that tokens sampled now are labelled with."""
     fingerprint: EngineFingerprint
+    max_model_len: int
+    """Longest prompt plus completion, in tokens."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str

@@ -11,14 +11,14 @@ MAX_WIDTH = 18
 
 
 class Arithmetic:
-    """`12+34=` is answered `46`: two operands of exactly `width` digits, the sum in plain digits.
+    """`07+34=` is answered `041`: two operands of `width` digits and a sum of one digit more, padded with zeros.
 
     A pair of operands is held out or not by a hash that neither the seed nor any argument enters, and `12+34` falls on
     the same side as `34+12`. A warm start and a run with different seeds therefore agree on what was never trained on,
     and runs with different seeds are evaluated on the same problems.
 
-    The reward is 1 for the exact sum. Anything else earns `partial_credit * matches / length`: matches counts the digits
-    that agree when both strings are aligned at the right, length is that of the longer one.
+    The reward is 1 for the exact sum. Anything else earns `partial_credit * matches / length`: matches counts the
+    digits that agree when both strings are aligned at the right, length is that of the longer one.
     """
 
     def __init__(
@@ -28,11 +28,12 @@ class Arithmetic:
             raise ValueError(f"Arithmetic: width is {width}, expected 1 to {MAX_WIDTH}")
         if not 0.0 <= partial_credit < 1.0:
             raise ValueError(f"Arithmetic: partial_credit is {partial_credit}, expected 0 <= partial_credit < 1")
+        if num_evaluation_prompts < 0:
+            raise ValueError(f"Arithmetic: num_evaluation_prompts is {num_evaluation_prompts}, expected 0 or more")
         self.num_evaluation_prompts = num_evaluation_prompts
         self._seed = seed
         self._partial_credit = partial_credit
-        self._lowest = 10 ** (width - 1) if width > 1 else 0
-        self._num_operands = 10**width - self._lowest
+        self._width = width
         self._evaluation = self._held_out_problems(num_evaluation_prompts)
         if len(self._evaluation) < num_evaluation_prompts:
             raise ValueError(
@@ -41,16 +42,14 @@ class Arithmetic:
             )
 
     def prompt(self, index: int) -> Prompt:
-        for attempt in itertools.count():
-            a, b = self._operands("training", self._seed, index, attempt)
-            if not _is_held_out(a, b):
-                return _prompt(a, b)
-        raise AssertionError("unreachable")
+        draws = (self._operands("training", self._seed, index, attempt) for attempt in itertools.count())
+        a, b = next((a, b) for a, b in draws if not _is_held_out(a, b))
+        return self._prompt(a, b)
 
     def evaluation_prompt(self, n: int) -> Prompt:
         if not 1 <= n <= self.num_evaluation_prompts:
-            raise ValueError(f"Arithmetic: evaluation prompt {n} asked for, expected 1 to {self.num_evaluation_prompts}")
-        return _prompt(*self._evaluation[n - 1])
+            raise ValueError(f"Arithmetic: held-out problem {n} asked for, expected 1 to {self.num_evaluation_prompts}")
+        return self._prompt(*self._evaluation[n - 1])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         guess, answer = completion.strip(), prompt.answer
@@ -72,12 +71,11 @@ class Arithmetic:
         return list(problems)
 
     def _operands(self, *key: str | int) -> tuple[int, int]:
-        quotient, remainder = divmod(_digest(*key), self._num_operands)
-        return self._lowest + remainder, self._lowest + quotient % self._num_operands
+        quotient, remainder = divmod(_digest(*key), 10**self._width)
+        return remainder, quotient % 10**self._width
 
-
-def _prompt(a: int, b: int) -> Prompt:
-    return Prompt(text=f"{a}+{b}=", answer=str(a + b))
+    def _prompt(self, a: int, b: int) -> Prompt:
+        return Prompt(text=f"{a:0{self._width}}+{b:0{self._width}}=", answer=f"{a + b:0{self._width + 1}}")
 
 
 def _is_held_out(a: int, b: int) -> bool:

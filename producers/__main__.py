@@ -1,0 +1,138 @@
+"""One producer process: settings checked, parts built, then the loop until a signal or the end of the run."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redis.exceptions import RedisError
+
+from producers.connection import Connection, RedisGoneError
+from producers.episode import load_tokenizer
+from producers.heartbeat import ProducerIdTakenError, check_id_is_free
+from producers.interfaces import Engine, EngineError, Environment
+from producers.loop import Producer
+from producers.metrics import ProducerMetrics
+from producers.rewards import reward_function
+from schemas.config import ConfigError, RunConfig
+from schemas.endpoint import redis_url, register_metrics_port
+from schemas.keys import Keys
+from schemas.plug import construct
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+EngineFactory = Callable[..., Awaitable[Engine]]
+"""`await factory(config, seed=...)` boots an engine that is ready to sample, or raises EngineError."""
+
+EXPECTED_ERRORS = (ConfigError, EngineError, RedisGoneError, ProducerIdTakenError, RedisError)
+"""Each ends the process with one logged line."""
+
+
+def main(
+    config: RunConfig, *, runs: Path, producer_id: str | None = None, engine_factory: EngineFactory | None = None
+) -> int:
+    """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
+
+    0 after a clean stop; 1, with one logged line, where it could not start or go on (settings, Redis, the engine, an
+    id in use).
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
+    status = 0
+    try:
+        asyncio.run(_produce(config, runs, name, engine_factory or _start_vllm))
+    except* EXPECTED_ERRORS as errors:
+        log.error("producer %s ends: %s", name, _first(errors))
+        status = 1
+    return status
+
+
+async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_factory: EngineFactory) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as closing:
+        building = _build(config, runs, producer_id, engine_factory, stop, closing)
+        # Until the producer serves there is nothing to hand back: a signal ends the start where it is.
+        producer = await _unless_stopped(stop, building)
+        if producer is not None:
+            await producer.serve()
+
+
+async def _build(
+    config: RunConfig,
+    runs: Path,
+    producer_id: str,
+    engine_factory: EngineFactory,
+    stop: asyncio.Event,
+    closing: AsyncExitStack,
+) -> Producer:
+    """Everything a producer is made of, the cheap checks first; what was opened is closed by `closing`."""
+    environment = construct(config.environment, "environment", Environment, seed=config.seed)
+    reward = reward_function(config, environment)
+    tokenizer = load_tokenizer(config)
+    metrics = ProducerMetrics()
+    connection = Connection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
+    closing.push_async_callback(connection.close)
+    await check_id_is_free(connection, Keys(config.name), producer_id)
+    port = metrics.serve(config.metrics)
+    closing.callback(metrics.close)
+    if config.folder(runs).is_dir():
+        register_metrics_port(config.folder(runs), producer_id, config.metrics.host, port)
+    engine = await engine_factory(config, seed=_seed(config, producer_id))
+    closing.push_async_callback(engine.close)
+    log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
+    producer = Producer(
+        config,
+        runs=runs,
+        producer_id=producer_id,
+        connection=connection,
+        engine=engine,
+        environment=environment,
+        reward=reward,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        metrics_port=port,
+        stop=stop,
+    )
+    await producer.open()
+    return producer
+
+
+async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when `stop` is set before it is done."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    return None if task.cancelled() else task.result()
+
+
+async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
+    try:
+        from producers.engines.vllm import VllmEngine
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
+    return await VllmEngine.start(config, seed=seed)
+
+
+def _seed(config: RunConfig, producer_id: str) -> int:
+    """Engines that share a seed would sample with the same noise."""
+    digest = hashlib.blake2b(f"{config.seed}:{producer_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,182 @@
+"""The producer's one Redis: a pool for commands, a pool for blocking reads, and one way to live through an outage."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from producers.metrics import ProducerMetrics
+from schemas.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BLOCK_MS = 2000
+"""The longest that one blocking read waits in the server."""
+ANSWER_S = BLOCK_MS / 1000 + 8.0
+"""A command unanswered for so long has failed. Above BLOCK with a margin: a read that merely waits is not given up."""
+CONNECT_TIMEOUT_S = 5.0
+FIRST_DELAY_S = 0.05
+LONGEST_DELAY_S = 2.0
+
+# Answers of a server that will serve again: loading, a replica in the middle of a failover, a full disk, and a blocking
+# read whose stream was deleted. Anything else that is an answer is a bug or a missing permission.
+_PASSING = (
+    exceptions.BusyLoadingError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+)
+_REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_PASSING_CODES = ("MISCONF", "NOREPLICAS", "UNBLOCKED")
+
+
+class RedisGoneError(RuntimeError):
+    """Redis stayed away longer than the run file allows, or refuses this producer."""
+
+
+class Connection:
+    """Two clients of one server, and the state of the link to it.
+
+    num_recoveries: how often Redis came back after it was away. Whoever keeps state in Redis compares it with what it
+        last saw, and looks again.
+    """
+
+    def __init__(
+        self, commands: Redis, blocking: Redis, *, outage_s: float, metrics: ProducerMetrics, where: str = "Redis"
+    ) -> None:
+        self.commands = commands
+        self.blocking = blocking
+        """For reads with BLOCK; each occupies a connection of its own while it waits."""
+        self.num_recoveries = 0
+        self._outage_s = outage_s
+        self._metrics = metrics
+        self._where = where
+        self._away_since: float | None = None
+
+    @classmethod
+    def open(cls, url: str, *, outage_s: float, metrics: ProducerMetrics) -> "Connection":
+        """Connects at the first command. User, password and TLS come with the URL (`rediss://user:password@host`).
+
+        Raises:
+            ConfigError: not a Redis URL.
+        """
+        try:
+            return cls(_client(url), _client(url), outage_s=outage_s, metrics=metrics, where=_without_password(url))
+        except ValueError:  # its message may quote a part of the password
+            raise ConfigError(
+                "REDIS_URL or redis.url is no Redis URL; expected redis://[user:password@]host[:port][/database], "
+                "rediss://... for TLS, or unix:///path"
+            ) from None
+
+    async def retrying(self, command: Callable[[], Awaitable[T]], *, wait_at_memory_limit: bool = True) -> T:
+        """Awaits `command()` again and again, with jittered pauses, until the server has answered it. A command that
+        may come to send nothing does not belong here: its success would be taken for an answer.
+
+        Waits for Redis to be reachable (at most `outage_s`) or, at its memory limit, for the trainer to free some. A
+        command whose reply was lost may have been executed: what goes through here is harmless when it happens twice.
+
+        Raises:
+            RedisGoneError: Redis was away for `outage_s`, or refuses the credentials or the command.
+            redis.exceptions.OutOfMemoryError: at the memory limit, with `wait_at_memory_limit=False`.
+            redis.exceptions.ResponseError: any other error answer.
+        """
+        delay_s = FIRST_DELAY_S
+        full_since: float | None = None
+        while True:
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    result = await command()
+            except exceptions.OutOfMemoryError as error:
+                self._metrics.stream_errors.labels("oom").inc()
+                if not wait_at_memory_limit:
+                    raise
+                if full_since is None:
+                    full_since = time.monotonic()
+                    log.warning(
+                        "%s is at its memory limit (%s): pausing until the trainer frees some", self._where, error
+                    )
+            except exceptions.NoPermissionError as error:
+                raise RedisGoneError(f"{self._where} refuses a command: {error}") from error
+            except (exceptions.RedisError, OSError) as error:
+                # While connecting, redis-py reports a refusal as a ConnectionError caused by it.
+                if isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS):
+                    raise RedisGoneError(f"{self._where} refuses the credentials: {error}") from error
+                if not _is_passing(error):
+                    self._metrics.stream_errors.labels("response").inc()
+                    raise
+                self._note_away(error)
+            else:
+                self._note_here(started)
+                if full_since is not None:
+                    log.info("%s takes writes again after %.1f s", self._where, time.monotonic() - full_since)
+                return result
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(delay_s * 2, LONGEST_DELAY_S)
+
+    async def close(self) -> None:
+        await self.blocking.aclose()
+        await self.commands.aclose()
+
+    def _note_away(self, error: Exception) -> None:
+        timed_out = isinstance(error, (exceptions.TimeoutError, TimeoutError))
+        self._metrics.stream_errors.labels("timeout" if timed_out else "connection").inc()
+        reason = str(error) or f"no answer in {ANSWER_S:g} s"
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since = now
+            log.warning("%s is away (%s); trying again for up to %.0f s", self._where, reason, self._outage_s)
+        elif now - self._away_since > self._outage_s:
+            raise RedisGoneError(
+                f"{self._where} has been away for {now - self._away_since:.0f} s "
+                f"(redis.outage_s = {self._outage_s:g}): {reason}"
+            ) from error
+
+    def _note_here(self, started: float) -> None:
+        # An answer to what was asked before the outage says nothing about its end.
+        if self._away_since is not None and started >= self._away_since:
+            log.info("%s is back after %.1f s", self._where, time.monotonic() - self._away_since)
+            self._away_since = None
+            self.num_recoveries += 1
+
+
+def _client(url: str) -> Redis:
+    # redis-py's own retries would repeat commands behind our back, inside a MULTI too; RESP3 changes reply shapes. Its
+    # socket_timeout puts every send under asyncio.wait_for, which on Python 3.11 can swallow a cancellation, and a task
+    # told to stop goes on. `retrying` has a timeout of its own in its place.
+    return Redis.from_url(
+        url,
+        protocol=2,
+        decode_responses=False,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=None,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+    )
+
+
+def _is_passing(error: Exception) -> bool:
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
+        return True
+    return isinstance(error, exceptions.ResponseError) and says(error, *_PASSING_CODES)
+
+
+def says(error: exceptions.ResponseError, *codes: str) -> bool:
+    """Whether the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
+    text = str(error)
+    return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    place = parts.netloc.rpartition("@")[2] or parts.path
+    return f"Redis at {place}"

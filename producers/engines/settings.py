@@ -1,0 +1,116 @@
+"""What the run file asks of vLLM, and whether the running engine reports the same. Plain data: vLLM is not imported."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from producers.interfaces import EngineError
+from schemas.config import RunConfig
+from schemas.rollout import EngineFingerprint
+
+FIELDS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "logprobs_mode": "engine.logprobs_mode",
+    "enable_prefix_caching": "engine.prefix_caching",
+    "async_scheduling": "engine.async_scheduling",
+    "head_dtype": "engine.head_dtype",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "kv_cache_memory_bytes": "engine.kv_cache_gib",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "num_threads": "producers.num_threads",
+}
+"""vLLM's name of a setting to the run file's field for it."""
+OWN = ("weight_transfer_config", "worker_extension_cls")
+"""Engine arguments that the weight updates depend on."""
+
+GREEDY_BELOW = 1e-5
+"""vLLM takes a lower temperature as greedy."""
+
+MATMUL_PRECISION = "highest"
+"""The float32 matmul precision that the trainer computes with: no TF32."""
+
+
+def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, extension: str) -> dict[str, Any]:
+    """Arguments for vLLM's AsyncEngineArgs.
+
+    Raises:
+        EngineError: `engine.args` sets something that has a field of its own in the run file, or vLLM cannot sample a
+            group as asked.
+    """
+    engine, temperature = config.engine, config.sampling.temperature
+    if temperature < GREEDY_BELOW:
+        raise EngineError(
+            f"sampling.temperature = {temperature} with group_size = {config.group_size}: vLLM samples one greedy "
+            f"completion per prompt; expected a temperature of {GREEDY_BELOW} or more"
+        )
+    arguments = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "seed": seed,
+        "logprobs_mode": engine.logprobs_mode,
+        "enable_prefix_caching": engine.prefix_caching,
+        "async_scheduling": engine.async_scheduling,
+        "max_num_seqs": engine.max_num_seqs,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": extension,
+        "disable_log_stats": True,
+    }
+    if engine.max_model_len is not None:
+        arguments["max_model_len"] = engine.max_model_len
+    if cpu:
+        arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    for name in engine.args:
+        if name in FIELDS:
+            raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: expected {FIELDS[name]} to be set instead")
+        if name in OWN:
+            raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: weight updates need their own; remove it")
+    overrides = engine.args.get("hf_overrides", {})
+    if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
+        raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
+    return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
+
+
+def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Compares what was asked for with what every engine process reports of itself.
+
+    Of `engine.args`, the plain values are compared that the engine reports under the same name.
+
+    Raises:
+        EngineError: names the first setting that differs, the value wanted and the value found.
+    """
+    head_dtype = config.model.dtype if config.engine.head_dtype == "model" else config.engine.head_dtype
+    wanted = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
+    del wanted["model"]
+    wanted |= {"head_dtype": head_dtype, "float32_matmul_precision": MATMUL_PRECISION}
+    for report in reports:
+        expected = dict(wanted)
+        if report["device"] == "cpu":
+            expected["num_threads"] = config.producers.num_threads
+        required = {*FIELDS, "float32_matmul_precision"} & set(expected)
+        for name, value in expected.items():
+            if name not in report and name not in required:
+                continue
+            found = report.get(name, "nothing")
+            if found != value:
+                field = FIELDS.get(name, f"engine.args.{name}" if name in config.engine.args else name)
+                raise EngineError(f"{field}: wanted {value!r}, but the running engine reports {found!r}")
+
+
+def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
+    """The engine as it reports itself."""
+    return EngineFingerprint(
+        engine="vllm",
+        version=version,
+        model=config.model.path,
+        dtype=report["dtype"],
+        head_dtype=report["head_dtype"],
+        logprobs_mode=report["logprobs_mode"],
+        prefix_caching=report["enable_prefix_caching"],
+        async_scheduling=report["async_scheduling"],
+        other={name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()},
+    )

@@ -1,0 +1,324 @@
+"""The vLLM engine: every setting that moves a logprob written out and verified, weights replaced in flight."""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import time
+from array import array
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any
+
+# vLLM reads its settings for logging when it is imported.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import vllm
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from producers.engines.settings import engine_arguments, fingerprint, verify
+from producers.engines.weight_files import BaseModel, HeldFile, check
+from producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
+from producers.interfaces import Completion, EngineError, WeightLoadError
+from schemas.config import RunConfig
+from schemas.policy import WeightManifest
+from schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
+
+log = logging.getLogger(__name__)
+
+DEAD = "vLLM's engine process has died; its own log says why"
+MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
+
+
+class VllmEngine:
+    """One vLLM engine; see `producers.interfaces.Engine`. Built by `start`.
+
+    max_model_len: the longest prompt plus completion, in tokens.
+    """
+
+    def __init__(self, llm: AsyncLLM, found: EngineFingerprint, config: RunConfig, base: BaseModel) -> None:
+        self.policy_version = 0
+        self.fingerprint = found
+        self.max_model_len: int = llm.vllm_config.model_config.max_model_len
+        self._vocabulary: int = llm.vllm_config.model_config.get_vocab_size()
+        self._llm = llm
+        self._base = base
+        self._dtype = config.model.dtype
+        self._salted = config.engine.prefix_caching
+        self._held: HeldFile | None = None
+        self._params: dict[tuple[SamplingSettings, int], SamplingParams] = {}
+        self._loading = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
+        """Boots an engine on `config.model.path`, labelled version 0, verified and warm.
+
+        Args:
+            seed: of the engine's sampling noise; engines that share one sample with the same noise. None takes
+                config.seed.
+
+        Raises:
+            EngineError: vLLM refuses the model or a setting, or reports another value than the one asked for.
+        """
+        base = BaseModel(config.model.path)
+        arguments = engine_arguments(
+            config,
+            config.seed if seed is None else seed,
+            cpu=current_platform.is_cpu(),
+            backend=BACKEND,
+            extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
+        )
+        _set_environment(config)
+        llm = await _boot(arguments)
+        try:
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+            await llm.update_weight_version("0")
+            reports = await llm.collective_rpc("penstock_report")
+            verify(arguments, config, reports)
+            engine = cls(llm, fingerprint(config, reports[0], vllm.__version__), config, base)
+            await engine._warm_up(config.engine.max_num_seqs)
+        except BaseException:
+            await _shut_down(llm)
+            raise
+        return engine
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    ) -> list[Completion]:
+        """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
+
+        Raises:
+            ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
+            EngineError: the engine serves no longer.
+        """
+        self._check_prompt(prompt_token_ids, request_id)
+        # KV that older weights computed must not serve a new request.
+        salt = str(self.policy_version) if self._salted else None
+        prompt = tokens_input(prompt_token_ids, cache_salt=salt)
+        final: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(prompt, self._sampling_params(sampling, num_siblings), request_id):
+                final = output
+        except VLLMClientError as error:
+            raise ValueError(f"request {request_id} refused: {error}") from error
+        except EngineDeadError as error:
+            raise EngineError(DEAD) from error
+        except EngineGenerateError as error:
+            raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
+        if final is None or final.prompt_token_ids != prompt_token_ids:
+            raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
+        return [_completion(output, request_id) for output in final.outputs]
+
+    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
+        """Replaces the weights in flight by those in the verified safetensors file at `path`.
+
+        Requests in flight keep their KV and go on with the new weights; requests that arrive meanwhile wait. Cancelling
+        the call does not interrupt a load that has begun.
+
+        Returns:
+            The seconds during which no token was sampled.
+
+        Raises:
+            WeightLoadError: the old version still serves, labelled so.
+            EngineError: the old version could not be brought back; nothing is sampled any more.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._replace_weights(manifest, path)))
+
+    async def close(self) -> None:
+        """Ends the engine process at once; requests in flight fail with EngineError."""
+        async with self._loading:
+            await _shut_down(self._llm)
+            if self._held is not None:
+                self._held.close()
+                self._held = None
+
+    async def _replace_weights(self, manifest: WeightManifest, path: str) -> float:
+        async with self._loading:
+            check(path, manifest, self._base, self._dtype)
+            held = HeldFile(path)
+            try:
+                # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
+                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                paused = time.perf_counter()
+                await self._load([path], manifest)
+                await asyncio.gather(
+                    self._llm.update_weight_version(str(manifest.version)), self._llm.resume_generation()
+                )
+            except EngineDeadError as error:
+                held.close()
+                raise EngineError(DEAD) from error
+            except WeightLoadError:
+                held.close()
+                await self._llm.resume_generation()
+                raise
+            pause_s = time.perf_counter() - paused
+            self.policy_version = manifest.version
+            if self._held is not None:
+                self._held.close()
+            self._held = held
+            return pause_s
+
+    async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
+        """Loads `paths`, or failing that the weights of `policy_version` again."""
+        try:
+            await self._update(paths)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM hands every failure in a worker over as a bare Exception
+            old = [self._held.path] if self._held is not None else self._base.files
+            try:
+                await self._update(old)
+            except Exception as second:
+                raise EngineError(
+                    f"policy {manifest.version} could not be loaded ({error}), nor policy {self.policy_version} again "
+                    f"({second})"
+                ) from second
+            raise WeightLoadError(f"policy {manifest.version}: {error}") from error
+
+    async def _update(self, paths: list[str]) -> None:
+        # Sent at once and worked through in this order: one round trip less each while nothing is sampled.
+        results = await asyncio.gather(
+            self._llm.start_weight_update(),
+            self._llm.update_weights(WeightTransferUpdateRequest({"paths": paths})),
+            self._llm.finish_weight_update(),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _warm_up(self, max_num_seqs: int) -> None:
+        """Has the kernels compiled for one sequence and for many before anybody waits for them."""
+        sampling = SamplingSettings(max_tokens=3)
+        for num_siblings in (1, max_num_seqs):
+            await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
+
+    def _check_prompt(self, ids: list[int], request_id: str) -> None:
+        """Raises ValueError where vLLM would fail; an id outside the vocabulary would even take the engine down."""
+        if not 0 < len(ids) < self.max_model_len:
+            raise ValueError(f"request {request_id} refused: {len(ids)} tokens, expected 1 to {self.max_model_len - 1}")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise ValueError(
+                f"request {request_id} refused: token ids from {min(ids)} to {max(ids)}, expected 0 to "
+                f"{self._vocabulary - 1}"
+            )
+
+    def _sampling_params(self, sampling: SamplingSettings, num_siblings: int) -> SamplingParams:
+        key = (sampling, num_siblings)
+        if key not in self._params:
+            self._params[key] = SamplingParams(
+                n=num_siblings,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        return self._params[key]
+
+
+def _completion(output: CompletionOutput, request_id: str) -> Completion:
+    """Packs one finished sibling.
+
+    Raises:
+        EngineError: the engine aborted it (it is shutting down), or its parts do not fit each other.
+    """
+    if output.finish_reason == "abort":
+        raise EngineError(f"request {request_id}: aborted by the engine")
+    logprobs: Any = output.logprobs
+    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
+    num_tokens, end = len(output.token_ids), 0
+    for span in spans:
+        if span.start != end:
+            break
+        end = span.end
+    if end != num_tokens or logprobs.token_ids != list(output.token_ids):
+        raise EngineError(
+            f"request {request_id}: {num_tokens} tokens, version spans {spans}, logprobs of {len(logprobs)} tokens; "
+            "expected spans that tile the tokens and a logprob for each"
+        )
+    return Completion(
+        token_ids=array("i", output.token_ids).tobytes(),
+        behavior_logprobs=array("f", logprobs.logprobs).tobytes(),
+        version_spans=spans,
+        finish_reason=output.finish_reason,  # type: ignore[arg-type]
+    )
+
+
+def _set_environment(config: RunConfig) -> None:
+    """What vLLM takes from the environment, here and in its engine process."""
+    os.environ[LEASH_VARIABLE] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if current_platform.is_cpu():
+        # vLLM would bind every engine of a machine to the same cores.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        # Its cached artifact does not load on CPU: each boot would warn, and compile all over.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+
+
+async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
+    """Builds the engine in a thread, so that signals are served meanwhile; cancelling ends the processes it started.
+
+    Raises:
+        EngineError: vLLM refuses.
+    """
+    if current_platform.is_cpu() and not MULTIPROCESS_ARGUMENTS & set(arguments):
+        # On CPU vLLM puts the worker into a process of its own, which costs a tenth of a small model's throughput.
+        arguments = arguments | {"distributed_executor_backend": UniProcExecutor}
+    booting: Future[AsyncLLM] = Future()
+
+    def boot() -> None:
+        try:
+            booting.set_result(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+        except BaseException as error:
+            booting.set_exception(error)
+
+    before = set(multiprocessing.active_children())
+    Thread(target=boot, name="vllm-boot", daemon=True).start()
+    try:
+        return await asyncio.shield(asyncio.wrap_future(booting))
+    except asyncio.CancelledError:
+        while not booting.done():
+            for child in set(multiprocessing.active_children()) - before:
+                child.kill()
+            await asyncio.sleep(0.05)
+        if booting.exception() is None:
+            await _shut_down(booting.result())
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM does not start on model.path = {arguments['model']!r}: {error}; its own log may say more"
+        ) from error
+
+
+async def _shut_down(llm: AsyncLLM) -> None:
+    """Kills the engine process, which has nothing to save: its own tear-down burns a core for seconds."""
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+    llm.output_processor.propagate_error(EngineDeadError())
+    # It warns of having to kill, which is what was asked for.
+    logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)
+    resources: Any = llm.engine_core.resources  # type: ignore[attr-defined]
+    await asyncio.to_thread(llm.shutdown, timeout=0)
+    for process in resources.engine_manager.processes:
+        await asyncio.to_thread(process.join, 5)
+    resources.ctx.destroy(linger=0)
+    # AsyncLLM shuts down again when it is collected, by then without the modules that it needs.
+    llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]

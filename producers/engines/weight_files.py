@@ -1,0 +1,127 @@
+"""Safetensors files as they lie on disk: their headers checked before an engine is touched, and kept readable."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from producers.interfaces import EngineError, WeightLoadError
+from schemas.policy import TensorSpec, WeightManifest
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+LARGEST_HEADER_BYTES = 100_000_000
+"""What the format allows."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HeaderError(ValueError):
+    """Not a safetensors file."""
+
+
+def read_header(path: str | Path) -> dict[str, TensorSpec]:
+    """The tensors of a safetensors file by name, from its header; also checks that the file is as long as it says.
+
+    Raises:
+        OSError: the file cannot be read.
+        HeaderError: it is no safetensors file, or it is truncated.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER_BYTES):
+            raise HeaderError(f"{path}: not a safetensors file ({size:,} bytes, header of {length:,})")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            tensors = {
+                name: TensorSpec(name=name, dtype=DTYPES.get(info["dtype"], info["dtype"]), shape=tuple(info["shape"]))
+                for name, info in header.items()
+            }
+            end = max((info["data_offsets"][1] for info in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HeaderError(f"{path}: safetensors header does not parse: {error!r}") from None
+    if 8 + length + end != size:
+        raise HeaderError(f"{path}: {size:,} bytes, its header describes {8 + length + end:,}")
+    return tensors
+
+
+class BaseModel:
+    """The model folder that an engine starts from.
+
+    files: its safetensors files.
+    shapes: every parameter's shape by its name in the checkpoint.
+    optional: names that a published policy may leave out or hold (the head that is tied to the embedding).
+
+    Raises:
+        EngineError: the folder does not exist or is no transformers model with safetensors weights.
+    """
+
+    def __init__(self, folder: str) -> None:
+        where = f"model.path = {folder!r}"
+        if not os.path.isdir(folder):
+            raise EngineError(f"{where}: no such folder; expected one with a transformers model")
+        try:
+            config = json.loads(Path(folder, "config.json").read_text())
+            self.files = _checkpoint_files(Path(folder))
+            tensors = [tensor for file in self.files for tensor in read_header(file).values()]
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise EngineError(f"{where}: not a transformers model with safetensors weights: {error}") from error
+        if not tensors:
+            raise EngineError(f"{where}: no *.safetensors in it")
+        self.shapes: Shapes = {tensor.name: tensor.shape for tensor in tensors}
+        self.optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+
+
+def _checkpoint_files(folder: Path) -> list[str]:
+    """A sharded checkpoint's files by its index, else the one file, else every safetensors file there is."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({str(folder / name) for name in json.loads(index.read_text())["weight_map"].values()})
+    single = folder / "model.safetensors"
+    return [str(single)] if single.exists() else sorted(map(str, folder.glob("*.safetensors")))
+
+
+def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> None:
+    """Whether the file at `path` is what `manifest` announces, and fits the model in names, shapes and dtype.
+
+    Raises:
+        WeightLoadError: names the tensor, what was expected and what was found.
+    """
+    where = f"policy {manifest.version}"
+    try:
+        found = read_header(path)
+    except (OSError, HeaderError) as error:
+        raise WeightLoadError(f"{where}: {error}") from error
+    announced = {tensor.name: tensor for tensor in manifest.tensors}
+    for name in announced.keys() | found.keys():
+        if found.get(name) != announced.get(name):
+            raise WeightLoadError(f"{where}: {name}: the file holds {found.get(name)}, announced {announced.get(name)}")
+    expected = set(base.shapes)
+    missing, unknown = expected - set(found) - base.optional, set(found) - expected - base.optional
+    if missing or unknown:
+        raise WeightLoadError(
+            f"{where}: tensors missing: {sorted(missing)[:5]}, not in the model: {sorted(unknown)[:5]}"
+        )
+    for name, tensor in found.items():
+        if tensor.shape != base.shapes.get(name, tensor.shape):
+            raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {base.shapes[name]}")
+        if tensor.dtype != dtype:
+            raise WeightLoadError(f"{where}: {name}: dtype {tensor.dtype}, expected model.dtype = {dtype}")
+
+
+class HeldFile:
+    """A file that stays readable on this machine although its name may be deleted."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    @property
+    def path(self) -> str:
+        """A path that other processes of this user can open, this process living."""
+        held = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return held if os.path.exists(held) else self._path
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,163 @@
+"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and a leash to the parent process."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+BACKEND = "penstock_safetensors"
+LEASH_VARIABLE = "PENSTOCK_ENGINE_LEASH"
+"""Set in the environment of engines that must not outlive the process that started them."""
+
+
+@dataclass
+class SafetensorsInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: both sides see the file system."""
+
+
+@dataclass
+class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
+    """paths: files that together hold every parameter, in the checkpoint's own names and shapes."""
+
+    paths: list[str]
+
+
+class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):
+    """Loads a checkpoint from a file system that this process sees into the running model.
+
+    A load that fails leaves a mixture of old and new weights, ready for the next load: nothing may be sampled between.
+    """
+
+    init_info_cls = SafetensorsInitInfo
+    update_info_cls = SafetensorsUpdateInfo
+
+    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
+        # It warns at every update of layers that have nothing to load: rotary embeddings, tied heads.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        # The base class synchronizes always, which raises where there is no accelerator.
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
+        try:
+            model: Any = self.model
+            model.load_weights(_tensors(update_info.paths))
+        except BaseException:
+            self._abandon()
+            raise
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._pack_tied_heads()
+
+    def shutdown(self) -> None:
+        pass
+
+    def _abandon(self) -> None:
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                # With nothing buffered, finalizing puts the layer's former tensors back.
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self.finish_weight_update()
+
+    def _pack_tied_heads(self) -> None:
+        """Packs anew what the CPU build keeps beside a parameter that another layer owns.
+
+        A head tied to the embedding loads nothing itself, so the reload leaves its packed copy at the old weights.
+        """
+        owners: dict[int, torch.nn.Module] = {}
+        layer: Any
+        for layer in self.model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is None or not weight.numel():
+                continue
+            owner = owners.setdefault(weight.data_ptr(), layer)
+            if owner is not layer and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the files in the order of its bytes, mapped from the page cache rather than read."""
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
+
+
+class EngineReport:
+    """Mixed into vLLM's worker: what the running engine says of itself."""
+
+    def penstock_report(self) -> dict[str, Any]:
+        """Plain settings of this process under vLLM's names, and the types that model and sampler compute with."""
+        worker: Any = self
+        config = worker.vllm_config
+        report: dict[str, Any] = {}
+        for section in (config.parallel_config, config.cache_config, config.scheduler_config, config.model_config):
+            for name, value in vars(section).items():
+                if value is None or isinstance(value, bool | int | float | str):
+                    report[name] = value
+        head_dtype = getattr(getattr(worker.get_model(), "logits_processor", None), "head_dtype", None)
+        sampler = getattr(worker.model_runner, "sampler", None)
+        return report | {
+            "device": worker.device.type,
+            "dtype": _name(config.model_config.dtype),
+            "head_dtype": _name(head_dtype or config.model_config.head_dtype),
+            "logprobs_mode": str(getattr(sampler, "logprobs_mode", config.model_config.logprobs_mode)),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "num_threads": torch.get_num_threads(),
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _follow_parent() -> None:
+    """Ends this engine process together with its parent, however that ends, and with nobody else.
+
+    A watching thread, not PR_SET_PDEATHSIG: that one fires when the parent's *thread* ends that started this process.
+    A session of its own keeps a Ctrl-C at the terminal for the parent, which shuts its engine down in order.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if os.getpgrp() != os.getpid():
+        os.setsid()
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="penstock-leash", daemon=True).start()
+
+
+def register() -> None:
+    """Entry point of the group `vllm.general_plugins`: vLLM calls it in the front end and in every engine process."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransferEngine)
+    if os.environ.get(LEASH_VARIABLE):
+        _follow_parent()

@@ -1,0 +1,209 @@
+"""Mathematical problems from a JSONL file, asked through the chat template and scored by math-verify."""
+
+import functools
+import logging
+import multiprocessing
+import random
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from schemas.prompt import Message, Prompt, Reward
+
+logger = logging.getLogger(__name__)
+
+_STARTUP_TIMEOUT_S = 120.0
+"""For a scoring process to import math-verify, on a machine that is busy with other things."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a problem file; `source` is its file and line number."""
+
+    text: str
+    answer: str
+    source: str
+
+
+class MathJsonl:
+    """One JSON object a line, with a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`.
+
+    prompts_file: training problems, in an order that is drawn anew for each dataset epoch.
+    evaluation_file: held-out problems. A training problem with the text of one of them is left out of training.
+    system_prompt: precedes every problem as a message of its own; say here how the answer is to be given.
+    problem_field, answer_field: the names that hold the two strings (an answer may also be a number).
+    num_evaluation_prompts: how many of the evaluation file's problems to use, from its first line on; None means all.
+    require_boxed: only a completion with a `\\boxed{}` can be right. Otherwise math-verify looks for an answer.
+    scoring_timeout_s: an answer that takes longer to compare is worth 0.
+
+    The reward is 1 where math-verify finds the completion's answer equal to the file's, else 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        prompts_file: str,
+        evaluation_file: str | None = None,
+        system_prompt: str | None = None,
+        problem_field: str = "problem",
+        answer_field: str = "answer",
+        num_evaluation_prompts: int | None = None,
+        require_boxed: bool = True,
+        scoring_timeout_s: float = 5.0,
+    ) -> None:
+        self._seed = seed
+        self._system_prompt = system_prompt
+        self._evaluation = _read_problems(evaluation_file, problem_field, answer_field) if evaluation_file else []
+        if num_evaluation_prompts is not None:
+            if not 0 <= num_evaluation_prompts <= len(self._evaluation):
+                raise ValueError(
+                    f"MathJsonl: num_evaluation_prompts is {num_evaluation_prompts}, "
+                    f"expected 0 to {len(self._evaluation)}, the problems in evaluation_file {evaluation_file!r}"
+                )
+            self._evaluation = self._evaluation[:num_evaluation_prompts]
+        self.num_evaluation_prompts = len(self._evaluation)
+        self._training = self._without_held_out(_read_problems(prompts_file, problem_field, answer_field), prompts_file)
+        self._order = functools.lru_cache(maxsize=4)(self._permutation)
+        self._require_boxed = require_boxed
+        self._scorer = _Scorer(scoring_timeout_s)
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, position = divmod(index - 1, len(self._training))
+        return self._ask(self._training[self._order(epoch)[position]])
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        if not 1 <= n <= self.num_evaluation_prompts:
+            raise ValueError(f"MathJsonl: held-out problem {n} asked for, expected 1 to {self.num_evaluation_prompts}")
+        return self._ask(self._evaluation[n - 1])
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        # Of several boxes the last one counts; math-verify would take them together as one set.
+        _, boxed, final = completion.rpartition("\\boxed")
+        allowed = bool(boxed) or not self._require_boxed
+        correct = allowed and self._scorer.is_correct(prompt.answer, boxed + final)
+        return Reward(value=float(correct), parts={"correct": float(correct)})
+
+    def _ask(self, problem: Problem) -> Prompt:
+        system = (Message(role="system", content=self._system_prompt),) if self._system_prompt is not None else ()
+        question = Message(role="user", content=problem.text)
+        return Prompt(messages=(*system, question), answer=problem.answer, metadata={"source": problem.source})
+
+    def _without_held_out(self, problems: list[Problem], prompts_file: str) -> list[Problem]:
+        held_out = {problem.text for problem in self._evaluation}
+        training = [problem for problem in problems if problem.text not in held_out]
+        if not training:
+            raise ValueError(f"MathJsonl: every problem in prompts_file {prompts_file!r} is also in evaluation_file")
+        if len(training) < len(problems):
+            num_left_out = len(problems) - len(training)
+            logger.warning("%d of %d problems in %s are held out", num_left_out, len(problems), prompts_file)
+        return training
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self._training)))
+        random.Random(f"{self._seed}:{epoch}").shuffle(order)
+        return order
+
+
+def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Problem]:
+    problems = []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"MathJsonl: cannot read {file!r}, expected a UTF-8 file of JSON objects: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        try:
+            record = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"MathJsonl: {where}: {line[:80]!r} is no JSON, expected an object: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"MathJsonl: {where}: {line[:80]!r}, expected an object")
+        text, answer = _field(record, problem_field, where), _field(record, answer_field, where)
+        problems.append(Problem(text=text, answer=answer, source=where))
+    if not problems:
+        raise ValueError(f"MathJsonl: {file!r} holds no problem, expected one JSON object a line")
+    return problems
+
+
+def _field(record: dict[str, object], name: str, where: str) -> str:
+    if name not in record:
+        raise ValueError(f"MathJsonl: {where}: field {name!r} is missing, found {sorted(record)}")
+    value = record[name]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"MathJsonl: {where}: field {name!r} is {value!r}, expected a string that is not empty")
+    return value
+
+
+class _Scorer:
+    """math-verify in a process of its own.
+
+    Its own timeout is a signal, which works in a main thread only and cannot interrupt one long multiplication such as
+    `9^{9^{9^9}}`: here the process is ended and the next call starts another. Calls from several threads take turns.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._turn = threading.Lock()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def is_correct(self, answer: str, completion: str) -> bool:
+        with self._turn:
+            if self._process is None or not self._process.is_alive():
+                self._start()
+            assert self._pipe is not None
+            try:
+                self._pipe.send((answer, completion))
+                if self._pipe.poll(self._timeout_s):
+                    return self._pipe.recv()
+                logger.warning("scoring an answer took more than %s s, counted as wrong: %r", self._timeout_s, answer)
+            except (EOFError, OSError):
+                logger.warning("the scoring process ended over an answer, counted as wrong: %r", answer)
+            self._stop()
+            return False
+
+    def _start(self) -> None:
+        # Spawned, not forked: the producer holds threads and an engine that a fork would copy in mid-flight.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(target=_score_forever, args=(far_end,), name="math-verify", daemon=True)
+        self._process.start()
+        far_end.close()
+        if not self._pipe.poll(_STARTUP_TIMEOUT_S):
+            self._stop()
+            raise RuntimeError(f"MathJsonl: the scoring process did not start within {_STARTUP_TIMEOUT_S} s")
+        self._pipe.recv()
+
+    def _stop(self) -> None:
+        assert self._process is not None and self._pipe is not None
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._process = None
+
+
+def _score_forever(pipe: Connection) -> None:
+    """Answers (answer, completion) by whether they agree, until the other end closes."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # An interrupt from the keyboard reaches the whole process group; the producer's shutdown ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    boxed_first = LatexExtractionConfig(boxed_match_priority=0)
+    pipe.send("ready")
+    while True:
+        try:
+            answer, completion = pipe.recv()
+        except EOFError:
+            return
+        # math-verify's own alarms are off: the parent keeps the time.
+        gold = parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", [boxed_first], parsing_timeout=None)
+        guess = parse(completion, [boxed_first, ExprExtractionConfig()], parsing_timeout=None)
+        pipe.send(bool(verify(gold, guess, timeout_seconds=None)))

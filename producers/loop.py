@@ -1,0 +1,256 @@
+"""The life of a rollout: claimed, posed, sampled, scored, appended. And the end of a producer's."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from producers.claim import Claims
+from producers.connection import Connection
+from producers.episode import Dead, Episodes
+from producers.heartbeat import HEARTBEAT_S, Beat
+from producers.in_flight import Claim, InFlightTable
+from producers.interfaces import Engine, EngineError, Environment
+from producers.metrics import ProducerMetrics
+from producers.rewards import RewardFunction, Scorer
+from producers.telemetry import Telemetry
+from producers.weights import LoadReport, Weights
+from producers.writer import Writer
+from schemas.config import RunConfig
+from schemas.heartbeat import Heartbeat, InFlight
+from schemas.keys import Keys
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""A producer that is told to stop lets groups finish for so long before it hands the rest back."""
+FAREWELL_S = 5.0
+"""Redis gets so long to take what a stopping producer leaves; claims it does not hear of expire by themselves."""
+
+
+class Producer:
+    """Everything one producer process is made of, put together.
+
+    stop: set from outside (a signal) to end `serve`; also set when the run is finished.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        runs: Path,
+        producer_id: str,
+        connection: Connection,
+        engine: Engine,
+        environment: Environment,
+        reward: RewardFunction,
+        tokenizer: Any,
+        metrics: ProducerMetrics,
+        metrics_port: int = 0,
+        stop: asyncio.Event | None = None,
+    ) -> None:
+        keys = Keys(config.name)
+        self.stop = stop or asyncio.Event()
+        self._config = config
+        self._producer_id = producer_id
+        self._engine = engine
+        self._metrics = metrics
+        self._metrics_port = metrics_port
+        self._telemetry = Telemetry(config.folder(runs), producer_id)
+        self._table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
+        self._claims = Claims(connection, keys, producer_id, self._table, config.producers)
+        self._weights = Weights(connection, keys, engine, config.weights_folder(runs), metrics, self._record_load)
+        self._scorer = Scorer(reward)
+        self._episodes = Episodes(
+            config,
+            environment=environment,
+            tokenizer=tokenizer,
+            engine=engine,
+            scorer=self._scorer,
+            producer_id=producer_id,
+            metrics=metrics,
+        )
+        self._writer = Writer(connection, keys, self._table, metrics)
+        self._beat = Beat(connection, keys, producer_id, self._describe, self._on_finished)
+        self._running: set[asyncio.Task[None]] = set()
+        self._run_is_finished = False
+        self._tokens_per_s = 0.0
+
+    async def open(self) -> None:
+        """Makes itself known to the run.
+
+        Raises:
+            RedisGoneError: Redis was away for too long.
+            ProducerIdTakenError: another process runs under this id.
+        """
+        await self._beat.claim_id()
+        await self._claims.open()
+        self._telemetry.write("start", fingerprint=self._engine.fingerprint)
+
+    async def serve(self) -> None:
+        """Turns prompts into rollouts until told to stop, then leaves nothing behind that only it could finish.
+
+        Raises:
+            EngineError: the engine serves no longer. Its claims stay, and count as an attempt when they are taken over.
+            RedisGoneError: Redis was away for too long.
+        """
+        parts = (
+            self._beat.run,
+            self._record_rate,
+            self._weights.follow,
+            self._weights.keep_current,
+            self._claims.keep,
+            self._writer.run,
+        )
+        try:
+            async with asyncio.TaskGroup() as services:
+                running = [services.create_task(part()) for part in parts]
+                await self._work_until_stopped()
+                heard = await self._leave_nothing_behind()
+                await _end(running)
+            if heard:
+                # Only now: a heartbeat sent after its removal would keep the id taken.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        await self._beat.stop()
+        finally:
+            self._scorer.close()
+            self._telemetry.close()
+
+    async def _work_until_stopped(self) -> None:
+        """Claims and runs groups until `stop`. The order in which things end here, then in `_leave_nothing_behind`,
+        then in `serve` is that of every clean stop."""
+        async with asyncio.TaskGroup() as groups:
+            claiming = groups.create_task(self._claim(groups))
+            await self.stop.wait()
+            await _end([claiming])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
+                    await self._nothing_runs()
+            await _end(self._running)
+
+    async def _leave_nothing_behind(self) -> bool:
+        """Waits until Redis has every finished group and every unfinished claim is somebody else's to take.
+
+        Returns False where Redis was not to be had in `FAREWELL_S`.
+        """
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._writer.drain()
+                num_claims = await self._claims.hand_back()
+                log.info("stopped: %d unfinished claims handed back", num_claims)
+                return True
+        except TimeoutError:
+            idle_s = self._config.producers.claim_idle_s
+            log.warning("stopped without Redis: %d claims are others' in %g s", len(self._table), idle_s)
+            return False
+
+    async def _claim(self, groups: asyncio.TaskGroup) -> None:
+        """Waits for weights within the lag bound, for room, and for a prompt. A weight load, a group's append and the
+        trainer's release unblock it. Runs until cancelled."""
+        while True:
+            await self._weights.wait_until_current(self._config.lag_bound)
+            await self._table.wait_for_room()
+            for claim in await self._claims.take():
+                if claim.attempt == 1:
+                    self._start(groups, claim)
+                else:
+                    await self._run_alone(groups, claim)
+
+    def _start(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
+        task = groups.create_task(self._run(claim))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        self._metrics.in_flight.set(len(self._table))
+
+    async def _run_alone(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
+        """A prompt that was given up before may be what ended its producer: nothing else is at stake beside it."""
+        await self._nothing_runs()
+        self._start(groups, claim)
+        await self._nothing_runs()
+
+    async def _nothing_runs(self) -> None:
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    async def _run(self, claim: Claim) -> None:
+        """One claim from its prompt to the writer. Waits for weights that are fresh enough for it; a load unblocks it.
+
+        An evaluation asks what policy `version` is worth, so it waits for that version itself (or a newer one).
+        """
+        max_attempts = self._config.producers.max_attempts
+        if claim.attempt > max_attempts:
+            self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
+            return
+        await self._weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        try:
+            self._writer.put(claim, await self._episodes.run(claim))
+        except EngineError:
+            raise
+        except Exception as error:  # the isolation boundary of this loop: one group never ends the others
+            log.exception("%s failed", claim)
+            self._writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}"))
+
+    def _on_finished(self) -> None:
+        if not self._run_is_finished:
+            log.info("the run is finished")
+        self._run_is_finished = True
+        self.stop.set()
+
+    def _record_load(self, report: LoadReport) -> None:
+        self._telemetry.write(
+            "weights",
+            policy_version=report.policy_version,
+            pause_s=report.pause_s,
+            load_s=report.load_s,
+            prefetch_s=report.prefetch_s,
+            bytes=report.num_bytes,
+        )
+
+    async def _record_rate(self) -> None:
+        """Waits `HEARTBEAT_S`, measures the token rate since, and again; runs until cancelled."""
+        since, num_tokens = time.monotonic(), self._episodes.num_tokens
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now, before = time.monotonic(), num_tokens
+            num_tokens = self._episodes.num_tokens
+            self._tokens_per_s = (num_tokens - before) / (now - since)
+            since = now
+            self._telemetry.write(
+                "rate",
+                tokens_per_s=self._tokens_per_s,
+                num_tokens=num_tokens,
+                in_flight=len(self._table),
+                policy_version=self._engine.policy_version,
+            )
+
+    def _describe(self) -> Heartbeat:
+        return Heartbeat(
+            producer_id=self._producer_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            policy_version=self._engine.policy_version,
+            in_flight=tuple(InFlight(index=c.index, claimed_s=c.claimed_s, attempt=c.attempt) for c in self._table),
+            tokens_per_s=self._tokens_per_s,
+            num_tokens_generated=self._episodes.num_tokens,
+            num_groups_appended=self._writer.num_groups_appended,
+            num_weight_loads_failed=self._weights.num_failed,
+            metrics_port=self._metrics_port,
+            fingerprint=self._engine.fingerprint,
+            sent_s=time.time(),
+            last_error=self._weights.last_error,
+        )
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels and waits. Again and again: a library in between may lose a cancellation."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.2)

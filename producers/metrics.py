@@ -1,0 +1,72 @@
+"""What a producer counts, for Prometheus."""
+
+import logging
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from schemas.config import ConfigError, MetricsConfig
+from schemas.metrics import Metric, ProducerMetric
+
+log = logging.getLogger(__name__)
+
+PORTS_TRIED = 256
+
+
+class ProducerMetrics:
+    """Every `ProducerMetric` in a registry of its own, so that several producers fit one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.tokens_generated = self._counter(ProducerMetric.TOKENS_GENERATED)
+        self.groups_appended = self._counter(ProducerMetric.GROUPS_APPENDED)
+        self.evaluations_appended = self._counter(ProducerMetric.EVALUATIONS_APPENDED)
+        self.in_flight = self._gauge(ProducerMetric.IN_FLIGHT)
+        self.policy_version = self._gauge(ProducerMetric.POLICY_VERSION)
+        self.policy_behind = self._gauge(ProducerMetric.POLICY_BEHIND)
+        self.pause_s = self._histogram(ProducerMetric.PAUSE)
+        self.prefetch_s = self._histogram(ProducerMetric.PREFETCH)
+        self.weight_bytes = self._counter(ProducerMetric.WEIGHT_BYTES)
+        self.weight_loads = self._counter(ProducerMetric.WEIGHT_LOADS)
+        self.stream_errors = self._counter(ProducerMetric.STREAM_ERRORS)
+        self.reward_errors = self._counter(ProducerMetric.REWARD_ERRORS)
+        self._server: tuple[WSGIServer, Thread] | None = None
+
+    def serve(self, config: MetricsConfig) -> int:
+        """Serves the metrics on the first free port from `config.port` on; returns that port.
+
+        Raises:
+            ConfigError: the host cannot be listened on, or no port in the range is free.
+        """
+        last = config.port if config.port == 0 else min(config.port + PORTS_TRIED - 1, 65535)
+        for port in range(config.port, last + 1):
+            try:
+                self._server = start_http_server(port, addr=config.host, registry=self.registry)
+            except OSError as error:
+                reason = error
+                continue
+            taken: int = self._server[0].server_port
+            if config.port not in (0, taken):
+                log.info("metrics.port = %d is in use: metrics are on port %d", config.port, taken)
+            return taken
+        raise ConfigError(
+            f"metrics.host = {config.host!r}, metrics.port = {config.port}: cannot listen there nor on the ports up to "
+            f"{last}: {reason}"
+        )
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)

@@ -1,0 +1,231 @@
+"""What the producer's tests share: a server that can be stopped and started, a tokenizer, and a trainer by hand."""
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fakeredis
+import msgspec
+import pytest
+import redis
+
+from producers.connection import Connection
+from producers.metrics import ProducerMetrics
+from schemas.config import ModelConfig, Plug, RunConfig
+from schemas.keys import Field, Keys
+from schemas.policy import WeightManifest
+
+# For `from scripted_engine import ScriptedEngine`: tests are no package.
+sys.path.append(str(Path(__file__).parent))
+
+CHARACTERS = "0123456789+= -abcdefghijklmnopqrstuvwxyz"
+
+
+class RedisServer:
+    """A redis-server on a UNIX socket in `folder`, append-only file on, so that it survives its own restart."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self._folder = folder
+        self._arguments = arguments
+        self._process: subprocess.Popen | None = None
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.client = redis.Redis.from_url(self.url, protocol=2)
+        self.start()
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._folder)]
+        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"]
+        with (self._folder / "redis.log").open("ab") as output:
+            self._process = subprocess.Popen([*command, *self._arguments], stdout=output, stderr=output)
+        for _ in range(400):
+            try:
+                if self.client.ping():
+                    return
+            except redis.ConnectionError:
+                time.sleep(0.025)
+        raise RuntimeError((self._folder / "redis.log").read_text())
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self.socket.unlink(missing_ok=True)
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def redis_server() -> Iterator[Callable[..., RedisServer]]:
+    """Starts redis-servers: `redis_server("--maxmemory", "2mb")`. All are stopped afterwards."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server on PATH")
+    servers: list[tuple[RedisServer, Path]] = []
+
+    def start(*arguments: str) -> RedisServer:
+        # Not under tmp_path: a socket's path may have at most 107 characters.
+        folder = Path(tempfile.mkdtemp(prefix="penstock-redis-"))
+        servers.append((server := RedisServer(folder, *arguments), folder))
+        return server
+
+    yield start
+    for server, folder in servers:
+        server.client.close()
+        server.stop()
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformers folder with a character-level tokenizer: ids follow CHARACTERS, after two special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {character: n for n, character in enumerate(CHARACTERS, 2)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    return folder
+
+
+@pytest.fixture
+def make_config(model_folder: Path) -> Callable[..., RunConfig]:
+    """A run configuration with quick timeouts; keyword arguments replace whole fields."""
+
+    def make(**changes: object) -> RunConfig:
+        fields: dict = {
+            "name": "test",
+            "group_size": 4,
+            "model": ModelConfig(path=str(model_folder)),
+            "environment": Plug(
+                path="producers.environments.arithmetic:Arithmetic", kwargs={"width": 2, "num_evaluation_prompts": 64}
+            ),
+        }
+        config = RunConfig(**{**fields, **changes})
+        return msgspec.structs.replace(config, metrics=msgspec.structs.replace(config.metrics, port=0))
+
+    return make
+
+
+class HandTrainer:
+    """The trainer's side of the streams, by hand and with plain commands."""
+
+    def __init__(self, client: redis.Redis, config: RunConfig, runs: Path) -> None:
+        self.client = client
+        self.keys = Keys(config.name)
+        self.folder = config.weights_folder(runs)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._cursor: bytes = b"0-0"
+
+    def announce(self, version: int, *, data: bytes | None = None, **changes: object) -> WeightManifest:
+        """Writes a weights file and puts its manifest on the policy stream; `changes` falsify the manifest."""
+        content = safetensors_bytes(version) if data is None else data
+        name = f"v{version}.safetensors"
+        (self.folder / name).write_bytes(content)
+        manifest = WeightManifest(
+            version=version,
+            parent_version=version - 1,
+            file=name,
+            total_bytes=len(content),
+            checksum=hashlib.blake2b(content, digest_size=16).hexdigest(),
+            tensors=(),
+        )
+        manifest = msgspec.structs.replace(manifest, **changes)
+        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)})
+        return manifest
+
+    def release(self, first: int, last: int, version: int = 0) -> None:
+        for index in range(first, last + 1):
+            self.client.xadd(self.keys.prompts, {Field.INDEX: index, Field.VERSION: version})
+
+    def evaluate(self, version: int, last: int) -> None:
+        for n in range(1, last + 1):
+            self.client.xadd(self.keys.evaluations, {"n": n}, id=f"{version}-{n}")
+
+    def read(self, num_entries: int, timeout_s: float = 30.0) -> list[dict[bytes, bytes]]:
+        """The next entries of the rollout stream; fails after `timeout_s`."""
+        entries: list[dict[bytes, bytes]] = []
+        deadline = time.monotonic() + timeout_s
+        while len(entries) < num_entries:
+            assert time.monotonic() < deadline, f"{len(entries)} of {num_entries} entries after {timeout_s} s"
+            reply = self.client.xread({self.keys.rollouts: self._cursor}, count=64, block=500)
+            for entry_id, fields in reply[0][1] if reply else []:
+                self._cursor = entry_id
+                entries.append(fields)
+        return entries
+
+
+def safetensors_bytes(version: int) -> bytes:
+    """A valid safetensors file of one tensor that holds `version`."""
+    import numpy
+    from safetensors.numpy import save
+
+    return save({"weight": numpy.array([version], dtype=numpy.float32)})
+
+
+@pytest.fixture
+def hand_trainer() -> type[HandTrainer]:
+    return HandTrainer
+
+
+@pytest.fixture
+def metrics() -> ProducerMetrics:
+    return ProducerMetrics()
+
+
+@pytest.fixture
+async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., Connection]]:
+    """`connect(server)` is a producer's connection to a real server; closed afterwards."""
+    opened: list[Connection] = []
+
+    def open_connection(server: RedisServer, outage_s: float = 30.0) -> Connection:
+        opened.append(Connection.open(server.url, outage_s=outage_s, metrics=metrics))
+        return opened[-1]
+
+    yield open_connection
+    for connection in opened:
+        await connection.close()
+
+
+class Streams(NamedTuple):
+    """A producer's connection, and a plain client of the same data."""
+
+    connection: Connection
+    client: Any
+
+    def count(self, stream: str) -> int:
+        return self.client.xlen(stream)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis)])
+async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
+    """The same test on fakeredis and on a real server. Nothing here may block in the server."""
+    if request.param == "real":
+        server = request.getfixturevalue("redis_server")()
+        connection = Connection.open(server.url, outage_s=30.0, metrics=metrics)
+        yield Streams(connection, server.client)
+    else:
+        fake = fakeredis.FakeServer()
+        fakes = [fakeredis.FakeAsyncRedis(server=fake, protocol=2) for _ in range(2)]
+        connection = Connection(*fakes, outage_s=30.0, metrics=metrics)
+        yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
+    await connection.close()

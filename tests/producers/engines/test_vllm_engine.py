@@ -1,0 +1,174 @@
+"""The running engine: what it refuses, what it reports, and how it ends."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from producers.interfaces import EngineError
+from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+PROMPT = [3, 4, 5]
+EAGER = {"args": {"enforce_eager": True}}
+ROOT = Path(__file__).parents[3]
+
+
+def engine_processes(parent: psutil.Process | None = None) -> set[psutil.Process]:
+    """Children of this process, or of `parent`, that run an engine."""
+    return {child for child in (parent or psutil.Process()).children(recursive=True) if "EngineCore" in child.name()}
+
+
+async def until_busy(engine) -> None:
+    async with asyncio.timeout(10):
+        while not engine._llm.get_num_unfinished_requests():
+            await asyncio.sleep(0)  # noqa: ASYNC110 - nothing announces it
+
+
+async def test_the_fingerprint_is_what_the_engine_reports(tied_engine):
+    found = tied_engine.engine.fingerprint
+    assert (found.engine, found.dtype, found.head_dtype) == ("vllm", "float32", "float32")
+    assert (found.logprobs_mode, found.prefix_caching, found.async_scheduling) == ("processed_logprobs", False, False)
+    assert found.other == {"skip_tokenizer_init": "true"}
+    assert tied_engine.engine.max_model_len == 512
+
+
+async def test_siblings_come_back_packed_with_a_logprob_and_a_version_for_each_token(tied_engine):
+    completions = await tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=20), 8, "siblings")
+    assert len(completions) == 8
+    assert len({completion.token_ids for completion in completions}) > 1
+    for completion in completions:
+        ids = unpack_ids(completion.token_ids)
+        assert 1 <= len(ids) <= 20
+        assert len(unpack_floats(completion.behavior_logprobs)) == len(ids) == completion.version_spans[-1].end
+        assert completion.finish_reason == ("length" if len(ids) == 20 and ids[-1] != 1 else "stop")
+
+
+async def test_a_stop_token_ends_a_completion_and_belongs_to_it(tied_engine):
+    greedy = SamplingSettings(temperature=0, max_tokens=8)
+    (free,) = await tied_engine.engine.generate(PROMPT, greedy, 1, "free")
+    ids = list(unpack_ids(free.token_ids))
+    stopping = SamplingSettings(temperature=0, max_tokens=8, stop_token_ids=(ids[0],))
+    (stopped,) = await tied_engine.engine.generate(PROMPT, stopping, 1, "stopped")
+    assert list(unpack_ids(stopped.token_ids)) == ids[:1]
+    assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("prompt", [[], [3] * 600, [3, 64]], ids=["empty", "longer than the context", "unknown id"])
+async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_engine, prompt):
+    with pytest.raises(ValueError, match="request refused refused: "):
+        await tied_engine.engine.generate(prompt, SamplingSettings(max_tokens=4), 2, "refused")
+    assert len(await tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=4), 2, "next")) == 2
+
+
+async def test_cancelling_generate_aborts_the_request(tied_engine):
+    sampling = SamplingSettings(max_tokens=500, temperature=5.0)
+    running = asyncio.create_task(tied_engine.engine.generate(PROMPT, sampling, 8, "cancelled"))
+    await until_busy(tied_engine.engine)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert tied_engine.engine._llm.get_num_unfinished_requests() == 0
+
+
+async def test_requests_that_arrive_while_paused_are_sampled_afterwards(tied_engine):
+    core = tied_engine.engine._llm.engine_core
+    await core.pause_scheduler_async(mode="keep", clear_cache=False)
+    arrived = asyncio.create_task(tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=4), 2, "arrived"))
+    await asyncio.sleep(0.2)
+    assert not arrived.done()
+    await core.resume_scheduler_async()
+    assert len(await arrived) == 2
+
+
+async def test_a_setting_that_the_engine_reports_otherwise_stops_the_start(
+    vllm_engine, make_config, make_qwen3, tmp_path
+):
+    # The CPU build switches asynchronous scheduling off, whatever it is asked for.
+    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    config = make_config(tmp_path / "model", engine=EAGER | {"async_scheduling": True})
+    before = engine_processes()
+    with pytest.raises(EngineError, match=r"engine\.async_scheduling: wanted True, .* reports False"):
+        await vllm_engine.start(config)
+    assert engine_processes() <= before
+
+
+async def test_a_model_that_vllm_refuses_is_an_engine_error(vllm_engine, make_config, make_qwen3, tmp_path):
+    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    with pytest.raises(EngineError, match=r"(?s)model\.path = .*9999"):
+        await vllm_engine.start(make_config(tmp_path / "model", engine={"max_model_len": 9999}))
+    with pytest.raises(EngineError, match="no such folder"):
+        await vllm_engine.start(make_config(tmp_path / "nothing"))
+
+
+async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_config, make_qwen3, tmp_path):
+    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    before = engine_processes()
+    engine = await vllm_engine.start(make_config(tmp_path / "model", engine=EAGER))
+    (process,) = engine_processes() - before
+    sampling = SamplingSettings(max_tokens=500, temperature=5.0)
+    running = asyncio.create_task(engine.generate(PROMPT, sampling, 8, "running"))
+    await until_busy(engine)
+    process.kill()
+    with pytest.raises(EngineError, match="died"):
+        await running
+    with pytest.raises(EngineError, match="died"):
+        await engine.generate(PROMPT, sampling, 1, "late")
+    await engine.close()
+
+
+PARENT = """
+import asyncio, sys
+from producers.engines.vllm import VllmEngine
+from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+
+async def main():
+    args = {"skip_tokenizer_init": True, "enforce_eager": True}
+    config = RunConfig(
+        name="leash",
+        model=ModelConfig(path=sys.argv[1]),
+        environment=Plug(path="nobody:Needed"),
+        engine=EngineConfig(kv_cache_gib=0.1, args=args),
+    )
+    engine = await VllmEngine.start(config)
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_the_engine_process_does_not_outlive_a_killed_parent(make_qwen3, tmp_path):
+    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "parent.py").write_text(PARENT)
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        tmp_path / "parent.py",
+        tmp_path / "model",
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        while b"ready" not in (line := await parent.stdout.readline()):
+            assert line, "the parent ended early"
+        children = engine_processes(psutil.Process(parent.pid))
+        assert children
+    finally:
+        parent.kill()
+    await parent.communicate()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive

@@ -1,0 +1,117 @@
+"""vLLM's logprobs against a plain transformers forward pass of the same weights, before and after updates in flight."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+PROMPT = [3, 17, 5, 40, 8]
+BUDGET = 1e-5
+"""Mean |difference| of logprobs in fp32 on both sides."""
+
+
+def gap(completions, model, reference, temperature=1.0) -> float:
+    """Mean |engine - reference| over every sampled token."""
+    differences = []
+    for completion in completions:
+        sampled, logprobs = (
+            list(unpack_ids(completion.token_ids)),
+            np.array(unpack_floats(completion.behavior_logprobs)),
+        )
+        differences.append(np.abs(logprobs - reference(model, PROMPT, sampled, temperature)))
+    return float(np.concatenate(differences).mean())
+
+
+async def test_logprobs_equal_transformers_from_the_first_token_on(shared_engine, reference):
+    assert gap(shared_engine.boot_completions, shared_engine.base, reference) <= BUDGET
+    assert {span.version for c in shared_engine.boot_completions for span in c.version_spans} == {0}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_transformers_after_an_update_in_flight(
+    shared_engine, make_qwen3, parameters, reference, temperature
+):
+    engine = shared_engine.engine
+    tied = shared_engine.base.config.tie_word_embeddings
+    older, newer = make_qwen3(tied=tied, seed=1), make_qwen3(tied=tied, seed=2)
+    sampling = SamplingSettings(temperature=temperature, max_tokens=48)
+    first = await shared_engine.load(parameters(older))
+    running = asyncio.create_task(
+        engine.generate(PROMPT, SamplingSettings(temperature=temperature, max_tokens=400), 16, "running")
+    )
+    before = await engine.generate(PROMPT, sampling, 16, "before")
+    second = await shared_engine.load(parameters(newer))
+    after = await engine.generate(PROMPT, sampling, 16, "after")
+    await running
+
+    assert {span.version for c in before for span in c.version_spans} == {first}
+    assert {span.version for c in after for span in c.version_spans} == {second}
+    assert gap(before, older, reference, temperature) <= BUDGET
+    assert gap(after, newer, reference, temperature) <= BUDGET
+    assert gap(after, older, reference, temperature) > 0.1
+
+
+async def test_a_request_in_flight_keeps_its_kv_and_goes_on_with_the_new_weights(shared_engine, make_qwen3, parameters):
+    tied = shared_engine.base.config.tie_word_embeddings
+    older, newer = make_qwen3(tied=tied, seed=3), make_qwen3(tied=tied, seed=4)
+    first = await shared_engine.load(parameters(older))
+    sampling = SamplingSettings(max_tokens=400)
+    running = asyncio.create_task(shared_engine.engine.generate(PROMPT, sampling, 16, "spanning"))
+    await asyncio.sleep(0.1)
+    second = await shared_engine.load(parameters(newer))
+    spanning = [c for c in await running if [s.version for s in c.version_spans] == [first, second]]
+
+    assert spanning, "no completion was sampled by both versions"
+    for completion in spanning:
+        expected = continued_logprobs(
+            older, newer, list(unpack_ids(completion.token_ids)), completion.version_spans[0].end
+        )
+        found = np.array(unpack_floats(completion.behavior_logprobs))
+        assert np.abs(found - expected).mean() <= BUDGET
+
+
+@torch.no_grad()
+def continued_logprobs(older, newer, sampled: list[int], switch: int) -> np.ndarray:
+    """Logprobs where `newer` takes over at token `switch`, on the KV that `older` left behind."""
+    ids = torch.tensor([PROMPT + sampled])
+    cache = DynamicCache(config=older.config)
+    split = len(PROMPT) + switch - 1
+    logits = torch.cat(
+        [
+            model(ids[:, part], past_key_values=cache).logits[0]
+            for model, part in ((older, slice(split)), (newer, slice(split, None)))
+        ]
+    )
+    logprobs = torch.log_softmax(logits[len(PROMPT) - 1 : -1], dim=-1)
+    return logprobs[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+
+
+async def test_a_bfloat16_model_with_a_float32_head_takes_updates(
+    vllm_engine, make_qwen3, make_config, parameters, reference, tmp_path, write_policy
+):
+    older, newer = (make_qwen3(tied=True, seed=seed, dtype=torch.bfloat16) for seed in (5, 6))
+    older.save_pretrained(tmp_path / "model")
+    engine = await vllm_engine.start(make_config(tmp_path / "model", dtype="bfloat16"))
+    try:
+        sampling = SamplingSettings(max_tokens=48)
+        before = await engine.generate(PROMPT, sampling, 32, "before")
+        await engine.load_weights(*write_policy(parameters(newer), 1, tmp_path))
+        after = await engine.generate(PROMPT, sampling, 32, "after")
+    finally:
+        await engine.close()
+    assert (engine.fingerprint.dtype, engine.fingerprint.head_dtype) == ("bfloat16", "float32")
+    # The reference rounds logits to bfloat16 as well: this budget is the engine mismatch of bfloat16 bodies.
+    assert gap(before, older, reference) < 0.05
+    assert gap(after, newer, reference) < 0.05
+    assert gap(after, older, reference) > 0.2

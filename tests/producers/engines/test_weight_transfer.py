@@ -1,0 +1,143 @@
+"""Loads that cannot succeed: the version before them goes on serving, and its tokens say so."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from producers.interfaces import WeightLoadError
+from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+PROMPT = [9, 2, 33]
+
+
+async def assert_serves(shared, model, version: int, reference) -> None:
+    """The engine samples from `model` and labels its tokens `version`."""
+    assert shared.engine.policy_version == version
+    completions = await shared.engine.generate(PROMPT, SamplingSettings(max_tokens=24), 8, f"serves-{version}")
+    gaps = []
+    for completion in completions:
+        assert {span.version for span in completion.version_spans} == {version}
+        expected = reference(model, PROMPT, list(unpack_ids(completion.token_ids)), 1.0)
+        gaps.append(np.abs(np.array(unpack_floats(completion.behavior_logprobs)) - expected).mean())
+    assert np.mean(gaps) <= 1e-5
+
+
+def damage(weights: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = dict(weights)
+    if kind == "wrong shape":
+        damaged[name] = torch.zeros(7, 64)
+    elif kind == "wrong dtype":
+        damaged[name] = weights[name].bfloat16()
+    elif kind == "missing tensor":
+        del damaged[name]
+    elif kind == "unknown tensor":
+        damaged["model.layers.9.mlp.up_proj.weight"] = torch.zeros(4, 4)
+    return damaged
+
+
+@pytest.mark.parametrize("kind", ["wrong shape", "wrong dtype", "missing tensor", "unknown tensor"])
+async def test_weights_that_do_not_fit_are_refused_before_the_pause(
+    tied_engine, make_qwen3, parameters, reference, kind
+):
+    model = make_qwen3(tied=True, seed=11)
+    serving = await tied_engine.load(parameters(model))
+    with pytest.raises(WeightLoadError, match=r"up_proj"):
+        await tied_engine.load(damage(parameters(model), kind))
+    await assert_serves(tied_engine, model, serving, reference)
+
+
+def break_file(path: Path, kind: str) -> None:
+    if kind == "gone":
+        path.unlink()
+    elif kind == "cut short":
+        os.truncate(path, path.stat().st_size - 100)
+    elif kind == "not safetensors":
+        path.write_bytes(b"\x80\x04" * 1000)
+
+
+@pytest.mark.parametrize("kind", ["gone", "cut short", "not safetensors", "other than announced"])
+async def test_a_broken_file_is_refused_before_the_pause(tied_engine, make_qwen3, parameters, reference, kind):
+    model = make_qwen3(tied=True, seed=12)
+    serving = await tied_engine.load(parameters(model))
+    version = next(tied_engine.versions)
+    manifest, path = tied_engine.publish(parameters(make_qwen3(tied=True, seed=13)), version)
+    break_file(Path(path), kind)
+    if kind == "other than announced":
+        tied_engine.publish(damage(parameters(model), "missing tensor"), version)
+    with pytest.raises(WeightLoadError, match=f"policy {version}"):
+        await tied_engine.engine.load_weights(manifest, path)
+    await assert_serves(tied_engine, model, serving, reference)
+
+
+async def test_a_load_that_fails_half_way_brings_the_old_version_back(
+    shared_engine, make_qwen3, parameters, reference, monkeypatch
+):
+    tied = shared_engine.base.config.tie_word_embeddings
+    old, new = make_qwen3(tied=tied, seed=14), make_qwen3(tied=tied, seed=15)
+    serving = await shared_engine.load(parameters(old))
+    # The trainer may have deleted the file meanwhile.
+    os.unlink(shared_engine.folder / f"v{serving}.safetensors")
+    running = asyncio.create_task(shared_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=300), 8, "running"))
+    monkeypatch.setattr("producers.engines.vllm.check", lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(WeightLoadError, match=r"policy \d+"):
+            await shared_engine.load(damage(parameters(new), "wrong shape"))
+    assert {span.version for c in await running for span in c.version_spans} == {serving}
+    await assert_serves(shared_engine, old, serving, reference)
+
+    newer = await shared_engine.load(parameters(new))
+    await assert_serves(shared_engine, new, newer, reference)
+
+
+async def test_a_cancelled_load_still_ends_with_weights_and_label_in_step(
+    tied_engine, make_qwen3, parameters, reference
+):
+    await tied_engine.load(parameters(make_qwen3(tied=True, seed=16)))
+    model = make_qwen3(tied=True, seed=17)
+    loading = asyncio.create_task(tied_engine.load(parameters(model)))
+    await asyncio.sleep(0.002)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    following = make_qwen3(tied=True, seed=18)
+    version = await tied_engine.load(parameters(following))
+    await assert_serves(tied_engine, following, version, reference)
+
+
+async def test_a_tied_head_may_be_published_or_left_out(tied_engine, make_qwen3, parameters, reference):
+    model = make_qwen3(tied=True, seed=19)
+    weights = parameters(model)
+    version = await tied_engine.load(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
+    await assert_serves(tied_engine, model, version, reference)
+
+
+async def test_updates_do_not_leak_memory(tied_engine, make_qwen3, parameters):
+    weights = parameters(make_qwen3(tied=True, seed=20))
+
+    def resident_bytes() -> int:
+        return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+
+    async def update(times: int) -> None:
+        for _ in range(times):
+            version = await tied_engine.load(weights)
+            (tied_engine.folder / f"v{version}.safetensors").unlink()
+            await tied_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=2), 2, f"leak-{version}")
+
+    await update(20)
+    before, descriptors = resident_bytes(), psutil.Process().num_fds()
+    await update(100)
+    assert resident_bytes() - before < 10e6
+    assert psutil.Process().num_fds() <= descriptors

@@ -1,0 +1,177 @@
+"""A hand-written engine for tests: no model, deterministic tokens, and every failure an engine can have, on request.
+
+In a producer process of its own it is named by `start`, which reads its settings as JSON from the environment
+variable SCRIPTED_ENGINE.
+"""
+
+import asyncio
+import json
+import os
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from producers.interfaces import Completion, EngineError, WeightLoadError
+from schemas.config import RunConfig
+from schemas.policy import WeightManifest
+from schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
+
+SETTINGS_VARIABLE = "SCRIPTED_ENGINE"
+FINGERPRINT = EngineFingerprint(
+    engine="scripted",
+    version="1",
+    model="none",
+    dtype="float32",
+    head_dtype="float32",
+    logprobs_mode="processed_logprobs",
+    prefix_caching=False,
+    async_scheduling=False,
+)
+
+
+class ScriptedEngine:
+    """A token depends on prompt, sibling and position alone; its version is the one held when it was sampled.
+
+    token_s: seconds per token; all siblings advance together. 0 finishes without waiting.
+    num_tokens: length of a completion (at most the sampling's max_tokens).
+    first_token, num_token_ids: sampled ids lie in [first_token, first_token + num_token_ids).
+    script: completion ids for a prompt, in place of the above.
+    pause_s: how long a weight load stops sampling.
+    die_after: raises EngineError from the request on that follows so many.
+    die_on_prompt: raises EngineError for a prompt that starts with these ids.
+    hang_on_prompt: never finishes a prompt that starts with these ids.
+    refuse_prompt: raises ValueError for a prompt that starts with these ids.
+    refuse_versions: WeightLoadError for these.
+    """
+
+    def __init__(
+        self,
+        *,
+        token_s: float = 0.0,
+        num_tokens: int = 5,
+        first_token: int = 1,
+        num_token_ids: int = 10,
+        max_model_len: int = 1024,
+        pause_s: float = 0.0,
+        die_after: int | None = None,
+        die_on_prompt: tuple[int, ...] = (),
+        hang_on_prompt: tuple[int, ...] = (),
+        refuse_prompt: tuple[int, ...] = (),
+        refuse_versions: tuple[int, ...] = (),
+        finish_reasons: Mapping[int, str] | None = None,
+        script: Callable[[list[int], int], list[int]] | None = None,
+    ) -> None:
+        self.policy_version = 0
+        self.fingerprint = FINGERPRINT
+        self.max_model_len = max_model_len
+        self.closed = False
+        self.loaded_versions: list[int] = []
+        self.requests: list[str] = []
+        self.num_active = 0
+        self.most_active = 0
+        self.cancelled: list[str] = []
+        self._token_s = token_s
+        self._num_tokens = num_tokens
+        self._first_token = first_token
+        self._num_token_ids = num_token_ids
+        self._pause_s = pause_s
+        self._die_after = die_after
+        self._die_on_prompt = list(die_on_prompt)
+        self._hang_on_prompt = list(hang_on_prompt)
+        self._refuse_prompt = list(refuse_prompt)
+        self._refuse_versions = set(refuse_versions)
+        self._finish_reasons = finish_reasons or {}
+        self._script = script
+        self._sampling = asyncio.Event()
+        self._sampling.set()
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    ) -> list[Completion]:
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self.requests.append(request_id)
+        if self._die_after is not None and len(self.requests) > self._die_after:
+            raise EngineError("the scripted engine has died")
+        if _starts_with(prompt_token_ids, self._die_on_prompt):
+            raise EngineError("the scripted engine died of a prompt")
+        if _starts_with(prompt_token_ids, self._refuse_prompt):
+            raise ValueError("the scripted engine refuses this prompt")
+        self.num_active += 1
+        self.most_active = max(self.most_active, self.num_active)
+        try:
+            if _starts_with(prompt_token_ids, self._hang_on_prompt):
+                await asyncio.Event().wait()
+            return await self._sample(prompt_token_ids, sampling, num_siblings)
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            self.num_active -= 1
+
+    async def _sample(self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int) -> list[Completion]:
+        rows = [self._tokens(prompt_ids, sibling, sampling) for sibling in range(num_siblings)]
+        versions: list[int] = []
+        for _ in range(max(len(row) for row in rows)):
+            if self._token_s:
+                await asyncio.sleep(self._token_s)
+            await self._sampling.wait()
+            versions.append(self.policy_version)
+        return [
+            Completion(
+                token_ids=array("i", row).tobytes(),
+                behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(row))]).tobytes(),
+                version_spans=_spans(versions[: len(row)]),
+                finish_reason=self._finish_reasons.get(sibling, "stop"),  # type: ignore[arg-type]
+            )
+            for sibling, row in enumerate(rows)
+        ]
+
+    def _tokens(self, prompt_ids: list[int], sibling: int, sampling: SamplingSettings) -> list[int]:
+        if self._script is not None:
+            return self._script(prompt_ids, sibling)[: sampling.max_tokens]
+        key = 0 if sampling.temperature == 0 else sibling
+        noise = zlib.crc32(array("i", [*prompt_ids, key]).tobytes())
+        length = min(self._num_tokens, sampling.max_tokens)
+        return [self._first_token + (noise + 7 * t) % self._num_token_ids for t in range(length)]
+
+    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
+        started = time.perf_counter()
+        if not await asyncio.to_thread(Path(path).is_file):
+            raise WeightLoadError(f"{path}: no such file")
+        if manifest.version in self._refuse_versions:
+            raise WeightLoadError(f"version {manifest.version}: refused by the script")
+        self._sampling.clear()
+        try:
+            await asyncio.sleep(self._pause_s)
+            self.policy_version = manifest.version
+            self.loaded_versions.append(manifest.version)
+        finally:
+            self._sampling.set()
+        return time.perf_counter() - started
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
+    """An engine factory for `producers.__main__.main`."""
+    settings: dict[str, Any] = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
+    return ScriptedEngine(**settings)
+
+
+def _starts_with(prompt_ids: list[int], ids: list[int]) -> bool:
+    return bool(ids) and prompt_ids[: len(ids)] == ids
+
+
+def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
+        else:
+            spans.append(VersionSpan(version, position, position + 1))
+    return tuple(spans)

@@ -1,0 +1,298 @@
+"""A whole producer in the test's own event loop, on a real server, with the engine scripted."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from producers import loop as module
+from producers.episode import load_tokenizer
+from producers.interfaces import EngineError
+from producers.loop import Producer
+from schemas.config import ProducersConfig, RunConfig
+from schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, Kind
+from schemas.prompt import Prompt
+from schemas.rollout import decode_group
+
+pytestmark = pytest.mark.redis
+
+KEYS = Keys("test")
+QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)
+
+
+class Numbers:
+    """Task n is the text `n`; task 13 has none, and the reward of task 14 fails."""
+
+    num_evaluation_prompts = 8
+
+    def prompt(self, index: int) -> Prompt:
+        if index == 13:
+            raise LookupError("task 13 is missing")
+        return Prompt(text=str(index))
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return Prompt(text=f"e{n}")
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return 1 / 0 if prompt.text == "14" else 1.0
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple("0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text)
+
+
+class Run:
+    """One server, one hand-played trainer, and the producers that the test starts."""
+
+    def __init__(self, server, config: RunConfig, trainer, build: Callable[..., Producer]) -> None:
+        self.server = server
+        self.config = config
+        self.trainer = trainer
+        self.client = server.client
+        self._build = build
+        self.tasks: list[asyncio.Task] = []
+
+    async def producer(self, engine: ScriptedEngine | None = None, producer_id: str = "a") -> tuple[Producer, Any]:
+        """A producer that serves, and its task."""
+        producer = self._build(engine or ScriptedEngine(), producer_id)
+        await producer.open()
+        task = asyncio.create_task(producer.serve())
+        self.tasks.append(task)
+        return producer, task
+
+    async def read(self, num_entries: int) -> list[dict[bytes, bytes]]:
+        return await asyncio.to_thread(self.trainer.read, num_entries, 20.0)
+
+    def num_open(self) -> int:
+        return self.client.xlen(KEYS.prompts)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110, the conditions are Redis's
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_path) -> AsyncIterator[Callable[..., Run]]:
+    started: list[Run] = []
+
+    def begin(**changes: object) -> Run:
+        server, config = redis_server(), make_config(**{"producers": QUICK, **changes})
+        tokenizer, environment = load_tokenizer(config), Numbers()
+
+        def build(engine: ScriptedEngine, producer_id: str) -> Producer:
+            return Producer(
+                config,
+                runs=tmp_path,
+                producer_id=producer_id,
+                connection=connect(server),
+                engine=engine,
+                environment=environment,
+                reward=environment.reward,
+                tokenizer=tokenizer,
+                metrics=metrics,
+            )
+
+        started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
+        started[-1].trainer.announce(0)
+        return started[-1]
+
+    yield begin
+    for one in started:
+        for task in one.tasks:
+            task.cancel()
+        await asyncio.gather(*one.tasks, return_exceptions=True)
+
+
+async def test_two_producers_answer_every_prompt_once_between_them(run) -> None:
+    one = run()
+    engines = [ScriptedEngine(token_s=0.005), ScriptedEngine(token_s=0.005)]
+    for name, engine in zip("ab", engines, strict=True):
+        await one.producer(engine, name)
+    one.trainer.release(101, 200)
+    groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(100)]
+    assert sorted(group.index for group in groups) == list(range(101, 201))
+    assert all(len(engine.requests) >= 25 for engine in engines)
+    assert one.num_open() == 0 and one.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+
+
+async def test_a_failing_group_does_not_end_the_others(run) -> None:
+    one = run()
+    await one.producer(ScriptedEngine(refuse_prompt=ids("15")))
+    one.trainer.release(11, 20)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.read(10)}
+    dead = {n: fields[Field.REASON].decode() for n, fields in entries.items() if fields[Field.KIND] == Kind.DEAD}
+    assert dead == {
+        13: "prompt: LookupError: task 13 is missing",
+        14: "reward: ZeroDivisionError: division by zero",
+        15: "engine: ValueError: the scripted engine refuses this prompt",
+    }
+
+
+async def test_evaluations_are_answered_by_the_policy_they_ask_about(run) -> None:
+    one = run()
+    engine = ScriptedEngine(token_s=0.01)
+    await one.producer(engine)
+    one.trainer.evaluate(1, 5)
+    await asyncio.sleep(0.2)
+    assert one.client.xlen(KEYS.evaluation_results) == 0
+    one.trainer.announce(1)
+    await until(lambda: one.client.xlen(KEYS.evaluation_results) == 5)
+    for _, fields in one.client.xrange(KEYS.evaluation_results):
+        group = decode_group(fields[Field.PAYLOAD])
+        assert group.evaluation_id == fields[Field.EVALUATION].decode()
+        assert {span.version for span in group.rollouts[0].segments[0].version_spans} == {1}
+
+
+async def test_a_producer_too_far_behind_claims_nothing_until_it_has_caught_up(run) -> None:
+    one = run(max_lag=2)
+    engine = ScriptedEngine(refuse_versions=(3,))
+    await one.producer(engine)
+    await until(lambda: engine.loaded_versions == [0])
+    one.trainer.announce(3)
+    await asyncio.sleep(0.1)
+    one.trainer.release(1, 4, version=3)
+    await asyncio.sleep(0.5)
+    assert engine.requests == []
+    one.trainer.announce(4)
+    assert len(await one.read(4)) == 4
+
+
+async def test_a_prompt_of_newer_weights_waits_for_them(run) -> None:
+    one = run(mode="synchronous")
+    engine = ScriptedEngine()
+    await one.producer(engine)
+    one.trainer.release(1, 2, version=1)
+    await asyncio.sleep(0.3)
+    assert engine.requests == []
+    one.trainer.announce(1)
+    for fields in await one.read(2):
+        group = decode_group(fields[Field.PAYLOAD])
+        assert group.rollouts[0].segments[0].version_spans[0].version == 1
+
+
+async def test_from_the_second_attempt_on_a_prompt_runs_alone(run) -> None:
+    one = run()
+    one.trainer.release(1, 3)
+    one.client.xgroup_create(KEYS.prompts, PRODUCERS_GROUP, "0")
+    one.client.xreadgroup(PRODUCERS_GROUP, "killed", {KEYS.prompts: ">"}, count=3)
+    await asyncio.sleep(0.5)
+    one.trainer.release(4, 9)
+    engine = ScriptedEngine(token_s=0.005)
+    active: dict[str, int] = {}
+    sample = engine._sample
+
+    async def watched(prompt_ids, sampling, num_siblings):
+        completions = await sample(prompt_ids, sampling, num_siblings)
+        active["".join("0123456789"[token - 2] for token in prompt_ids)] = engine.num_active
+        return completions
+
+    engine._sample = watched  # type: ignore[method-assign]
+    await one.producer(engine)
+    assert len(await one.read(9)) == 9
+    assert [active[n] for n in "123"] == [1, 1, 1]
+    assert engine.most_active > 1
+
+
+async def test_a_prompt_handed_out_too_often_is_dead(run) -> None:
+    one = run(producers=ProducersConfig(max_attempts=2, claim_idle_s=0.4, claim_refresh_s=0.1))
+    one.client.xadd(KEYS.prompts, {Field.INDEX: 5, Field.VERSION: 0, Field.ATTEMPT: 2})
+    engine = ScriptedEngine()
+    await one.producer(engine)
+    (fields,) = await one.read(1)
+    assert fields[Field.KIND] == Kind.DEAD
+    assert fields[Field.REASON] == b"attempts: handed out 2 times without a result"
+    assert engine.requests == [] and one.num_open() == 0
+
+
+async def test_a_producer_told_to_stop_finishes_what_is_nearly_done(run) -> None:
+    one = run()
+    engine = ScriptedEngine(token_s=0.1)
+    producer, task = await one.producer(engine)
+    one.trainer.release(1, 2)
+    await until(lambda: engine.num_active == 2)
+    producer.stop.set()
+    await asyncio.wait_for(task, 10)
+    assert len(await one.read(2)) == 2 and one.num_open() == 0
+    assert one.client.get(KEYS.producer("a")) is None
+
+
+async def test_a_producer_told_to_stop_hands_back_what_is_not(run, monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    one = run()
+    slow = ScriptedEngine(token_s=30)
+    producer, task = await one.producer(slow, "a")
+    one.trainer.release(1, 2)
+    await until(lambda: slow.num_active == 2)
+    producer.stop.set()
+    await asyncio.wait_for(task, 10)
+    assert len(slow.cancelled) == 2 and "stopped: 2 unfinished claims handed back" in caplog.text
+    await one.producer(ScriptedEngine(), "b")
+    groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(2)]
+    assert {(group.index, group.producer_id) for group in groups} == {(1, "b"), (2, "b")}
+
+
+async def test_a_finished_run_ends_its_producers(run, monkeypatch) -> None:
+    one = run()
+    engine = ScriptedEngine(token_s=30)
+    _, task = await one.producer(engine)
+    one.trainer.release(1, 1)
+    await until(lambda: engine.num_active == 1)
+    one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
+    await asyncio.wait_for(task, 2 * module.HEARTBEAT_S + 2)
+    assert one.num_open() == 1
+
+
+async def test_an_engine_that_dies_ends_the_producer_and_leaves_its_claims(run) -> None:
+    one = run()
+    _, task = await one.producer(ScriptedEngine(token_s=0.01, die_on_prompt=ids("3")))
+    one.trainer.release(1, 5)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(task, 10)
+    assert caught.value.subgroup(EngineError) is not None and caught.value.split(EngineError)[1] is None
+    assert 3 in {int(fields[Field.INDEX]) for _, fields in one.client.xrange(KEYS.prompts)}
+
+
+async def test_a_killed_producers_prompts_are_answered_by_another(run) -> None:
+    one = run()
+    hanging = ScriptedEngine(token_s=30)
+    _, task = await one.producer(hanging, "a")
+    one.trainer.release(1, 2)
+    await until(lambda: hanging.num_active == 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await one.producer(ScriptedEngine(), "b")
+    assert {int(fields[Field.INDEX]) for fields in await one.read(2)} == {1, 2}
+
+
+async def test_a_server_that_is_gone_for_a_while_costs_nothing(run, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    one = run()
+    _, task = await one.producer(ScriptedEngine(token_s=0.02))
+    one.trainer.release(1, 60)
+    await one.read(5)
+    await asyncio.to_thread(one.server.stop)
+    await asyncio.sleep(1.5)
+    await asyncio.to_thread(one.server.start)
+    await until(lambda: one.num_open() == 0, 20)
+    found = {int(fields[Field.INDEX]) for _, fields in one.client.xrange(KEYS.rollouts)}
+    assert found == set(range(1, 61)) and not task.done()
+    assert len([line for line in caplog.messages if "is away" in line]) == 1
+    assert len([line for line in caplog.messages if "is back" in line]) == 1
+
+
+async def test_connections_cut_again_and_again_cost_nothing(run) -> None:
+    one = run()
+    _, task = await one.producer(ScriptedEngine(token_s=0.002))
+    for first in range(1, 101, 10):
+        one.trainer.release(first, first + 9)
+        await asyncio.sleep(0.02)
+        one.client.client_kill_filter(_type="normal", skipme=True)
+    await until(lambda: one.num_open() == 0, 20)
+    found = {int(fields[Field.INDEX]) for _, fields in one.client.xrange(KEYS.rollouts)}
+    assert found == set(range(1, 101)) and not task.done()

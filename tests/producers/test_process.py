@@ -1,0 +1,196 @@
+"""A whole producer process against a real server, with the engine scripted and the trainer played by the test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from schemas.config import ModelConfig, ProducersConfig, RunConfig
+from schemas.heartbeat import decode_heartbeat
+from schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from schemas.rollout import decode_group
+
+pytestmark = pytest.mark.redis
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+import time
+from pathlib import Path
+import msgspec
+import scripted_engine
+from producers.__main__ import main
+from schemas.config import RunConfig
+config = msgspec.json.decode(sys.argv[1], type=RunConfig)
+sys.exit(main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3], engine_factory=scripted_engine.start))
+"""
+
+
+@pytest.fixture
+def start_producer(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts producer processes; output goes to `<id>.log` in tmp_path. Those still alive are killed at the end."""
+    processes: list[subprocess.Popen] = []
+
+    def start(
+        config: RunConfig, url: str, producer_id: str = "producer-0", *, log: str = "", **engine: Any
+    ) -> subprocess.Popen:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
+            "REDIS_URL": url,
+            "SCRIPTED_ENGINE": json.dumps(engine),
+        }
+        arguments = [msgspec.json.encode(config).decode(), str(tmp_path), producer_id]
+        with (tmp_path / f"{log or producer_id}.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *arguments], env=environment, stdout=output, stderr=output
+            )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_released_prompts_become_groups_and_sigterm_ends_with_status_0(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config()
+    config.folder(tmp_path).mkdir()
+    trainer = hand_trainer(server.client, config, tmp_path)
+    process = start_producer(config, server.url)
+    trainer.announce(0)
+    trainer.release(1, 64)
+    entries = trainer.read(64)
+    assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(1, 65))
+    for fields in entries:
+        assert fields[Field.KIND] == Kind.GROUP
+        group = decode_group(fields[Field.PAYLOAD])
+        assert len(group.rollouts) == config.group_size
+        assert group.producer_id == "producer-0"
+    assert server.client.xlen(trainer.keys.prompts) == 0
+    assert server.client.xpending(trainer.keys.prompts, PRODUCERS_GROUP)["pending"] == 0
+    heartbeat = decode_heartbeat(server.client.get(trainer.keys.producer("producer-0")))
+    assert heartbeat.pid == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert server.client.get(trainer.keys.producer("producer-0")) is None
+    events = [json.loads(line) for line in (tmp_path / "test/producers/producer-0.jsonl").read_text().splitlines()]
+    assert {"start", "weights"} <= {event["event"] for event in events}
+
+
+def log_of(tmp_path: Path, producer_id: str = "producer-0") -> str:
+    return (tmp_path / f"{producer_id}.log").read_text()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.05)
+
+
+def test_a_killed_producers_prompts_are_answered_by_a_second_one(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server = redis_server()
+    config = make_config(producers=ProducersConfig(claim_idle_s=1.0, claim_refresh_s=0.2))
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 8)
+    slow = start_producer(config, server.url, "producer-0", token_s=60)
+    wait_for(lambda: server.client.exists(trainer.keys.producer("producer-0")) == 1)
+    wait_for(lambda: server.client.xpending(trainer.keys.prompts, PRODUCERS_GROUP)["pending"] == 8)
+    slow.kill()
+    quick = start_producer(config, server.url, "producer-1")
+    assert sorted(int(fields[Field.INDEX]) for fields in trainer.read(8)) == list(range(1, 9))
+    server.client.hset(trainer.keys.commit, Commit.FINISHED, b"1")
+    assert quick.wait(timeout=15) == 0
+    assert "the run is finished" in log_of(tmp_path, "producer-1")
+
+
+def test_a_server_that_is_down_at_start_is_waited_for_and_a_signal_ends_the_wait(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config()
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 4)
+    server.stop()
+    waiting, stopped = (
+        start_producer(config, server.url, "producer-0"),
+        start_producer(config, server.url, "producer-1"),
+    )
+    for name in ("producer-0", "producer-1"):
+        wait_for(lambda name=name: "is away" in log_of(tmp_path, name))
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(timeout=10) == 0
+    server.start()
+    assert len(trainer.read(4)) == 4
+    assert "is back after" in log_of(tmp_path)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(timeout=10) == 0
+
+
+def test_what_cannot_start_ends_with_status_1_and_one_line(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config()
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    first = start_producer(config, server.url, "twin")
+    wait_for(lambda: server.client.exists(trainer.keys.producer("twin")) == 1)
+    missing = msgspec.structs.replace(config, model=ModelConfig(path="no/such/model"))
+    cases = {
+        "twin-again": (
+            start_producer(config, server.url, "twin", log="twin-again"),
+            "stop that one or choose another --id",
+        ),
+        "missing": (start_producer(missing, server.url, "missing"), "model.path = 'no/such/model': no such folder"),
+    }
+    for name, (process, message) in cases.items():
+        assert process.wait(timeout=40) == 1
+        assert message in log_of(tmp_path, name) and "Traceback" not in log_of(tmp_path, name)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=15) == 0
+
+
+def test_an_engine_that_dies_ends_the_process_with_status_1_and_one_line(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config()
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 1)
+    process = start_producer(config, server.url, die_after=0)
+    assert process.wait(timeout=30) == 1
+    assert "producer producer-0 ends: the scripted engine has died" in log_of(tmp_path)
+    assert "Traceback" not in log_of(tmp_path)
+    assert server.client.xlen(trainer.keys.prompts) == 1
+
+
+@pytest.mark.slow
+def test_a_frozen_server_and_a_signal_meanwhile_still_end_with_status_0(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
+) -> None:
+    server, config = redis_server(), make_config()
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 2)
+    process = start_producer(config, server.url, token_s=60)
+    wait_for(lambda: server.client.xlen(trainer.keys.prompts) == 2 and "ready to serve" in log_of(tmp_path))
+    server.freeze()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    assert "stopped without Redis: 2 claims are others' in 30 s" in log_of(tmp_path)
+    server.thaw()

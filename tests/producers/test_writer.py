@@ -1,0 +1,184 @@
+"""Appends on fakeredis and on a real server: the group arrives and its prompt leaves in one step, or neither does."""
+
+import asyncio
+
+import msgspec
+import pytest
+from redis import exceptions
+from scripted_engine import FINGERPRINT
+
+from producers.claim import Claims
+from producers.episode import Dead
+from producers.in_flight import InFlightTable
+from producers.writer import MAX_APPEND_GROUPS, Writer
+from schemas.config import ProducersConfig
+from schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    decode_group,
+    pack_floats,
+    pack_ids,
+)
+
+KEYS = Keys("test")
+
+
+def a_group(index: int, *, num_tokens: int = 3, evaluation_id: str | None = None) -> RolloutGroup:
+    segment = Segment(
+        token_ids=pack_ids([1] * (num_tokens + 1)),
+        behavior_logprobs=pack_floats([-0.5] * num_tokens),
+        loss_mask=((1, num_tokens + 1),),
+        version_spans=(VersionSpan(0, 1, num_tokens + 1),),
+    )
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="1+1="),
+        rollouts=(Rollout(segments=(segment,), reward=Reward(value=1.0)),),
+        producer_id="a",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(),
+        evaluation_id=evaluation_id,
+    )
+
+
+class Desk:
+    """A writer, its table, and the claims it writes for; `claim(n)` claims n released prompts."""
+
+    def __init__(self, connection, client, metrics) -> None:
+        self.client = client
+        self.table = InFlightTable(num_groups=200, group_size=1)
+        self.claims = Claims(connection, KEYS, "a", self.table, ProducersConfig())
+        self.writer = Writer(connection, KEYS, self.table, metrics)
+
+    async def claim(self, num_prompts: int):
+        await self.claims.open()
+        for index in range(1, num_prompts + 1):
+            self.client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 0})
+        while len(self.table) < num_prompts:
+            await self.claims.take()
+        return list(self.table)
+
+    def rollouts(self) -> list[dict[bytes, bytes]]:
+        return [fields for _, fields in self.client.xrange(KEYS.rollouts)]
+
+    def num_open(self) -> tuple[int, int]:
+        """(prompts on the stream, claims pending)"""
+        return self.client.xlen(KEYS.prompts), self.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"]
+
+
+@pytest.fixture
+def desk(streams, metrics) -> Desk:
+    return Desk(streams.connection, streams.client, metrics)
+
+
+async def written(desk: Desk) -> None:
+    running = asyncio.create_task(desk.writer.run())
+    await asyncio.wait_for(desk.writer.drain(), 10)
+    running.cancel()
+
+
+async def test_a_group_arrives_and_its_prompt_leaves(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, a_group(1))
+    await written(desk)
+    (fields,) = desk.rollouts()
+    assert fields[Field.INDEX] == b"1" and fields[Field.KIND] == Kind.GROUP
+    assert decode_group(fields[Field.PAYLOAD]).index == 1
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+    assert desk.writer.num_groups_appended == 1
+
+
+async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, Dead("prompt: too long"))
+    await written(desk)
+    assert desk.rollouts() == [{Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.REASON: b"prompt: too long"}]
+    assert desk.num_open() == (0, 0)
+    assert "group 1 is dead: prompt: too long" in caplog.text
+
+
+async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, a_group(1, num_tokens=MAX_ENTRY_BYTES // 8))
+    await written(desk)
+    (fields,) = desk.rollouts()
+    assert fields[Field.KIND] == Kind.DEAD
+    assert b"at most 4,194,304 fit one stream entry; lower group_size or sampling.max_tokens" in fields[Field.REASON]
+    assert desk.num_open() == (0, 0)
+
+
+async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: Desk) -> None:
+    await desk.claims.open()
+    desk.client.xadd(KEYS.evaluations, {"n": 2}, id="5-2")
+    (claim,) = await desk.claims.take()
+    desk.writer.put(claim, a_group(0, evaluation_id="5-2"))
+    await written(desk)
+    ((_, fields),) = desk.client.xrange(KEYS.evaluation_results)
+    assert fields[Field.EVALUATION] == b"5-2" and fields[Field.KIND] == Kind.GROUP
+    assert decode_group(fields[Field.PAYLOAD]).evaluation_id == "5-2"
+    assert desk.client.xlen(KEYS.evaluations) == 0 and desk.client.xlen(KEYS.rollouts) == 0
+
+
+async def test_what_waits_together_is_appended_together(desk: Desk, streams, monkeypatch) -> None:
+    claims = await desk.claim(MAX_APPEND_GROUPS + 6)
+    sizes: list[int] = []
+    append = desk.writer._append
+
+    async def counted(batch) -> None:
+        sizes.append(len(batch))
+        await append(batch)
+
+    monkeypatch.setattr(desk.writer, "_append", counted)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    await written(desk)
+    assert sizes == [MAX_APPEND_GROUPS, 6]
+    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [claim.index for claim in claims]
+    assert desk.num_open() == (0, 0)
+
+
+async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, monkeypatch) -> None:
+    (claim,) = await desk.claim(1)
+    append, losses = desk.writer._append, [exceptions.ConnectionError("the reply is lost")]
+
+    async def lose_the_first_reply(batch) -> None:
+        await append(batch)
+        if losses:
+            raise losses.pop()
+
+    monkeypatch.setattr(desk.writer, "_append", lose_the_first_reply)
+    desk.writer.put(claim, a_group(1))
+    await written(desk)
+    # The writer cannot know, so the group is there twice: the trainer drops the second by its index.
+    assert {fields[Field.INDEX] for fields in desk.rollouts()} == {b"1"}
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+
+
+@pytest.mark.redis
+async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redis_server, connect, metrics) -> None:
+    server = redis_server()
+    desk = Desk(connect(server), server.client, metrics)
+    claims = await desk.claim(3)
+    server.client.config_set("maxmemory", 1)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    running = asyncio.create_task(desk.writer.run())
+    await asyncio.sleep(0.3)
+    assert len(desk.table) == 3 and desk.num_open() == (3, 3)
+    server.client.config_set("maxmemory", 0)
+    await asyncio.wait_for(desk.writer.drain(), 10)
+    assert len(desk.rollouts()) == 3 and desk.num_open() == (0, 0) and len(desk.table) == 0
+    running.cancel()
+
+
+async def test_a_record_that_contradicts_itself_is_dead(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, msgspec.structs.replace(a_group(1), rollouts=()))
+    await written(desk)
+    assert desk.rollouts()[0][Field.REASON].startswith(b"record: group 1: rollouts is empty")
