@@ -270,6 +270,6 @@ def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):
 
 
 def test_a_refused_password_is_an_error_at_once(server_url):
-    connection = Connection(server_url.replace(":", ":x", 2), outage_s=30)
+    connection = Connection(server_url.replace("unix://:", "unix://:not-"), outage_s=30)
     with pytest.raises(RedisGoneError, match="Redis refuses the user name or password"):
         connection.call(lambda client: client.ping())
