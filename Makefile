@@ -19,6 +19,7 @@ lint: venv-dev
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
+	$(VENV)/bin/python -m mypy --strict schemas
 
 bench: venv
 	$(VENV)/bin/python -m deploy.bench

@@ -28,10 +28,14 @@ def engine_processes(parent: psutil.Process | None = None) -> set[psutil.Process
     return {child for child in (parent or psutil.Process()).children(recursive=True) if "EngineCore" in child.name()}
 
 
-async def until_busy(engine) -> None:
-    async with asyncio.timeout(10):
-        while not engine._llm.get_num_unfinished_requests():
-            await asyncio.sleep(0)  # noqa: ASYNC110 - nothing announces it
+async def start_long_request(engine) -> asyncio.Task:
+    """A request of hundreds of tokens that the engine has accepted."""
+    task = asyncio.create_task(engine.generate(PROMPT, SamplingSettings(max_tokens=500), 16, "long"))
+    for _ in range(1000):
+        if engine._llm.get_num_unfinished_requests() or task.done():
+            return task
+        await asyncio.sleep(0)
+    raise AssertionError("the engine never accepted the request")
 
 
 async def test_the_fingerprint_is_what_the_engine_reports(tied_engine):
@@ -71,9 +75,7 @@ async def test_a_prompt_that_vllm_refuses_is_an_error_of_the_request_only(tied_e
 
 
 async def test_cancelling_generate_aborts_the_request(tied_engine):
-    sampling = SamplingSettings(max_tokens=500, temperature=5.0)
-    running = asyncio.create_task(tied_engine.engine.generate(PROMPT, sampling, 8, "cancelled"))
-    await until_busy(tied_engine.engine)
+    running = await start_long_request(tied_engine.engine)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -115,14 +117,12 @@ async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_
     before = engine_processes()
     engine = await vllm_engine.start(make_config(tmp_path / "model", engine=EAGER))
     (process,) = engine_processes() - before
-    sampling = SamplingSettings(max_tokens=500, temperature=5.0)
-    running = asyncio.create_task(engine.generate(PROMPT, sampling, 8, "running"))
-    await until_busy(engine)
+    running = await start_long_request(engine)
     process.kill()
     with pytest.raises(EngineError, match="died"):
         await running
     with pytest.raises(EngineError, match="died"):
-        await engine.generate(PROMPT, sampling, 1, "late")
+        await engine.generate(PROMPT, SamplingSettings(max_tokens=4), 1, "late")
     await engine.close()
 
 
