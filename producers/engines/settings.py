@@ -26,8 +26,8 @@ FIELDS = {
 OWN = ("weight_transfer_config", "worker_extension_cls")
 """Engine arguments that the weight updates depend on."""
 
-GREEDY_BELOW = 1e-5
-"""vLLM takes a lower temperature as greedy."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+"""What vLLM samples groups at. It raises a lower temperature to 0.01 in silence, and takes greedy requests singly."""
 
 MATMUL_PRECISION = "highest"
 """The float32 matmul precision that the trainer computes with: no TF32."""
@@ -41,10 +41,10 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
             group as asked.
     """
     engine, temperature = config.engine, config.sampling.temperature
-    if temperature < GREEDY_BELOW:
+    if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise EngineError(
-            f"sampling.temperature = {temperature} with group_size = {config.group_size}: vLLM samples one greedy "
-            f"completion per prompt; expected a temperature of {GREEDY_BELOW} or more"
+            f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {LOWEST_TEMPERATURE} to "
+            f"{HIGHEST_TEMPERATURE}"
         )
     arguments = {
         "model": config.model.path,

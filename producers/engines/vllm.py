@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import time
-from array import array
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -19,22 +18,21 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from producers.engines.completions import pack
 from producers.engines.settings import engine_arguments, fingerprint, verify
 from producers.engines.weight_files import BaseModel, HeldFile, check
 from producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
 from producers.interfaces import Completion, EngineError, WeightLoadError
 from schemas.config import RunConfig
 from schemas.policy import WeightManifest
-from schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
-
-log = logging.getLogger(__name__)
+from schemas.rollout import EngineFingerprint, SamplingSettings
 
 DEAD = "vLLM's engine process has died; its own log says why"
 MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
@@ -117,7 +115,7 @@ class VllmEngine:
             raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
         if final is None or final.prompt_token_ids != prompt_token_ids:
             raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
-        return [_completion(output, request_id) for output in final.outputs]
+        return [pack(output, request_id) for output in final.outputs]
 
     async def load_weights(self, manifest: WeightManifest, path: str) -> float:
         """Replaces the weights in flight by those in the verified safetensors file at `path`.
@@ -145,7 +143,10 @@ class VllmEngine:
     async def _replace_weights(self, manifest: WeightManifest, path: str) -> float:
         async with self._loading:
             check(path, manifest, self._base, self._dtype)
-            held = HeldFile(path)
+            try:
+                held = HeldFile(path)
+            except OSError as error:
+                raise WeightLoadError(f"policy {manifest.version}: {error}") from error
             try:
                 # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
                 await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -231,34 +232,6 @@ class VllmEngine:
         return self._params[key]
 
 
-def _completion(output: CompletionOutput, request_id: str) -> Completion:
-    """Packs one finished sibling.
-
-    Raises:
-        EngineError: the engine aborted it (it is shutting down), or its parts do not fit each other.
-    """
-    if output.finish_reason == "abort":
-        raise EngineError(f"request {request_id}: aborted by the engine")
-    logprobs: Any = output.logprobs
-    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
-    num_tokens, end = len(output.token_ids), 0
-    for span in spans:
-        if span.start != end:
-            break
-        end = span.end
-    if end != num_tokens or logprobs.token_ids != list(output.token_ids):
-        raise EngineError(
-            f"request {request_id}: {num_tokens} tokens, version spans {spans}, logprobs of {len(logprobs)} tokens; "
-            "expected spans that tile the tokens and a logprob for each"
-        )
-    return Completion(
-        token_ids=array("i", output.token_ids).tobytes(),
-        behavior_logprobs=array("f", logprobs.logprobs).tobytes(),
-        version_spans=spans,
-        finish_reason=output.finish_reason,  # type: ignore[arg-type]
-    )
-
-
 def _set_environment(config: RunConfig) -> None:
     """What vLLM takes from the environment, here and in its engine process."""
     os.environ[LEASH_VARIABLE] = "1"
@@ -280,7 +253,7 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
         EngineError: vLLM refuses.
     """
     if current_platform.is_cpu() and not MULTIPROCESS_ARGUMENTS & set(arguments):
-        # On CPU vLLM puts the worker into a process of its own, which costs a tenth of a small model's throughput.
+        # On CPU vLLM puts the worker into a process of its own, which costs a small model a third of its time.
         arguments = arguments | {"distributed_executor_backend": UniProcExecutor}
     booting: Future[AsyncLLM] = Future()
 
@@ -315,7 +288,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
     llm.output_processor.propagate_error(EngineDeadError())
     # It warns of having to kill, which is what was asked for.
     logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)
-    resources: Any = llm.engine_core.resources  # type: ignore[attr-defined]
+    resources: Any = llm.engine_core.resources
     await asyncio.to_thread(llm.shutdown, timeout=0)
     for process in resources.engine_manager.processes:
         await asyncio.to_thread(process.join, 5)

@@ -1,6 +1,7 @@
 """The running engine: what it refuses, what it reports, and how it ends."""
 
 import asyncio
+import gc
 import os
 import sys
 from pathlib import Path
@@ -110,6 +111,24 @@ async def test_a_model_that_vllm_refuses_is_an_engine_error(vllm_engine, make_co
         await vllm_engine.start(make_config(tmp_path / "model", engine={"max_model_len": 9999}))
     with pytest.raises(EngineError, match="no such folder"):
         await vllm_engine.start(make_config(tmp_path / "nothing"))
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+async def test_cancelling_the_start_leaves_no_process_behind(vllm_engine, make_config, make_qwen3, tmp_path):
+    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+    before = engine_processes()
+    starting = asyncio.create_task(vllm_engine.start(make_config(tmp_path / "model", engine=EAGER)))
+    children = set(psutil.Process().children())
+    while children >= set(psutil.Process().children()):
+        assert not starting.done()
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(starting, timeout=20)
+    assert engine_processes() <= before
+    del starting
+    gc.collect()  # what vLLM leaves behind of an engine that never was
 
 
 async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_config, make_qwen3, tmp_path):

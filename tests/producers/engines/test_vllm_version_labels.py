@@ -11,7 +11,7 @@ from schemas.rollout import SamplingSettings, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
-NUM_UPDATES = 8
+NUM_UPDATES = 16
 FIRST_TOKEN = 8
 
 
@@ -46,7 +46,7 @@ async def sample_throughout(shared, stop: asyncio.Event, seed: int):
             # vLLM samples one greedy completion per request; siblings come from a distribution just as sharp.
             num_siblings = rng.choice([1, 4])
             temperature = 0.0 if num_siblings == 1 else 0.01
-            sampling = SamplingSettings(temperature=temperature, max_tokens=rng.choice([1, 5, 40, 120]))
+            sampling = SamplingSettings(temperature=temperature, max_tokens=rng.choice([1, 5, 40, 480]))
             done.extend(await shared.engine.generate(prompt, sampling, num_siblings, f"{name}-{number}"))
 
     await asyncio.gather(*(requests(n) for n in range(8)))
@@ -56,10 +56,10 @@ async def sample_throughout(shared, stop: asyncio.Event, seed: int):
 async def update_all_along(shared, parameters, stop: asyncio.Event):
     base = parameters(shared.base)
     for _ in range(NUM_UPDATES):
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.05)
         version = await load_telling(shared, base)
         assert shared.engine.policy_version == version
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.05)
     stop.set()
 
 

@@ -1,0 +1,42 @@
+"""vLLM's finished outputs as `Completion`s: lists become packed bytes here, once."""
+
+from array import array
+from typing import Any
+
+from producers.interfaces import Completion, EngineError
+from schemas.rollout import VersionSpan
+
+
+def pack(output: Any, request_id: str) -> Completion:
+    """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
+
+    Raises:
+        EngineError: the engine aborted it (it is shutting down), or its parts do not fit each other.
+    """
+    if output.finish_reason == "abort":
+        raise EngineError(f"request {request_id}: aborted by the engine")
+    spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
+    num_tokens = len(output.token_ids)
+    if not _tile(spans, num_tokens):
+        raise EngineError(f"request {request_id}: version spans {spans} do not tile its {num_tokens} tokens")
+    # The flat form holds one id a position exactly where each position has the sampled token's logprob and no other.
+    if output.logprobs.token_ids != list(output.token_ids):
+        raise EngineError(
+            f"request {request_id}: {num_tokens} tokens, but logprobs of {len(output.logprobs.token_ids)}; "
+            "expected the same tokens in both"
+        )
+    return Completion(
+        token_ids=array("i", output.token_ids).tobytes(),
+        behavior_logprobs=array("f", output.logprobs.logprobs).tobytes(),
+        version_spans=spans,
+        finish_reason=output.finish_reason,
+    )
+
+
+def _tile(spans: tuple[VersionSpan, ...], num_tokens: int) -> bool:
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= end:
+            return False
+        end = span.end
+    return end == num_tokens

@@ -1,0 +1,108 @@
+"""What is asked of vLLM, and how its answers are held against that."""
+
+import pytest
+
+from producers.engines.settings import engine_arguments, fingerprint, verify
+from producers.interfaces import EngineError
+from schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig(
+        name="settings", model=ModelConfig(path="models/tiny"), environment=Plug(path="nobody:Needed"), **changes
+    )
+
+
+def arguments_of(run: RunConfig, *, cpu: bool = True) -> dict:
+    return engine_arguments(run, 5, cpu=cpu, backend="files", extension="some.Class")
+
+
+def report(run: RunConfig, **changes) -> dict:
+    """What an engine that does as it is told says of itself."""
+    arguments = {name: value for name, value in arguments_of(run).items() if not isinstance(value, dict)}
+    return (
+        arguments
+        | {"head_dtype": "float32", "float32_matmul_precision": "highest", "num_threads": 1, "device": "cpu"}
+        | changes
+    )
+
+
+def test_every_parity_setting_is_written_out():
+    arguments = arguments_of(config())
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["async_scheduling"] is False
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+    assert arguments["weight_transfer_config"] == {"backend": "files"}
+    assert arguments["seed"] == 5
+
+
+def test_memory_is_asked_for_in_the_unit_of_the_device():
+    run = config(engine=EngineConfig(kv_cache_gib=0.5, gpu_memory_utilization=0.4))
+    assert arguments_of(run, cpu=True)["kv_cache_memory_bytes"] == 2**29
+    assert arguments_of(run, cpu=False)["gpu_memory_utilization"] == 0.4
+    assert "kv_cache_memory_bytes" not in arguments_of(run, cpu=False)
+
+
+def test_further_arguments_are_passed_as_they_stand_and_recorded():
+    run = config(engine=EngineConfig(args={"block_size": 32, "hf_overrides": {"rope_theta": 5.0}}))
+    arguments = arguments_of(run)
+    assert arguments["block_size"] == 32
+    assert arguments["hf_overrides"] == {"rope_theta": 5.0, "head_dtype": "float32"}
+    assert fingerprint(run, report(run), "0.32").other == {"block_size": "32", "hf_overrides": '{"rope_theta": 5.0}'}
+
+
+@pytest.mark.parametrize("name", ["logprobs_mode", "max_num_seqs", "enable_prefix_caching", "seed"])
+def test_a_setting_with_a_field_of_its_own_is_refused_among_the_further_ones(name):
+    with pytest.raises(EngineError, match=rf"engine\.args\.{name} = 1: expected .* instead"):
+        arguments_of(config(engine=EngineConfig(args={name: 1})))
+
+
+@pytest.mark.parametrize("args", [{"weight_transfer_config": {}}, {"hf_overrides": {"head_dtype": "float16"}}])
+def test_arguments_that_would_break_updates_or_parity_are_refused(args):
+    with pytest.raises(EngineError, match=next(iter(args))):
+        arguments_of(config(engine=EngineConfig(args=args)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.001, 2.5])
+def test_a_temperature_that_vllm_would_replace_or_refuse_is_refused(temperature):
+    with pytest.raises(EngineError, match=r"sampling\.temperature"):
+        arguments_of(config(sampling=SamplingConfig(temperature=temperature)))
+
+
+def test_an_engine_that_reports_what_was_asked_for_is_accepted():
+    run = config(engine=EngineConfig(max_model_len=128, args={"block_size": 32, "disable_cascade_attn": True}))
+    found = report(run)
+    del found["disable_cascade_attn"]  # not every argument keeps its name
+    verify(arguments_of(run), run, [found])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, r"engine\.logprobs_mode: wanted 'processed_logprobs', .* 'raw_logprobs'"),
+        ({"enable_prefix_caching": True}, r"engine\.prefix_caching: wanted False, .* True"),
+        ({"head_dtype": "bfloat16"}, r"engine\.head_dtype: wanted 'float32', .* 'bfloat16'"),
+        ({"max_num_seqs": 16}, r"engine\.max_num_seqs: wanted 256, .* 16"),
+        ({"block_size": 128}, r"engine\.args\.block_size: wanted 32, .* 128"),
+        ({"float32_matmul_precision": "high"}, r"float32_matmul_precision: wanted 'highest', .* 'high'"),
+        ({"num_threads": 2}, r"producers\.num_threads: wanted 1, .* 2"),
+    ],
+)
+def test_a_setting_reported_otherwise_is_named_with_both_values(change, message):
+    run = config(engine=EngineConfig(args={"block_size": 32}), producers=ProducersConfig(num_threads=1))
+    with pytest.raises(EngineError, match=message):
+        verify(arguments_of(run), run, [report(run), report(run, **change)])
+
+
+def test_a_parity_setting_that_is_not_reported_counts_as_wrong():
+    run = config()
+    found = report(run)
+    del found["async_scheduling"]
+    with pytest.raises(EngineError, match=r"engine\.async_scheduling: wanted False, .* 'nothing'"):
+        verify(arguments_of(run), run, [found])
+
+
+def test_the_head_may_be_left_at_the_models_dtype():
+    run = config(engine=EngineConfig(head_dtype="model"))
+    verify(arguments_of(run), run, [report(run, head_dtype="float32")])

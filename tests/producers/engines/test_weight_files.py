@@ -1,0 +1,121 @@
+"""Safetensors files checked by their headers."""
+
+import json
+import os
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from producers.engines.weight_files import BaseModel, HeaderError, HeldFile, check, read_header
+from producers.interfaces import EngineError, WeightLoadError
+from schemas.policy import TensorSpec, WeightManifest
+
+WEIGHTS = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": torch.ones(4)}
+
+
+@pytest.fixture
+def base(tmp_path) -> BaseModel:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    save_file(WEIGHTS, folder / "model.safetensors")
+    return BaseModel(str(folder))
+
+
+def manifest_of(path: str, version: int = 3) -> WeightManifest:
+    return WeightManifest(
+        version=version,
+        parent_version=version - 1,
+        file=os.path.basename(path),
+        total_bytes=os.path.getsize(path),
+        checksum="",
+        tensors=tuple(read_header(path).values()),
+    )
+
+
+def written(weights: dict[str, torch.Tensor], tmp_path) -> tuple[str, WeightManifest]:
+    path = str(tmp_path / "v3.safetensors")
+    save_file(weights, path)
+    return path, manifest_of(path)
+
+
+def test_a_header_lists_names_types_and_shapes(base):
+    assert read_header(base.files[0]) == {
+        "model.embed_tokens.weight": TensorSpec(name="model.embed_tokens.weight", dtype="float32", shape=(8, 4)),
+        "model.norm.weight": TensorSpec(name="model.norm.weight", dtype="float32", shape=(4,)),
+    }
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x01", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", b"\x05" + b"\0" * 7 + b"nope!"]
+)
+def test_a_file_that_is_no_safetensors_file_is_named(tmp_path, content):
+    file = tmp_path / "broken.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(HeaderError, match=r"broken\.safetensors"):
+        read_header(file)
+
+
+def test_a_truncated_file_is_told_by_its_length(base):
+    os.truncate(base.files[0], os.path.getsize(base.files[0]) - 4)
+    with pytest.raises(HeaderError, match="its header describes"):
+        read_header(base.files[0])
+
+
+def test_weights_of_the_models_names_shapes_and_type_pass(base, tmp_path):
+    path, manifest = written(WEIGHTS, tmp_path)
+    check(path, manifest, base, "float32")
+    path, manifest = written(WEIGHTS | {"lm_head.weight": torch.zeros(8, 4)}, tmp_path)
+    check(path, manifest, base, "float32")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"model.norm.weight": torch.ones(4)}, r"missing: \['model\.embed_tokens\.weight'\]"),
+        (WEIGHTS | {"more": torch.ones(1)}, r"not in the model: \['more'\]"),
+        (WEIGHTS | {"model.norm.weight": torch.ones(5)}, r"model\.norm\.weight: shape \(5,\), the model's is \(4,\)"),
+        (WEIGHTS | {"model.norm.weight": torch.ones(4).half()}, r"dtype float16, expected model\.dtype = float32"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(base, tmp_path, weights, message):
+    path, manifest = written(weights, tmp_path)
+    with pytest.raises(WeightLoadError, match=message):
+        check(path, manifest, base, "float32")
+
+
+def test_a_file_other_than_announced_is_refused(base, tmp_path):
+    path, manifest = written(WEIGHTS, tmp_path)
+    other = msgspec.structs.replace(manifest, tensors=manifest.tensors[:1])
+    with pytest.raises(WeightLoadError, match="announced None"):
+        check(path, other, base, "float32")
+
+
+@pytest.mark.parametrize("missing", ["folder", "config", "weights"])
+def test_a_folder_without_a_model_is_an_engine_error(tmp_path, missing):
+    folder = tmp_path / "model"
+    if missing != "folder":
+        folder.mkdir()
+    if missing == "weights":
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match=r"model\.path = .*model"):
+        BaseModel(str(folder))
+
+
+def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(1)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors")
+    save_file({"stray": torch.zeros(2)}, tmp_path / "stray.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert BaseModel(str(tmp_path)).shapes == {"a": (1,), "b": (2,)}
+
+
+def test_a_held_file_outlives_its_name(base):
+    held = HeldFile(base.files[0])
+    os.unlink(base.files[0])
+    assert set(read_header(held.path)) == set(WEIGHTS)
+    held.close()
