@@ -60,6 +60,8 @@ def open_trainer(
         ConfigError: the run exists and `resume` is not set, or a setting does not fit.
         CheckpointError: no checkpoint is whole.
     """
+    if config.evaluation.num_prompts is None:
+        raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
     keys = Keys(config.name)
     commit = connection.call(lambda client: client.hgetall(keys.commit))
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))

@@ -40,7 +40,7 @@ class Evaluator:
 
     def request(self, policy_version: int) -> None:
         """Asks the producers to evaluate the current policy, unless it was asked for before."""
-        if policy_version == self._last_requested:
+        if policy_version == self._last_requested or not self._num_prompts:
             return
         self._last_requested = policy_version
         self._pending[policy_version] = {}

@@ -78,7 +78,7 @@ class Trainer:
         self._settlement = Settlement(self._ledger, metrics, config.trainer.max_dead_groups, self._dead_letter)
         self._releaser = Releaser(connection, self._scripts, self._keys, self._ledger, config, epoch)
         self._publisher = Publisher(connection, self._scripts, config.weights_folder(runs), config.weights.keep, epoch)
-        self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts)
+        self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts or 0)
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
         self._updates = Lines(self._folder / "updates.jsonl")

@@ -129,8 +129,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 def _run(arguments: argparse.Namespace) -> int:
     from deploy.start_checks import check, check_objective, resolved_toml
 
-    config = _load(arguments)
-    warnings = check(config)
+    config, warnings = check(_load(arguments))
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
@@ -177,8 +176,12 @@ def _producer(arguments: argparse.Namespace) -> int:
 
 
 def _trainer(arguments: argparse.Namespace) -> int:
+    from deploy.start_checks import check
+
     config = _load(arguments)
     redis_url(config, arguments.runs)
+    if config.evaluation.num_prompts is None:  # not from the run file that `penstock run` has completed
+        config = check(config).config
     _limit_threads(config.trainer.num_threads)
     _configure_logging()
     from consumers.__main__ import main as train

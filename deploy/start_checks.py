@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import tomli_w
@@ -18,22 +18,40 @@ _BYTES_PER_ROLLOUT = 512
 """Spans, reward, field names, and what Redis keeps beside the payload."""
 
 
-def check(config: RunConfig) -> list[str]:
-    """Checks model folder, environment, reward and memory; returns warnings, one line each.
+class Checked(NamedTuple):
+    """A run that can be started: its configuration with `evaluation.num_prompts` known, and warnings, one line each."""
+
+    config: RunConfig
+    warnings: list[str]
+
+
+def check(config: RunConfig) -> Checked:
+    """Checks model folder, environment, reward and memory.
 
     Raises:
         ConfigError: the run cannot work; names the field, its value and what was expected.
     """
     _check_model(config)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    if environment.num_evaluation_prompts < 0:
-        raise ConfigError(
-            f"environment.path = {config.environment.path!r}: num_evaluation_prompts = "
-            f"{environment.num_evaluation_prompts}: expected 0 or more"
-        )
+    config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     if config.reward is not None and not callable(resolve(config.reward, "reward")):
         raise ConfigError(f"reward.path = {config.reward.path!r}: expected a function (prompt, completion) -> float")
-    return list(_check_memory(config))
+    return Checked(config, list(_check_memory(config)))
+
+
+def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
+    if available < 0:
+        raise ConfigError(
+            f"environment.path = {config.environment.path!r}: num_evaluation_prompts = {available}: expected 0 or more"
+        )
+    wanted = config.evaluation.num_prompts
+    if wanted is not None and wanted > available:
+        raise ConfigError(
+            f"evaluation.num_prompts = {wanted}: the environment has {available} held-out prompts; "
+            "expected at most that"
+        )
+    size = available if wanted is None else wanted
+    return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(config.evaluation, num_prompts=size))
 
 
 def check_objective(config: RunConfig) -> None:

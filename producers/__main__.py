@@ -40,8 +40,8 @@ def main(
 ) -> int:
     """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
 
-    0 after a clean stop; 1, with one logged line, where it could not start or go on (settings, Redis, the engine, an
-    id in use).
+    0 after a clean stop. With one logged line: 2 for settings that cannot be used, 1 where it could not start or go on
+    for another reason (Redis, the engine, an id in use).
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -49,8 +49,9 @@ def main(
     try:
         asyncio.run(_produce(config, runs, name, engine_factory or _start_vllm))
     except* EXPECTED_ERRORS as errors:
-        log.error("producer %s ends: %s", name, _first(errors))
-        status = 1
+        first = _first(errors)
+        log.error("producer %s ends: %s", name, first)
+        status = 2 if isinstance(first, ConfigError) else 1
     return status
 
 

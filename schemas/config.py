@@ -119,8 +119,8 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Positive = 25
     """Updates between evaluations; one more happens at the start and at the end."""
-    num_prompts: Positive = 256
-    """Held-out prompts per evaluation, at most what the environment has."""
+    num_prompts: NonNegative | None = None
+    """Held-out prompts per evaluation, at most what the environment has. None takes all, 0 evaluates nothing."""
     max_tokens: Positive | None = None
     """None takes sampling.max_tokens."""
 

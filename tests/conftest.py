@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from real_server import installed_servers
 
 # Before any test imports torch: several test processes share the machine's cores.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -33,12 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
 
 
+@pytest.fixture(scope="session", params=["redis", "valkey"])
+def server_binary(request: pytest.FixtureRequest) -> Path:
+    """A server's binary: what rests on one is shown on both."""
+    found = installed_servers()
+    if request.param not in found:
+        pytest.skip(f"no {request.param} server on this machine")
+    return found[request.param]
+
+
 @pytest.fixture(scope="session")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server_url(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server that lives as long as this test process."""
     from deploy.redis_server import RedisServer
 
-    server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256)
+    server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256, binary=server_binary)
     yield server.url
     server.stop()
 

@@ -1,13 +1,12 @@
 """The trainer's loop on a real server: every released index is settled once, whatever happens to the trainer."""
 
 import json
-import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from mini_producer import MiniProducer, dead_fields, group_fields
+from real_server import RealServer
 from scripted_learner import ScriptedLearner
 
 import consumers.__main__ as entry
@@ -296,27 +295,8 @@ def test_a_run_name_that_exists_is_refused_without_resume(bench):
         bench.trainer()
 
 
-class Server:
-    """A server that can be killed and started again at one address, losing nothing (AOF, fsync always)."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.socket = folder / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self._command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)]
-        self._command += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, tmp_path):
-    server = Server(tmp_path / "own")
+def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, server_binary):
+    server = RealServer(server_binary)
     bench.url = server.url
     enough = threading.Event()
 
@@ -331,7 +311,7 @@ def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, tmp_path):
         thread = threading.Thread(target=trainer.run)
         thread.start()
         assert enough.wait(20)
-        server.kill()
+        server.stop()
         producer.join()
         server.start()
         bench.producer()
@@ -340,7 +320,8 @@ def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, tmp_path):
         assert sorted(trainer.learner.trained) == list(range(1, 49))
         assert_balanced(bench, trainer)
     finally:
-        server.kill()
+        bench.close()
+        server.remove()
 
 
 def test_a_torn_line_of_telemetry_stays_a_line_of_its_own(bench):
@@ -349,3 +330,10 @@ def test_a_torn_line_of_telemetry_stays_a_line_of_its_own(bench):
     (folder / "updates.jsonl").write_text('{"update": 1}\n{"upd')
     bench.trainer()._updates.write(update=2)
     assert (folder / "updates.jsonl").read_text() == '{"update": 1}\n{"upd\n{"update": 2}\n'
+
+
+def test_a_run_without_held_out_prompts_evaluates_nothing_and_ends(bench):
+    bench.overrides = ["evaluation.num_prompts=0"]
+    bench.producer()
+    assert bench.trainer().run()
+    assert bench.lines("evaluations.jsonl") == []

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from deploy.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
-from schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig, load_config
+from schemas.config import (
+    ConfigError,
+    EvaluationConfig,
+    ModelConfig,
+    Plug,
+    RedisConfig,
+    RunConfig,
+    SamplingConfig,
+    load_config,
+)
 from schemas.prompt import Prompt
 from schemas.rollout import (
     EngineFingerprint,
@@ -36,7 +45,7 @@ def changed(config: RunConfig, **fields: object) -> RunConfig:
 
 
 def test_a_sound_run_passes_without_a_warning(config):
-    assert check(config) == []
+    assert check(config).warnings == []
 
 
 def test_a_model_folder_that_does_not_exist_is_named(config):
@@ -81,7 +90,7 @@ def test_memory_must_hold_twice_the_credit(config):
 
 
 def test_a_group_that_may_pass_the_entry_cap_is_warned_of(config):
-    (warning,) = check(changed(config, group_size=64, sampling=SamplingConfig(max_tokens=16384)))
+    (warning,) = check(changed(config, group_size=64, sampling=SamplingConfig(max_tokens=16384))).warnings
     assert "group_size = 64 with sampling.max_tokens = 16384" in warning
 
 
@@ -127,3 +136,11 @@ def test_resolved_configuration_reads_back_with_every_default_written_out(config
     document = tomllib.loads(text)
     assert document["engine"]["prefix_caching"] is False and document["correction"]["threshold"] == 2.0
     assert "# engine.max_model_len is not set" in text
+
+
+def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
+    available = config.environment.kwargs.get("num_evaluation_prompts", 256)
+    assert check(config).config.evaluation.num_prompts == available
+    assert check(changed(config, evaluation=EvaluationConfig(num_prompts=3))).config.evaluation.num_prompts == 3
+    with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
+        check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))

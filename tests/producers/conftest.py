@@ -2,11 +2,6 @@
 
 import hashlib
 import json
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +11,7 @@ import fakeredis
 import msgspec
 import pytest
 import redis
+from real_server import RealServer
 
 from producers.connection import Connection
 from producers.metrics import ProducerMetrics
@@ -23,71 +19,21 @@ from schemas.config import ModelConfig, Plug, RunConfig
 from schemas.keys import Field, Keys
 from schemas.policy import WeightManifest
 
-# For `from scripted_engine import ScriptedEngine`: tests are no package.
-sys.path.append(str(Path(__file__).parent))
-
 CHARACTERS = "0123456789+= -abcdefghijklmnopqrstuvwxyz"
 
 
-class RedisServer:
-    """A redis-server on a UNIX socket in `folder`, append-only file on, so that it survives its own restart."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self._folder = folder
-        self._arguments = arguments
-        self._process: subprocess.Popen | None = None
-        self.socket = folder / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self.client = redis.Redis.from_url(self.url, protocol=2)
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._folder)]
-        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"]
-        with (self._folder / "redis.log").open("ab") as output:
-            self._process = subprocess.Popen([*command, *self._arguments], stdout=output, stderr=output)
-        for _ in range(400):
-            try:
-                if self.client.ping():
-                    return
-            except redis.ConnectionError:
-                time.sleep(0.025)
-        raise RuntimeError((self._folder / "redis.log").read_text())
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            self.socket.unlink(missing_ok=True)
-
-    def freeze(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-
 @pytest.fixture
-def redis_server() -> Iterator[Callable[..., RedisServer]]:
-    """Starts redis-servers: `redis_server("--maxmemory", "2mb")`. All are stopped afterwards."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server on PATH")
-    servers: list[tuple[RedisServer, Path]] = []
+def redis_server(server_binary: Path) -> Iterator[Callable[..., RealServer]]:
+    """Starts servers: `redis_server("--maxmemory", "2mb")`. All are stopped afterwards."""
+    servers: list[RealServer] = []
 
-    def start(*arguments: str) -> RedisServer:
-        # Not under tmp_path: a socket's path may have at most 107 characters.
-        folder = Path(tempfile.mkdtemp(prefix="penstock-redis-"))
-        servers.append((server := RedisServer(folder, *arguments), folder))
+    def start(*arguments: str) -> RealServer:
+        servers.append(server := RealServer(server_binary, *arguments))
         return server
 
     yield start
-    for server, folder in servers:
-        server.client.close()
-        server.stop()
-        shutil.rmtree(folder)
+    for server in servers:
+        server.remove()
 
 
 @pytest.fixture(scope="session")
@@ -197,7 +143,7 @@ async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., Conne
     """`connect(server)` is a producer's connection to a real server; closed afterwards."""
     opened: list[Connection] = []
 
-    def open_connection(server: RedisServer, outage_s: float = 30.0) -> Connection:
+    def open_connection(server: RealServer, outage_s: float = 30.0) -> Connection:
         opened.append(Connection.open(server.url, outage_s=outage_s, metrics=metrics))
         return opened[-1]
 

@@ -44,7 +44,7 @@ def start_producer(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     ) -> subprocess.Popen:
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
             "REDIS_URL": url,
             "SCRIPTED_ENGINE": json.dumps(engine),
         }

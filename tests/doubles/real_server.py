@@ -1,0 +1,68 @@
+"""A real Redis or Valkey at one address, which tests stop, start again and freeze."""
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import redis
+
+from deploy.redis_server import bundled_server
+
+
+def installed_servers() -> dict[str, Path]:
+    """The server binaries to be had here, by name."""
+    found = {"redis": shutil.which("redis-server"), "valkey": bundled_server() or shutil.which("valkey-server")}
+    return {name: Path(binary) for name, binary in found.items() if binary is not None}
+
+
+class RealServer:
+    """On a UNIX socket in a folder of its own, append-only file with fsync always, so that it survives a kill."""
+
+    def __init__(self, binary: Path, *arguments: str) -> None:
+        # Not under tmp_path: a socket's path may have at most 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-redis-"))
+        self._command = [str(binary), "--port", "0", "--unixsocket", str(self._folder / "redis.sock")]
+        self._command += ["--dir", str(self._folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+        self._command += ["--maxmemory-policy", "noeviction", *arguments]
+        self._process: subprocess.Popen | None = None
+        self.socket = self._folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self.client = redis.Redis.from_url(self.url, protocol=2)
+        self.start()
+
+    def start(self) -> None:
+        with (self._folder / "redis.log").open("ab") as output:
+            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+        for _ in range(400):
+            try:
+                if self.client.ping():
+                    return
+            except redis.AuthenticationError:
+                return
+            except redis.ConnectionError:
+                time.sleep(0.025)
+        raise RuntimeError((self._folder / "redis.log").read_text())
+
+    def stop(self) -> None:
+        """Kills the server; `start` brings it back with all that it had answered for."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self.socket.unlink(missing_ok=True)
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def remove(self) -> None:
+        self.client.close()
+        self.stop()
+        shutil.rmtree(self._folder)
