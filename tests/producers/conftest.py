@@ -11,7 +11,7 @@ import fakeredis
 import msgspec
 import pytest
 import redis
-from real_server import RealServer
+from real_server import RealServer, installed_servers
 
 from producers.connection import Connection
 from producers.metrics import ProducerMetrics
@@ -162,11 +162,14 @@ class Streams(NamedTuple):
         return self.client.xlen(stream)
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.redis)])
+@pytest.fixture(params=["fake", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "valkey"))])
 async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> AsyncIterator[Streams]:
-    """The same test on fakeredis and on a real server. Nothing here may block in the server."""
-    if request.param == "real":
-        server = request.getfixturevalue("redis_server")()
+    """The same test on fakeredis and on real servers. Nothing here may block in the server."""
+    server = None
+    if request.param != "fake":
+        if request.param not in installed_servers():
+            pytest.skip(f"no {request.param} server on this machine")
+        server = RealServer(installed_servers()[request.param])
         connection = Connection.open(server.url, outage_s=30.0, metrics=metrics)
         yield Streams(connection, server.client)
     else:
@@ -175,3 +178,5 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
         connection = Connection(*fakes, outage_s=30.0, metrics=metrics)
         yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
     await connection.close()
+    if server is not None:
+        server.remove()

@@ -142,7 +142,7 @@ def test_a_server_that_is_down_at_start_is_waited_for_and_a_signal_ends_the_wait
     assert waiting.wait(timeout=10) == 0
 
 
-def test_what_cannot_start_ends_with_status_1_and_one_line(
+def test_what_cannot_start_ends_with_its_status_and_one_line(
     redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
 ) -> None:
     server, config = redis_server(), make_config()
@@ -154,12 +154,13 @@ def test_what_cannot_start_ends_with_status_1_and_one_line(
     cases = {
         "twin-again": (
             start_producer(config, server.url, "twin", log="twin-again"),
+            1,
             "stop that one or choose another --id",
         ),
-        "missing": (start_producer(missing, server.url, "missing"), "model.path = 'no/such/model': no such folder"),
+        "missing": (start_producer(missing, server.url, "missing"), 2, "model.path = 'no/such/model': no such folder"),
     }
-    for name, (process, message) in cases.items():
-        assert process.wait(timeout=40) == 1
+    for name, (process, status, message) in cases.items():
+        assert process.wait(timeout=40) == status
         assert message in log_of(tmp_path, name) and "Traceback" not in log_of(tmp_path, name)
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=15) == 0
