@@ -113,7 +113,9 @@ class Evaluator(TrainerCallback):
         self.stopwatch = Stopwatch()
         self.trainer: TimedTrainer | None = None
         self._every, self._goal, self._time_limit_s, self._report = every, goal, time_limit_s, report
-        num_prompts = min(config.evaluation.num_prompts, environment.num_evaluation_prompts)
+        available = environment.num_evaluation_prompts
+        wanted = config.evaluation.num_prompts
+        num_prompts = available if wanted is None else min(wanted, available)
         self._prompts = [environment.evaluation_prompt(n) for n in range(1, num_prompts + 1)]
         self._environment, self._tokenizer = environment, tokenizer
         self._max_tokens = config.evaluation.max_tokens or config.sampling.max_tokens
