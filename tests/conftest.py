@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,3 +76,11 @@ def model_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_engine() -> type:
+    """VllmEngine; importing vLLM and torch's compiler raises deprecation warnings of their own."""
+    with warnings.catch_warnings(action="ignore"):
+        from producers.engines.vllm import VllmEngine
+    return VllmEngine

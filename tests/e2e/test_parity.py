@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's and torch's own, in a process that holds both
 ]
 
 PROMPTS = [[3, 17, 5, 11, 8], [4, 4, 9], [20, 1, 2, 3, 4, 5, 6, 7]]
@@ -91,9 +90,7 @@ def write(learner: Learner, version: int, folder) -> tuple[WeightManifest, str]:
 
 
 @pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7)])
-async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(tmp_path, tied, temperature):
-    from producers.engines.vllm import VllmEngine
-
+async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(vllm_engine, tmp_path, tied, temperature):
     tiny_model(tmp_path / "model", tied=tied, vocab_size=64, hidden_size=64, head_dim=32, max_position_embeddings=256)
     config = RunConfig(
         name="parity",
@@ -107,7 +104,7 @@ async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(tmp
     )
     config = msgspec.structs.replace(config, sampling=sampling, engine=engine_settings)
     learner = Learner(config)
-    engine = await VllmEngine.start(config)
+    engine = await vllm_engine.start(config)
     try:
         for version in range(3):
             if version:

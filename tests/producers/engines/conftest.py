@@ -1,7 +1,6 @@
 """Tiny Qwen3 models, policies published as a trainer would, and two engines that the tests of this folder share."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,14 +135,6 @@ def write_policy() -> Callable[[StateDict, int, Path], tuple[WeightManifest, str
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., np.ndarray]:
     return reference_logprobs
-
-
-@pytest.fixture(scope="session")
-def vllm_engine() -> type:
-    """VllmEngine; importing vLLM and torch's compiler raises deprecation warnings of their own."""
-    with warnings.catch_warnings(action="ignore"):
-        from producers.engines.vllm import VllmEngine
-    return VllmEngine
 
 
 async def boot(vllm_engine: Any, folder: Path, *, tied: bool) -> SharedEngine:
