@@ -24,10 +24,13 @@ class Settlement:
     send_letter: (index or None, reason, payload), onto the dead-letter stream.
     """
 
-    def __init__(self, ledger: Ledger, metrics: TrainerMetrics, max_dead_groups: int, send_letter: SendLetter) -> None:
+    def __init__(
+        self, ledger: Ledger, metrics: TrainerMetrics, max_dead_in_a_row: int, send_letter: SendLetter
+    ) -> None:
         self._ledger = ledger
         self._metrics = metrics
-        self._max_dead_groups = max_dead_groups
+        self._max_dead_in_a_row = max_dead_in_a_row
+        self._dead_in_a_row = 0
         self._send_letter = send_letter
 
     def settle_batch(self, groups: list[RolloutGroup]) -> None:
@@ -39,7 +42,7 @@ class Settlement:
         """Groups whose step was not finite: they neither count as an update nor come back.
 
         Raises:
-            RunFailedError: as many groups have died as the run file allows.
+            RunFailedError: more groups have died in a row than the run file allows.
         """
         log.error("%s: groups %s are dead", reason, [group.index for group in groups])
         for group in groups:
@@ -50,7 +53,7 @@ class Settlement:
         """Records that cannot be trained, and what producers gave up.
 
         Raises:
-            RunFailedError: as many groups have died as the run file allows.
+            RunFailedError: more groups have died in a row than the run file allows.
         """
         for record in refused:
             log.warning("group %s is dead: %s", record.index, record.reason)
@@ -61,8 +64,9 @@ class Settlement:
     def _book(self, index: int, outcome: str, reason: str = "") -> None:
         self._ledger.settle(index, outcome, reason)
         self._metrics.groups_settled.labels(outcome).inc()
-        if outcome == "dead" and self._ledger.count("dead") >= self._max_dead_groups:
+        self._dead_in_a_row = self._dead_in_a_row + 1 if outcome == "dead" else 0
+        if self._dead_in_a_row >= self._max_dead_in_a_row:
             raise RunFailedError(
-                f"trainer.max_dead_groups = {self._max_dead_groups} groups have died; "
+                f"trainer.max_dead_in_a_row = {self._max_dead_in_a_row} groups have died in a row; "
                 f"by reason: {dict(self._ledger.dead_reasons)}; the last one: group {index}: {reason}"
             )

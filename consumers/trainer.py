@@ -75,7 +75,7 @@ class Trainer:
             config.group_size,
             lambda group: check_trainable(group, learner.vocabulary),
         )
-        self._settlement = Settlement(self._ledger, metrics, config.trainer.max_dead_groups, self._dead_letter)
+        self._settlement = Settlement(self._ledger, metrics, config.trainer.max_dead_in_a_row, self._dead_letter)
         self._releaser = Releaser(connection, self._scripts, self._keys, self._ledger, config, epoch)
         self._publisher = Publisher(connection, self._scripts, config.weights_folder(runs), config.weights.keep, epoch)
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts or 0)

@@ -97,8 +97,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """CPU compute threads."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
-    max_dead_groups: Positive = 64
-    """Stop the run with the last reason once this many groups have died."""
+    max_dead_in_a_row: Positive = 64
+    """Stop the run with the last reason once so many groups have died with none trained or skipped in between."""
 
 
 class AdvantageConfig(Section, frozen=True, kw_only=True):

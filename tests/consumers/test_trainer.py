@@ -244,10 +244,21 @@ def test_dead_groups_are_replaced_and_leave_a_letter(bench, redis_client):
 
 
 def test_a_run_in_which_everything_dies_stops_and_says_why(bench):
-    bench.overrides = ["trainer.max_dead_groups=10"]
+    bench.overrides = ["trainer.max_dead_in_a_row=10"]
     bench.producer(lambda index, version: dead_fields(index, "reward: TypeError: no len()"))
-    with pytest.raises(RunFailedError, match=r"max_dead_groups = 10 .*'reward': 10.*TypeError: no len\(\)"):
+    with pytest.raises(RunFailedError, match=r"max_dead_in_a_row = 10 .*'reward': 10.*TypeError: no len\(\)"):
         bench.trainer().run()
+
+
+def test_a_run_outlives_any_number_of_dead_groups_among_good_ones(bench):
+    bench.overrides = ["trainer.max_dead_in_a_row=10"]
+    bench.producer(
+        lambda index, version: dead_fields(index, "prompt: long") if index % 3 == 0 else group_fields(index, version)
+    )
+    trainer = bench.trainer()
+    assert trainer.run()
+    assert bench.books()["num_groups_dead"] > 10
+    assert_balanced(bench, trainer)
 
 
 def test_stale_groups_are_sampled_again_instead_of_trained_masked(bench):
