@@ -8,7 +8,11 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pip._vendor.packaging.requirements import Requirement
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    # A new environment has nothing but pip. Importing that changes how distutils is found: hence not always.
+    from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 
 def missing_requirements(pyproject: Path, extras: list[str]) -> list[str]:

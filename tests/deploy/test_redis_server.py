@@ -157,16 +157,6 @@ def test_what_a_killed_predecessor_left_is_removed(tmp_path):
         again.stop()
 
 
-def test_server_is_ready_at_once(tmp_path):
-    times = []
-    for n in range(3):
-        began = time.monotonic()
-        server = RedisServer(tmp_path / str(n), maxmemory_mb=64)
-        times.append(time.monotonic() - began)
-        server.stop()
-    assert min(times) < 0.1
-
-
 def test_a_server_that_cannot_start_shows_its_log(tmp_path):
     (tmp_path / "redis").mkdir()
     (tmp_path / "redis" / "appendonlydir").write_text("in the way")

@@ -107,7 +107,7 @@ class HandTrainer:
         for n in range(1, last + 1):
             self.client.xadd(self.keys.evaluations, {"n": n}, id=f"{version}-{n}")
 
-    def read(self, num_entries: int, timeout_s: float = 30.0) -> list[dict[bytes, bytes]]:
+    def read(self, num_entries: int, timeout_s: float = 90.0) -> list[dict[bytes, bytes]]:
         """The next entries of the rollout stream; fails after `timeout_s`."""
         entries: list[dict[bytes, bytes]] = []
         deadline = time.monotonic() + timeout_s
