@@ -69,7 +69,8 @@ class Connection:
                     away_since = now
                     log.warning("redis is away (%s); trying again for up to %.0f s", error, self._outage_s)
                 elif now - away_since > self._outage_s:
-                    raise RedisGoneError(f"Redis has been away for {now - away_since:.0f} s: {error}") from error
+                    away = f"Redis has been away for {now - away_since:.0f} s (redis.outage_s = {self._outage_s:g})"
+                    raise RedisGoneError(f"{away}: {error}") from error
                 time.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(delay_s * 2, 2.0)
                 continue

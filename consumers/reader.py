@@ -59,7 +59,10 @@ class Reader:
         self.cursor = START
         self.hand: dict[int, Held] = {}
         """By index, in order of arrival."""
-        self.refused: list[Refused] = []
+        self._refused: list[Refused] = []
+        self._refused_indexes: set[int] = set()
+        self.num_received = 0
+        """Groups that came into hand so far."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
         """Takes new entries into hand; returns how many the stream held. Blocks at most `BLOCK_S` for the first."""
@@ -93,22 +96,39 @@ class Reader:
         try:
             index = int(fields[Field.INDEX])
         except (KeyError, ValueError):
-            self.refused.append(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload))
+            self._refuse(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload))
             return
-        if index in self._ledger.settled or index in self.hand:
+        if index in self._ledger.settled or index in self.hand or index in self._refused_indexes:
             self._ledger.num_duplicates_dropped += 1
             return
         if not 1 <= index <= self._ledger.num_released:
-            self.refused.append(Refused(None, f"poison: index {index} was never released", payload))
+            self._refuse(Refused(None, f"poison: index {index} was never released", payload))
             return
         if fields.get(Field.KIND) == Kind.DEAD:
             reason = fields.get(Field.REASON, b"unknown").decode(errors="replace")
-            self.refused.append(Refused(index, reason, payload))
+            self._refuse(Refused(index, reason, payload))
             return
         try:
             self.hand[index] = Held(entry_id, self._decode(payload, index, lag_of))
+            self.num_received += 1
         except RecordError as error:
-            self.refused.append(Refused(index, f"poison: {error}", payload))
+            self._refuse(Refused(index, f"poison: {error}", payload))
+
+    def take_refused(self) -> list[Refused]:
+        """What was refused since the last call, to be settled now."""
+        refused, self._refused = self._refused, []
+        self._refused_indexes.clear()
+        return refused
+
+    @property
+    def refused_indexes(self) -> set[int]:
+        """Indexes refused and not taken yet."""
+        return self._refused_indexes
+
+    def _refuse(self, record: Refused) -> None:
+        self._refused.append(record)
+        if record.index is not None:
+            self._refused_indexes.add(record.index)
 
     def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
         group = decode_group(payload)

@@ -58,11 +58,10 @@ class Releaser:
         entries = self._connection.call(lambda client: client.xrange(self._prompts))
         open_prompts = {int(fields[Field.INDEX]) for _, fields in entries}
         reader.read_to_end(lag_of)
-        arrived = {refused.index for refused in reader.refused}
         lost = [
             index
             for index in self._ledger.settled.missing(self._ledger.num_released)
-            if index not in open_prompts and index not in reader.hand and index not in arrived
+            if index not in open_prompts and index not in reader.hand and index not in reader.refused_indexes
         ]
         if lost:
             log.warning("reconcile: releasing %d lost indexes again, first %d", len(lost), lost[0])

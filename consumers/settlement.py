@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 SendLetter = Callable[[int | None, str, bytes], None]
 
 
+MAX_FAILED_STEPS_IN_A_ROW = 8
+
+
 class RunFailedError(RuntimeError):
     """The run cannot go on; the message says why."""
 
@@ -31,10 +34,13 @@ class Settlement:
         self._metrics = metrics
         self._max_dead_in_a_row = max_dead_in_a_row
         self._dead_in_a_row = 0
+        self._failed_steps_in_a_row = 0
+        self._num_received = 0
         self._send_letter = send_letter
 
     def settle_batch(self, groups: list[RolloutGroup]) -> None:
         """Groups with reward variance were trained, the others skipped."""
+        self._failed_steps_in_a_row = 0
         for group in groups:
             self._book(group.index, "trained" if has_variance(group) else "skipped")
 
@@ -42,31 +48,42 @@ class Settlement:
         """Groups whose step was not finite: they neither count as an update nor come back.
 
         Raises:
-            RunFailedError: more groups have died in a row than the run file allows.
+            RunFailedError: `MAX_FAILED_STEPS_IN_A_ROW` steps in a row were not finite.
         """
         log.error("%s: groups %s are dead", reason, [group.index for group in groups])
         for group in groups:
             self._send_letter(group.index, reason, b"")
             self._book(group.index, "dead", reason)
+        self._failed_steps_in_a_row += 1
+        if self._failed_steps_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise RunFailedError(
+                f"{self._failed_steps_in_a_row} optimizer steps in a row failed; the last one: {reason}"
+            )
 
-    def settle_refused(self, refused: list[Refused]) -> None:
+    def settle_refused(self, refused: list[Refused], num_received: int) -> None:
         """Records that cannot be trained, and what producers gave up.
+
+        num_received: good groups that the reader has had so far; a new one ends a row of dead ones.
 
         Raises:
             RunFailedError: more groups have died in a row than the run file allows.
         """
+        if num_received > self._num_received:
+            self._num_received = num_received
+            self._dead_in_a_row = 0
         for record in refused:
             log.warning("group %s is dead: %s", record.index, record.reason)
             self._send_letter(record.index, record.reason, record.payload)
-            if record.index is not None and record.index not in self._ledger.settled:
-                self._book(record.index, "dead", record.reason)
+            if record.index is None:
+                continue
+            self._book(record.index, "dead", record.reason)
+            self._dead_in_a_row += 1
+            if self._dead_in_a_row >= self._max_dead_in_a_row:
+                raise RunFailedError(
+                    f"trainer.max_dead_in_a_row = {self._max_dead_in_a_row} groups have died in a row; by reason: "
+                    f"{dict(self._ledger.dead_reasons)}; the last one: group {record.index}: {record.reason}"
+                )
 
     def _book(self, index: int, outcome: str, reason: str = "") -> None:
         self._ledger.settle(index, outcome, reason)
         self._metrics.groups_settled.labels(outcome).inc()
-        self._dead_in_a_row = self._dead_in_a_row + 1 if outcome == "dead" else 0
-        if self._dead_in_a_row >= self._max_dead_in_a_row:
-            raise RunFailedError(
-                f"trainer.max_dead_in_a_row = {self._max_dead_in_a_row} groups have died in a row; "
-                f"by reason: {dict(self._ledger.dead_reasons)}; the last one: group {index}: {reason}"
-            )

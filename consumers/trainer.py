@@ -17,7 +17,7 @@ from consumers.metrics import Lines, TrainerMetrics
 from consumers.reader import Reader
 from consumers.release import Releaser
 from consumers.scripts import Scripts
-from consumers.settlement import Settlement
+from consumers.settlement import RunFailedError, Settlement
 from consumers.staleness import LagTable, is_stale
 from consumers.weights import Publisher
 from schemas.config import RunConfig
@@ -92,7 +92,18 @@ class Trainer:
         """Trains until the run is complete (True) or `stopping` is set (False); commits in either case.
 
         Waits for groups on the rollout stream; a producer that appends one unblocks it.
+
+        Raises:
+            RunFailedError: the run cannot go on; what was trained is committed.
+            FencedError, RedisGoneError, OSError: it cannot be committed either.
         """
+        try:
+            return self._train()
+        except RunFailedError:
+            self._commit()
+            raise
+
+    def _train(self) -> bool:
         self._publish(first=True)
         self._request_evaluation()
         self._heal()
@@ -157,8 +168,7 @@ class Trainer:
             self._settlement.kill_batch(groups, report.skipped_reason)
 
     def _settle_refused(self) -> None:
-        refused, self._reader.refused = self._reader.refused, []
-        self._settlement.settle_refused(refused)
+        self._settlement.settle_refused(self._reader.take_refused(), self._reader.num_received)
 
     def _dead_letter(self, index: int | None, reason: str, payload: bytes) -> None:
         self._connection.call(lambda _: self._scripts.dead_letter(self.epoch, index, reason, payload))

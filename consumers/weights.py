@@ -25,6 +25,8 @@ class Publisher:
         self._keep = keep
         self._epoch = epoch
         folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in folder.glob("v*.partial-*"):
+            unfinished.unlink(missing_ok=True)  # of a trainer that was killed
         self._published = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
 
     def publish(

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.config import ConfigError, RunConfig, load_config
+from schemas.config import DEFAULT_OBJECTIVE, ConfigError, RunConfig, load_config
 from schemas.endpoint import redis_url
 
 DEFAULT_RUNS = Path("runs")
@@ -132,12 +133,14 @@ def _run(arguments: argparse.Namespace) -> int:
     config, warnings = check(_load(arguments))
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    if arguments.dry_run:
+    if arguments.dry_run or config.objective.path != DEFAULT_OBJECTIVE:
         check_objective(config)
+    if arguments.dry_run:
         print(resolved_toml(config), end="")
         return 0
     from deploy.launcher import Launcher
     from deploy.live_view import open_view
+    from deploy.producer_pool import PartDied
     from deploy.redis_server import check_redis
     from deploy.run_folder import RunFolder
 
@@ -147,12 +150,25 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
         with open_view(config, arguments.runs) as view:
             launcher = Launcher(config, arguments.runs, resume=arguments.resume, view=view, lock=folder.lock)
-            status = launcher.run()
+            try:
+                status = launcher.run()
+            except PartDied:
+                print(f"penstock: to continue: {_resume_command(arguments, config)}", file=sys.stderr)
+                raise
         if status:
-            print(f"penstock: stopped; continue with --name {config.name} --resume", file=sys.stderr)
+            print(f"penstock: stopped; to continue: {_resume_command(arguments, config)}", file=sys.stderr)
     if status == 0:
         _write_results(folder.path)
     return status
+
+
+def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
+    command = ["penstock", "run", str(arguments.run_file), "--name", config.name]
+    if arguments.runs != DEFAULT_RUNS:
+        command += ["--runs", str(arguments.runs)]
+    for override in arguments.set:
+        command += ["--set", override]
+    return shlex.join([*command, "--resume"])
 
 
 def _write_results(run_folder: Path) -> None:

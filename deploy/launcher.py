@@ -1,6 +1,6 @@
 """One run on one machine: Redis, the trainer and the producers as child processes.
 
-Order of starting: Redis, the trainer, then the producers one after another. Order of stopping: the trainer (it writes a
+Order of starting: Redis, the producers one after another, then the trainer. Order of stopping: the trainer (it writes a
 checkpoint), the producers (they hand back what is in flight), Redis last. A finished trainer sets the run's `finished`
 flag, on which producers leave by themselves.
 """
@@ -217,6 +217,7 @@ class Launcher:
         self._wait(self._pool.children, grace_s)
         if self._server is not None:
             self._server.stop()
+            self._view.state("redis", "stopped")
         self._client.close()
 
     def _wait(self, children: Iterable[Child], grace_s: float) -> None:

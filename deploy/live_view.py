@@ -151,7 +151,8 @@ class LiveView(View):
         shown = figures(self)
         numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
         numbers.add_row(*(Text(value, style="bold") for _, value in shown))
-        return Group(title, bar, numbers, Text(), self._parts(), Text("\n".join(self._notes), style="dim"))
+        # The bar ends without a line break, which would put the headings on its line.
+        return Group(title, bar, Text(), numbers, Text(), self._parts(), Text("\n".join(self._notes), style="dim"))
 
     def _parts(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")

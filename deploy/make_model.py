@@ -13,6 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from producers.environments.arithmetic import Arithmetic
 from schemas.prompt import Prompt
@@ -102,6 +103,7 @@ def make_model(
         WarmStartError: the accuracy is outside the recipe's band; nothing was saved.
     """
     folder, recipe = Path(folder), recipe or ModelRecipe()
+    disable_progress_bar()  # transformers draws one even for a megabyte
     if (found := _find_model(folder, recipe)) is not None:
         progress(f"{folder} already holds this model")
         return found

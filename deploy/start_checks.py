@@ -55,9 +55,10 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless the objective's import path resolves to something that can be called. Imports torch."""
-    if not callable(resolve(config.objective, "objective")):
-        raise ConfigError(f"objective.path = {config.objective.path!r}: expected a class or a function")
+    """Raises ConfigError unless the objective can be made and fits its Protocol. Imports torch."""
+    from consumers.interfaces import Objective
+
+    construct(config.objective, "objective", Objective)
 
 
 def _check_model(config: RunConfig) -> None:

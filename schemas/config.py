@@ -18,6 +18,9 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
+DEFAULT_OBJECTIVE = "consumers.objectives.grpo:Grpo"
+
+
 class ConfigError(ValueError):
     """A run file that cannot be used; the message names the field, its value and what was expected."""
 
@@ -98,7 +101,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     max_dead_in_a_row: Positive = 64
-    """Stop the run with the last reason once so many groups have died with none trained or skipped in between."""
+    """Stop the run with the last reason once so many groups have died with no good one arriving in between."""
 
 
 class AdvantageConfig(Section, frozen=True, kw_only=True):
@@ -180,7 +183,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     producers: ProducersConfig = ProducersConfig()
     trainer: TrainerConfig = TrainerConfig()
-    objective: Plug = Plug(path="consumers.objectives.grpo:Grpo")
+    objective: Plug = Plug(path=DEFAULT_OBJECTIVE)
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

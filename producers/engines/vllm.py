@@ -266,7 +266,10 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
     before = set(multiprocessing.active_children())
     Thread(target=boot, name="vllm-boot", daemon=True).start()
     try:
-        return await asyncio.shield(asyncio.wrap_future(booting))
+        wrapped = asyncio.wrap_future(booting)
+        # Whoever cancels the boot no longer asks for its error.
+        wrapped.add_done_callback(lambda future: future.cancelled() or future.exception())
+        return await asyncio.shield(wrapped)
     except asyncio.CancelledError:
         while not booting.done():
             for child in set(multiprocessing.active_children()) - before:

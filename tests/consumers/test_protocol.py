@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
         redis_client.xadd(KEYS.rollouts, fields)
     reader.read_to_end(lag_table(5))
     assert list(reader.hand) == [6]
-    refused = [(record.index, record.reason) for record in reader.refused]
+    refused = [(record.index, record.reason) for record in reader.take_refused()]
     assert refused[0] == (None, "poison: index field None")
     assert refused[1][0] == 1 and refused[1][1].startswith("poison: payload: not a rollout group")
     assert refused[2] == (2, "poison: index: the entry says 2, its payload 9")
@@ -150,6 +150,20 @@ def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
     assert refused[4] == (4, "poison: rollouts: 3 siblings, expected at most 2")
     assert refused[5] == (5, "reward: ZeroDivisionError")
     assert refused[6] == (None, "poison: index 99 was never released")
+
+
+@pytest.mark.parametrize("dead_first", [True, False])
+def test_an_index_that_arrives_dead_and_alive_is_settled_once(connection, redis_client, dead_first):
+    ledger = Ledger()
+    ledger.num_released = 1
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    entries = [dead_fields(1, "reward: once"), group_fields(1, 5)]
+    for fields in entries if dead_first else reversed(entries):
+        redis_client.xadd(KEYS.rollouts, fields)
+    reader.read_to_end(lag_table())
+    assert len(reader.hand) + len(reader.take_refused()) == 1
+    assert bool(reader.hand) is not dead_first
+    assert ledger.num_duplicates_dropped == 1
 
 
 def test_the_stream_may_be_trimmed_up_to_the_first_group_in_hand(connection, redis_client):

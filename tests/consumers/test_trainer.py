@@ -292,6 +292,22 @@ def test_a_step_that_is_not_finite_kills_its_groups_and_never_reaches_the_policy
     assert_balanced(bench, trainer)
 
 
+def test_a_run_in_which_every_step_fails_stops_and_keeps_what_it_had_trained(bench):
+    bench.producer()
+    trainer = bench.trainer()
+
+    class Failing(dict):
+        def pop(self, step, default=None):
+            return "loss is not finite" if step >= 3 else None
+
+    trainer.learner.fail_at = Failing()
+    with pytest.raises(RunFailedError, match="8 optimizer steps in a row failed; the last one: loss is not finite"):
+        trainer.run()
+    books = bench.books()
+    assert (books["num_updates"], books["num_groups_trained"], books["num_groups_dead"]) == (3, 12, 32)
+    assert bench.trainer(resume=True).learner.num_steps == 3
+
+
 def test_synchronous_mode_trains_every_token_at_lag_zero(bench):
     bench.overrides = ["mode=synchronous"]
     bench.producer()

@@ -103,6 +103,7 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
     shown = console.file.getvalue()
     for wanted in ("4/10", "0.625", "0.375", "0.75", "0.987", "12", "5,123+5,123", "producer-0", "2:3", "23 ms", "7"):
         assert wanted in shown, wanted
+    assert any("updates/s" in line and "accuracy" in line for line in shown.splitlines()), "the headings are cropped"
     assert "serving elsewhere" in shown  # a producer of another machine
     assert "producer-0: serving" in shown
 
