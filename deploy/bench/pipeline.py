@@ -1,5 +1,6 @@
 """The pipeline section: what streaming, updating in flight and asynchrony cost and bring."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def measure_pipeline(rows: Sequence[str], settings: PipelineSettings, run_file: 
         section="pipeline",
         date=date,
         machine=machine,
-        settings={"run_file": str(run_file), **msgspec.to_builtins(settings)},
+        settings={"run_file": os.path.relpath(run_file), **msgspec.to_builtins(settings)},
         wall_s=time.monotonic() - began,
         figures=tuple(figures),
         breakdowns=tuple(breakdowns),
