@@ -100,7 +100,7 @@ class Trainer:
         try:
             return self._train()
         except RunFailedError:
-            self._commit()
+            self._commit(reconcile=False)
             raise
 
     def _train(self) -> bool:
@@ -269,7 +269,7 @@ class Trainer:
         limit = memory.get("maxmemory", 0)
         return bool(limit) and memory["used_memory"] > MEMORY_HIGH * limit
 
-    def _commit(self) -> None:
+    def _commit(self, *, reconcile: bool = True) -> None:
         """Checkpoints, and only then acknowledges: the stream is trimmed to the first entry not settled in it."""
         began_s = time.monotonic()
         state = CheckpointState(
@@ -285,7 +285,8 @@ class Trainer:
         trimmed = self._connection.call(lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results))
         self._checkpoints.committed(name)
         self._committed_at = self._num_batches
-        self._heal()
+        if reconcile:
+            self._heal()
         self._write_books(finished=False)
         took_s = time.monotonic() - began_s
         self._metrics.checkpoint_seconds.observe(took_s)

@@ -248,6 +248,7 @@ def test_a_run_in_which_everything_dies_stops_and_says_why(bench):
     bench.producer(lambda index, version: dead_fields(index, "reward: TypeError: no len()"))
     with pytest.raises(RunFailedError, match=r"max_dead_in_a_row = 10 .*'reward': 10.*TypeError: no len\(\)"):
         bench.trainer().run()
+    assert bench.books()["num_groups_dead"] == 10, "the books are written all the same"
 
 
 def test_a_run_outlives_any_number_of_dead_groups_among_good_ones(bench):
