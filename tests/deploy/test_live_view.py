@@ -6,6 +6,7 @@ import time
 
 import pytest
 from rich.console import Console
+from wire_examples import FINGERPRINT
 
 from deploy import live_view
 from deploy.live_view import LiveView, PlainView, open_view
@@ -13,19 +14,8 @@ from deploy.progress import Progress
 from schemas.config import ModelConfig, Plug, RunConfig
 from schemas.heartbeat import Heartbeat, InFlight
 from schemas.policy import make_version
-from schemas.rollout import EngineFingerprint
 
 CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=Plug(path="a:B"))
-FINGERPRINT = EngineFingerprint(
-    engine="e",
-    version="1",
-    model="m",
-    dtype="float32",
-    head_dtype="float32",
-    logprobs_mode="processed_logprobs",
-    prefix_caching=False,
-    async_scheduling=False,
-)
 
 
 def heartbeat(producer_id: str, version: int = 3, tokens_per_s: float = 5123.4) -> Heartbeat:

@@ -4,6 +4,7 @@ import tomllib
 
 import msgspec
 import pytest
+from wire_examples import FINGERPRINT
 
 from deploy.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
 from schemas.config import (
@@ -18,7 +19,6 @@ from schemas.config import (
 )
 from schemas.prompt import Prompt
 from schemas.rollout import (
-    EngineFingerprint,
     Reward,
     Rollout,
     RolloutGroup,
@@ -107,22 +107,12 @@ def test_the_estimate_is_not_below_a_full_group(config):
         ),
         reward=Reward(value=1.0, parts={"exact": 1.0}),
     )
-    fingerprint = EngineFingerprint(
-        engine="e",
-        version="1",
-        model="m",
-        dtype="float32",
-        head_dtype="float32",
-        logprobs_mode="processed_logprobs",
-        prefix_caching=False,
-        async_scheduling=False,
-    )
     group = RolloutGroup(
         index=1,
         prompt=Prompt(text="1" * num_prompt),
         rollouts=(rollout,) * config.group_size,
         producer_id="p",
-        fingerprint=fingerprint,
+        fingerprint=FINGERPRINT,
         sampling=SamplingSettings(),
     )
     assert len(encode_group(group)) <= estimated_group_bytes(config) <= 2 * len(encode_group(group))
