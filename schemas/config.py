@@ -1,5 +1,6 @@
 """The run file: one TOML document, checked once, frozen afterwards."""
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Folder of a transformers model and its tokenizer; relative to the working directory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
+    reference: str | None = None
+    """Folder of the frozen model that an objective's KL term measures against; None takes `path`, the base model."""
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,10 +97,16 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     decay: Literal["constant", "linear"] = "constant"
     """`linear` lets the learning rate fall to zero at the last update."""
     max_grad_norm: PositiveFloat = 1.0
+    num_epochs: Positive = 1
+    """Times the groups of a batch are trained; the proximal policy stays that of the first read."""
+    num_minibatches: Positive = 1
+    """Optimizer steps per epoch: a batch's groups are split, in order of arrival, into so many parts."""
     tokens_per_microbatch: Positive = 8192
     """Tokens (context and sampled) of one forward pass; a longer single segment makes a pass of its own."""
     num_threads: Positive = 1
     """CPU compute threads."""
+    cpu_matmul: Literal["default", "onednn"] = "default"
+    """`onednn` computes float32 products by oneDNN, twice as fast as MKL on AMD; tested for accuracy at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     max_dead_in_a_row: Positive = 64
@@ -111,12 +120,138 @@ class AdvantageConfig(Section, frozen=True, kw_only=True):
     """Take the mean of the other siblings as baseline (RLOO)."""
 
 
-class CorrectionConfig(Section, frozen=True, kw_only=True):
-    """Per-token trust in behavior logprobs: `f(exp(proximal - behavior))`."""
+def _check_fields(struct: msgspec.Struct) -> None:
+    """Checks on construction what msgspec checks on decoding only: types, choices and ranges, and finite floats.
 
-    mode: Literal["none", "token_truncate", "token_mask"] = "token_truncate"
+    Raises:
+        ValueError: names the field and its value.
+    """
+    for info in msgspec.structs.fields(struct):
+        value = getattr(struct, info.name)
+        try:
+            msgspec.convert(value, info.type)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{info.name} = {value!r}: {error}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{info.name} = {value!r}: expected a finite number")
+
+
+class Rejection(Section, frozen=True):
+    """Masks tokens, or whole rows, whose divergence from the behavior policy is too large (verl's rollout_rs).
+
+    Per token, with l = proximal - behavior clamped to +-20: k1 = -l, k2 = l^2 / 2, k3 = e^l - l - 1 (Schulman's
+    estimators of a KL divergence). `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` each row by
+    that statistic over its valid tokens, and masks all of it. For `seq_sum_k1` and `seq_mean_k1` l is clamped after
+    the sum or mean, not before.
+    """
+
+    mode: Literal[
+        "token_k1",
+        "token_k2",
+        "token_k3",
+        "seq_sum_k1",
+        "seq_sum_k2",
+        "seq_sum_k3",
+        "seq_mean_k1",
+        "seq_mean_k2",
+        "seq_mean_k3",
+        "seq_max_k1",
+        "seq_max_k2",
+        "seq_max_k3",
+    ]
+    upper: PositiveFloat
+    """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
+    proximal; 1 or more."""
+    lower: PositiveFloat | None = None
+    """k1 only, at most 1: the smallest exponential kept. None takes 1 / upper. Not for `seq_max_k1`, which is
+    one-sided: `upper = 1e4` drops a row with any importance ratio below 1e-4 (slime's rs_veto_threshold)."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if not self.mode.endswith("k1"):
+            if self.lower is not None:
+                raise ValueError(f"lower = {self.lower!r}: {self.mode} is one-sided, expected none")
+            return
+        if self.upper < 1:
+            raise ValueError(f"upper = {self.upper!r}: {self.mode} bounds a ratio, expected 1 or more")
+        if self.lower is not None and (self.mode == "seq_max_k1" or self.lower > 1):
+            expected = "none, it is one-sided" if self.mode == "seq_max_k1" else "1 or less"
+            raise ValueError(f"lower = {self.lower!r} with {self.mode}: expected {expected}")
+
+
+class CorrectionConfig(Section, frozen=True):
+    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. consumers/importance.py has the formulas.
+
+    Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
+    off; `max_lag`, `rejection`, `m2_budget` and `off_policy_delta` mask as they do under any mode.
+    """
+
+    mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """ms-swift's names and meaning. `sequence_*` go by the row's ratio; a row that `sequence_mask` keeps has its
+    tokens' own ratios as weights."""
     threshold: Annotated[float, Meta(ge=1)] = 2.0
-    """The largest importance weight kept (truncate) or trusted (mask)."""
+    """tau_0, the largest importance weight kept (truncate) or trusted (mask) at lag 0."""
+    lower: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Smallest weight: raised to it (truncate), or masked below it (mask, IcePop's). For masks it tightens with lag as
+    the threshold does, in log space: lower ** (ln tau(d) / ln tau_0). None has no such bound."""
+    schedule: Literal["const", "power", "exponential", "sign_aware", "max_lag"] = "const"
+    """How trust falls with a token's lag d, tau(d) = 1 + (threshold - 1) * s(d). `const`: s = 1. `power`:
+    (1 + d / lag_scale) ** -lag_power. `exponential`: lag_decay ** d. `sign_aware`: power, acting like `lower` where
+    the advantage is negative only. `max_lag`: const up to max_lag, which has to be known then."""
+    lag_scale: PositiveFloat = 1.0
+    """d_0 of `power` and `sign_aware`, in optimizer steps."""
+    lag_power: NonNegativeFloat = 0.5
+    """p of `power` and `sign_aware`."""
+    lag_decay: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    """gamma of `exponential`."""
+    max_lag: NonNegative | None = None
+    """Tokens with a larger lag are masked, whatever the schedule. In a run this is the run's own max_lag."""
+    sequence_ratio: Literal["geometric", "product"] = "geometric"
+    """The ratio of `sequence_*` modes: geometric mean of the tokens' ratios (ms-swift, AReaL) or their product (verl,
+    TRL, slime). One threshold means different things under the two."""
+    sequence_mask_weight: Literal["token", "sequence"] = "token"
+    """What a token weighs in a row that `sequence_mask` keeps: its own ratio (ms-swift), or the row's (TRL, AReaL)."""
+    rejection: tuple[Rejection, ...] = ()
+    """Masks on top of the mode's; a token has to pass all of them."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the whole batch (verl, slime)."""
+    m2_budget: PositiveFloat | None = None
+    """Mask the tokens of the largest squared log-ratio until the mean over what is left is below this (M2PO)."""
+    off_policy_delta: NonNegativeFloat | None = None
+    """Mask rows of negative advantage whose mean of behavior - current is above this (DeepSeek-V3.2)."""
+    bypass: bool = False
+    """The objective's ratio is current / behavior and the weight 1: the two ratios in one. Needs mode "none"."""
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.bypass and self.mode != "none":
+            raise ValueError(
+                f"bypass = True with mode = {self.mode!r}: the gap would count twice, expected mode = 'none'"
+            )
+        if self.mode.startswith("token") and self.sequence_ratio != "geometric":
+            raise ValueError(
+                f"sequence_ratio = {self.sequence_ratio!r} with mode = {self.mode!r}: expected a sequence_* mode"
+            )
+        if self.mode not in ("none", "sequence_mask") and self.sequence_mask_weight != "token":
+            raise ValueError(
+                f"sequence_mask_weight = {self.sequence_mask_weight!r} with mode = {self.mode!r}: expected "
+                "mode = 'sequence_mask'"
+            )
+
+    @property
+    def is_batch_level(self) -> bool:
+        """A token's correction depends on the whole batch, which has to be corrected at once."""
+        return (self.batch_normalize and self.mode != "none") or self.m2_budget is not None
+
+    @property
+    def is_token_level(self) -> bool:
+        """A token's correction depends on that token alone: no statistic of its row or of the batch."""
+        return not (
+            self.is_batch_level
+            or self.mode.startswith("sequence")
+            or self.off_policy_delta is not None
+            or any(rejection.mode.startswith("seq") for rejection in self.rejection)
+        )
 
 
 class EvaluationConfig(Section, frozen=True, kw_only=True):
@@ -167,11 +302,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
     """`synchronous` generates, drains, trains and updates in turn: a lag bound of 0."""
     num_updates: Positive = 100
-    """Batches trained; one optimizer step each."""
+    """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
     group_size: Annotated[int, Meta(ge=2)] = 8
     """Siblings sampled per prompt."""
     groups_per_step: Positive = 32
-    """Groups per optimizer step."""
+    """Groups per batch."""
     max_lag: NonNegative = 2
     """Tokens older than this many optimizer steps are masked."""
 
@@ -198,9 +333,14 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return 0 if self.mode == "synchronous" else self.max_lag
 
     @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps taken on one batch."""
+        return self.trainer.num_epochs * self.trainer.num_minibatches
+
+    @property
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
-        return (self.lag_bound + 1) * self.groups_per_step
+        return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_step
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name
@@ -223,6 +363,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: not TOML: {error}") from None
     for override in overrides:
         _apply_override(document, override)
+    _check_sampling_names(document, file)
     try:
         config = msgspec.convert(document, RunConfig)
     except msgspec.ValidationError as error:
@@ -265,6 +406,23 @@ def _explain(error: msgspec.ValidationError, document: dict[str, Any]) -> str:
     return f"{path} = {value!r}: {text}"
 
 
+_NOT_REPRODUCIBLE = (
+    "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
+    "bad_words", "min_tokens", "logits_processors", "structured_outputs", "thinking_token_budget", "watermarking",
+)  # fmt: skip
+"""vLLM's sampling settings that change the distribution in ways the trainer's head does not repeat."""
+
+
+def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
+    sampling = document.get("sampling")
+    for name in _NOT_REPRODUCIBLE:
+        if isinstance(sampling, dict) and name in sampling:
+            raise ConfigError(
+                f"{file}: sampling.{name} = {sampling[name]!r}: the trainer cannot reproduce the logprobs it leads to; "
+                "expected it to be left out"
+            )
+
+
 def _check(config: RunConfig, file: Path) -> None:
     try:
         Keys(config.name)
@@ -286,6 +444,12 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{sampling.temperature}: raw logprobs are not those of the sampled distribution; "
             "expected 'processed_logprobs'"
         )
+    if "logits_processors" in config.engine.args:
+        raise ConfigError(
+            f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
+            "reproduce the logprobs they lead to; expected it to be left out"
+        )
+    _check_steps(config, file)
     for name in ("environment", "objective", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:
@@ -294,4 +458,25 @@ def _check(config: RunConfig, file: Path) -> None:
         raise ConfigError(
             f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
             f"claim_idle_s = {config.producers.claim_idle_s}"
+        )
+
+
+def _check_steps(config: RunConfig, file: Path) -> None:
+    """Settings of batch, optimizer steps and lag that must go together."""
+    trainer, steps = config.trainer, config.steps_per_batch
+    if trainer.num_minibatches > config.groups_per_step:
+        raise ConfigError(
+            f"{file}: trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_step = "
+            f"{config.groups_per_step}"
+        )
+    if config.mode == "asynchronous" and 0 < config.max_lag < steps:
+        raise ConfigError(
+            f"{file}: max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
+            "trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least "
+            f"{steps}, or mode = 'synchronous'"
+        )
+    if config.correction.max_lag is not None:
+        raise ConfigError(
+            f"{file}: correction.max_lag = {config.correction.max_lag}: the run has one bound; expected max_lag to be "
+            "set at the top of the run file instead"
         )

@@ -36,6 +36,14 @@ def test_synchronous_mode_is_a_lag_bound_of_zero(run_file):
     assert (config.lag_bound, config.credit) == (0, 10)
 
 
+def test_the_credit_is_the_batches_that_fit_within_the_lag_bound(run_file):
+    steps = ["trainer.num_epochs=2", "trainer.num_minibatches=2", "groups_per_step=10"]
+    assert load_config(run_file, [*steps, "max_lag=4"]).credit == 20
+    assert load_config(run_file, [*steps, "max_lag=11"]).credit == 30
+    assert load_config(run_file, [*steps, "mode=synchronous"]).credit == 10
+    assert load_config(run_file, [*steps, "max_lag=0"]).credit == 10
+
+
 def test_overrides_take_toml_values_and_bare_words(run_file):
     config = load_config(run_file, ["trainer.learning_rate=3e-4", "name=other", "environment.kwargs.width=3"])
     assert config.trainer.learning_rate == 3e-4
@@ -50,7 +58,14 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.learning_rate=-1.0", r"trainer.learning_rate = -1.0: Expected `float` > 0"),
         ("trainer.lr=1.0", r"trainer.lr: unknown field"),
         ("colour=1", r"colour: unknown field"),
-        ("sampling.min_p=0.1", r"sampling.min_p: unknown field"),
+        ("sampling.min_p=0.1", r"sampling.min_p = 0.1: the trainer cannot reproduce the logprobs"),
+        ("sampling.min_tokens=3", r"sampling.min_tokens = 3: the trainer cannot reproduce"),
+        ("sampling.logit_bias={5=1.0}", r"sampling.logit_bias = {'5': 1.0}: the trainer cannot reproduce"),
+        ("sampling.beams=3", r"sampling.beams: unknown field"),
+        ("engine.args.logits_processors=['a:B']", r"engine.args.logits_processors = \['a:B'\]: the trainer cannot"),
+        ("trainer.num_minibatches=33", r"num_minibatches = 33: expected at most groups_per_step = 32"),
+        ("trainer.num_epochs=3", r"max_lag = 2 with 3 optimizer steps per batch .*expected at least 3, or mode ="),
+        ("correction.max_lag=2", r"correction.max_lag = 2: the run has one bound; expected max_lag to be set"),
         ("sampling.top_p=0.9", r"sampling.top_p = 0.9: the trainer cannot reproduce"),
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
         ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
