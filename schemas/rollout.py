@@ -239,6 +239,26 @@ def _check_values(segment: Segment, where: str) -> None:
         raise RecordError(f"{where}.behavior_logprobs holds a value that is not finite")
     if logprobs and max(logprobs) > 1e-3:
         raise RecordError(f"{where}.behavior_logprobs: {max(logprobs)}, expected at most 0")
+    if segment.sampling_mask is not None:
+        _check_sampling_mask(segment.sampling_mask, ids, segment.loss_mask, where)
+
+
+def _check_sampling_mask(
+    kept: tuple[bytes, ...], ids: "array[int]", runs: Sequence[tuple[int, int]], where: str
+) -> None:
+    """Each sampled token must be among the ids that the sampler kept there."""
+    positions = (position for start, end in runs for position in range(start, end))
+    for n, (position, entry) in enumerate(zip(positions, kept, strict=True)):
+        if len(entry) % 4:
+            raise RecordError(f"{where}.sampling_mask[{n}]: {len(entry)} bytes, expected a multiple of 4")
+        choices = unpack_ids(entry)
+        if ids[position] not in choices:
+            raise RecordError(
+                f"{where}.sampling_mask[{n}]: {len(choices)} ids without the sampled token {ids[position]}, "
+                "expected it among them"
+            )
+        if min(choices) < 0:
+            raise RecordError(f"{where}.sampling_mask[{n}]: id {min(choices)}, expected 0 or more")
 
 
 def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int, where: str) -> int:
