@@ -1,0 +1,312 @@
+"""What `fp32_head` is made of: the matmuls, the running log-normalizer, and the loops over tiles of logits."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TILE = (512, 2048)
+"""Tokens by vocabulary of one tile on CPU: 4 MB, small enough for the passes over it to hit the cache (measured)."""
+_TILE_CUDA = (4096, 8192)
+"""On CUDA: 128 MB. By arithmetic, not measured."""
+_ROW_ELEMENTS = 1 << 24
+"""Logits held at once where forward computes the gradients, for which whole rows are needed: 64 MB."""
+_ROW_ELEMENTS_CUDA = 1 << 28
+_MASKED = -1e30
+"""Logit of a token outside the support: exp() of it is 0, and the difference of two of them is no NaN."""
+
+TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Needs = tuple[bool, bool]
+"""Whether hidden and weight need a gradient."""
+
+
+class Grads(NamedTuple):
+    """d loss / d logprobs and d loss / d entropy of some tokens, [n] each; None means 0."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+
+
+class Promise(NamedTuple):
+    """Gradients that forward computed, and the derivatives they are for; all in the results' dtype."""
+
+    grads: Grads
+    hidden: Tensor | None
+    weight: Tensor | None
+
+
+class Results(NamedTuple):
+    """[N] each, float32 or float64."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    log_normalizer: Tensor
+
+
+class Head:
+    """One call's tensors, and the loops over their tiles.
+
+    hidden: [N, H]. weight: [V, H]. targets: [N]. inverse_temperature: [N] in the results' dtype, None where all are 1.
+    support: [N, V] bool or None. The results are float64 where hidden or weight is, float32 otherwise.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        inverse_temperature: Tensor | None,
+        support: Tensor | None,
+    ) -> None:
+        self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+        self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
+        on_cuda = hidden.device.type == "cuda"
+        if on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+            self._operands: _Operands = _BfloatOperands(hidden, weight, inverse_temperature)
+        else:
+            self._operands = _Operands(hidden, weight, inverse_temperature, self._dtype)
+        self._tile_tokens, tile_vocabulary = _TILE_CUDA if on_cuda else _TILE
+        self._row_elements = _ROW_ELEMENTS_CUDA if on_cuda else _ROW_ELEMENTS
+        self._vocabulary_tiles = _slices(len(weight), tile_vocabulary)
+
+    def forward(self) -> Results:
+        running = _Running(len(self._targets), self._hidden, self._dtype)
+        token_tiles = _slices(len(self._targets), self._tile_tokens)
+        buffers = self._buffers(2, self._tile_tokens)
+        for vocabulary in self._vocabulary_tiles:
+            weight = self._operands.weight_tile(vocabulary)
+            for tokens in token_tiles:
+                logits, exp = (_view(buffer, tokens, vocabulary) for buffer in buffers)
+                self._fill(logits, tokens, vocabulary, weight)
+                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, logits, exp)
+        return running.results(slice(None))
+
+    def backward(self, grads: Grads, results: Results, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of hidden and weight, in their dtypes.
+
+        The vocabulary is the outer loop: a tile of the weight's gradient is complete before the next one begins, and
+        no wide copy of the whole is needed.
+        """
+        grad_hidden = self._zeros(self._hidden) if needs[0] else None
+        grad_weight = torch.empty_like(self._weight) if needs[1] else None
+        token_tiles = _slices(len(self._targets), self._tile_tokens)
+        buffers = self._buffers(2, self._tile_tokens)
+        for vocabulary in self._vocabulary_tiles:
+            weight = self._operands.weight_tile(vocabulary)
+            to_weight = self._zeros(weight) if needs[1] else None
+            for tokens in token_tiles:
+                logits, scratch = (_view(buffer, tokens, vocabulary) for buffer in buffers)
+                self._fill(logits, tokens, vocabulary, weight)
+                part = Grads(*(None if grad is None else grad[tokens] for grad in grads))
+                part_results = Results(*(result[tokens] for result in results))
+                grad_logits = self._grad_logits(logits, scratch, tokens, vocabulary.start, part, part_results)
+                self._operands.add_gradients(grad_logits, tokens, weight, grad_hidden, to_weight)
+            if grad_weight is not None and to_weight is not None:
+                grad_weight[vocabulary] = to_weight
+        if grad_hidden is not None:
+            grad_hidden = self._operands.finish(grad_hidden).to(self._hidden.dtype)
+        return grad_hidden, grad_weight
+
+    def forward_with_gradients(self, token_grads: TokenGrads, needs: Needs) -> tuple[Results, Promise]:
+        """The results, and the gradients for the derivatives that `token_grads` names.
+
+        The tokens are the outer loop: the logits of a token are kept until its normalizer is known.
+        """
+        running = _Running(len(self._targets), self._hidden, self._dtype)
+        grad_hidden = self._zeros(self._hidden) if needs[0] else None
+        grad_weight = self._zeros(self._weight) if needs[1] else None
+        # The weight's gradient is read and written once per slice of tokens, so a slice is never made tiny to keep to
+        # the budget: rows of a quarter of that gradient's size are no burden beside it.
+        size = min(self._tile_tokens, max(self._row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
+        rows = [self._buffers(1, size, vocabulary)[0] for vocabulary in self._vocabulary_tiles]
+        scratch = self._buffers(2, size)
+        promised: list[Grads] = []
+        for tokens in _slices(len(self._targets), size):
+            for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
+                logits, relative, exp = (_view(b, tokens, vocabulary) for b in (buffer, *scratch))
+                self._fill(logits, tokens, vocabulary, self._operands.weight_tile(vocabulary))
+                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, relative, exp)
+            results = running.results(tokens)
+            part = _checked(token_grads(tokens, results.logprobs, results.entropy), results.logprobs)
+            promised.append(part)
+            for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
+                logits, relative = (_view(b, tokens, vocabulary) for b in (buffer, scratch[0]))
+                grad_logits = self._grad_logits(logits, relative, tokens, vocabulary.start, part, results)
+                to_weight = None if grad_weight is None else grad_weight[vocabulary]
+                weight = self._operands.weight_tile(vocabulary)
+                self._operands.add_gradients(grad_logits, tokens, weight, grad_hidden, to_weight)
+        if grad_hidden is not None:
+            grad_hidden = self._operands.finish(grad_hidden)
+        return running.results(slice(None)), Promise(_joined(promised), grad_hidden, grad_weight)
+
+    def _fill(self, logits: Tensor, tokens: slice, vocabulary: slice, weight: Tensor) -> None:
+        self._operands.logits(tokens, weight, logits)
+        if self._support is not None:
+            logits.masked_fill_(~self._support[tokens, vocabulary], _MASKED)
+
+    def _grad_logits(
+        self, logits: Tensor, scratch: Tensor, tokens: slice, start: int, grads: Grads, results: Results
+    ) -> Tensor:
+        """d loss / d z of a tile [n, v], z the logits over the temperature; overwrites both tensors.
+
+        g_l (onehot - p) - g_H p (log p + H) = p (-g_l - g_H H - g_H log p) + g_l onehot
+        """
+        log_p = logits.sub_(results.log_normalizer[:, None])
+        grad = torch.exp(log_p, out=scratch)
+        if grads.entropy is not None:
+            constant = -grads.entropy * results.entropy
+            if grads.logprobs is not None:
+                constant = constant - grads.logprobs
+            grad.mul_(torch.addcmul(constant[:, None], log_p, grads.entropy[:, None], value=-1.0, out=log_p))
+        elif grads.logprobs is not None:
+            grad.mul_(-grads.logprobs[:, None])
+        if grads.logprobs is not None:
+            place, inside = _inside(self._targets[tokens], start, grad.shape[1])
+            grad.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
+        return grad
+
+    def _buffers(self, count: int, num_tokens: int, vocabulary: slice | None = None) -> list[Tensor]:
+        widest = vocabulary or self._vocabulary_tiles[0]
+        elements = min(num_tokens, len(self._targets)) * (widest.stop - widest.start)
+        return [torch.empty(elements, dtype=self._dtype, device=self._hidden.device) for _ in range(count)]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=self._dtype, device=like.device)
+
+
+class _Operands:
+    """The matmuls in the results' dtype: hidden states over the temperature, weights converted tile by tile."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, inverse_temperature: Tensor | None, dtype: torch.dtype) -> None:
+        self._weight, self._inverse, self._dtype = weight, inverse_temperature, dtype
+        wide = hidden.to(dtype)
+        self._hidden = wide if inverse_temperature is None else wide * inverse_temperature[:, None]
+
+    def weight_tile(self, vocabulary: slice) -> Tensor:
+        return self._weight[vocabulary].to(self._dtype)
+
+    def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
+        """Writes them, over the temperature, [n, v]."""
+        torch.mm(self._hidden[tokens], weight.t(), out=out)
+
+    def add_gradients(
+        self, grad_logits: Tensor, tokens: slice, weight: Tensor, to_hidden: Tensor | None, to_weight: Tensor | None
+    ) -> None:
+        """Adds what a tile [n, v] gives to to_hidden [N, H] and to_weight [v, H]; may overwrite grad_logits."""
+        if to_hidden is not None:
+            to_hidden[tokens].addmm_(grad_logits, weight)
+        if to_weight is not None:
+            to_weight.addmm_(grad_logits.t(), self._hidden[tokens])
+
+    def finish(self, to_hidden: Tensor) -> Tensor:
+        """Applies, in place, what `add_gradients` left out."""
+        return to_hidden if self._inverse is None else to_hidden.mul_(self._inverse[:, None])
+
+
+class _BfloatOperands(_Operands):
+    """bfloat16 operands accumulated in float32, on CUDA; the gradient of the logits is rounded to bfloat16."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, inverse_temperature: Tensor | None) -> None:
+        super().__init__(hidden, weight, None, torch.bfloat16)
+        self._scale = inverse_temperature
+
+    def logits(self, tokens: slice, weight: Tensor, out: Tensor) -> None:
+        _mm_to_float32(self._hidden[tokens], weight.t(), out)
+        if self._scale is not None:
+            out.mul_(self._scale[tokens, None])
+
+    def add_gradients(
+        self, grad_logits: Tensor, tokens: slice, weight: Tensor, to_hidden: Tensor | None, to_weight: Tensor | None
+    ) -> None:
+        if self._scale is not None:
+            grad_logits.mul_(self._scale[tokens, None])
+        narrow = grad_logits.to(torch.bfloat16)
+        if to_hidden is not None:
+            _addmm_to_float32(to_hidden[tokens], narrow, weight)
+        if to_weight is not None:
+            _addmm_to_float32(to_weight, narrow.t(), self._hidden[tokens])
+
+
+def _mm_to_float32(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """`out_dtype` exists on CUDA only and has no autograd formula."""
+    torch.mm(left, right, out_dtype=torch.float32, out=out)
+
+
+def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
+    torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
+
+
+class _Running:
+    """Of each token, over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
+
+    def __init__(self, num_tokens: int, like: Tensor, dtype: torch.dtype) -> None:
+        self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)
+        self._sum, self._weighted, self._target = (torch.zeros_like(self._max) for _ in range(3))
+
+    def fold(self, tokens: slice, start: int, targets: Tensor, logits: Tensor, relative: Tensor, exp: Tensor) -> None:
+        """Adds a tile [n, v] whose vocabulary begins at `start`; overwrites `relative` (may be `logits`) and `exp`."""
+        place, inside = _inside(targets, start, logits.shape[1])
+        self._target[tokens] = torch.where(inside, logits.gather(1, place).squeeze(1), self._target[tokens])
+        old_max, old_sum = self._max[tokens], self._sum[tokens]
+        new_max = torch.maximum(old_max, logits.amax(1))
+        shift = old_max - new_max
+        decay = shift.exp()
+        torch.sub(logits, new_max[:, None], out=relative)
+        torch.exp(relative, out=exp)
+        # Relative to the new maximum, every z - m so far moves by the shift.
+        self._weighted[tokens] = (self._weighted[tokens] + shift * old_sum) * decay + relative.mul_(exp).sum(1)
+        self._sum[tokens] = old_sum * decay + exp.sum(1)
+        self._max[tokens] = new_max
+
+    def results(self, tokens: slice) -> Results:
+        """Of tokens to which every tile was added."""
+        log_sum = self._sum[tokens].log()
+        return Results(
+            (self._target[tokens] - self._max[tokens]) - log_sum,
+            log_sum - self._weighted[tokens] / self._sum[tokens],
+            self._max[tokens] + log_sum,
+        )
+
+
+def _inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Each target's column in a tile [n, 1], 0 where it lies in another, and whether it lies in this one [n]."""
+    place = targets - start
+    inside = (place >= 0) & (place < width)
+    return torch.where(inside, place, 0)[:, None], inside
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
+    """The front of a flat buffer as a contiguous tile."""
+    shape = (tokens.stop - tokens.start, vocabulary.stop - vocabulary.start)
+    return buffer[: shape[0] * shape[1]].view(shape)
+
+
+def _checked(found: tuple[Tensor, Tensor | None], like: Tensor) -> Grads:
+    """What `token_grads` returned for tokens whose logprobs are `like`; ValueError where it does not fit."""
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
+        raise ValueError(f"token_grads returned {type(found).__name__}, expected (Tensor, Tensor or None)")
+    for name, grad in zip(("logprobs", "entropy"), found, strict=True):
+        if grad is not None and (grad.shape != like.shape or grad.device != like.device):
+            raise ValueError(
+                f"token_grads returned {tuple(grad.shape)} on {grad.device} for {name}, expected "
+                f"{tuple(like.shape)} on {like.device}"
+            )
+    return Grads(*(None if grad is None else grad.detach().to(like.dtype) for grad in found))
+
+
+def _joined(parts: list[Grads]) -> Grads:
+    """Of all tokens."""
+
+    def join(grads: list[Tensor | None], others: list[Tensor | None]) -> Tensor | None:
+        if all(grad is None for grad in grads):
+            return None
+        pairs = zip(grads, others, strict=True)
+        return torch.cat([torch.zeros_like(other) if grad is None else grad for grad, other in pairs])  # type: ignore[arg-type]
+
+    logprobs, entropies = [part.logprobs for part in parts], [part.entropy for part in parts]
+    return Grads(join(logprobs, entropies), join(entropies, logprobs))
