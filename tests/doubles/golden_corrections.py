@@ -11,10 +11,14 @@ FOLDER = Path(__file__).parents[1] / "golden" / "corrections"
 
 
 class Golden:
-    """One file; inputs as float64 [B, T] tensors, the mask as bool, advantages [B, 1] broadcast to [B, T]."""
+    """One file; inputs as float64 [B, T] tensors, the mask as bool, advantages [B] broadcast to [B, T].
+
+    lag: int64 [B, T]; from the tokens' versions where the file has them, else 0.
+    """
 
     def __init__(self, name: str) -> None:
         content = json.loads((FOLDER / f"{name}.json").read_text())
+        self.name = name
         self.params: dict[str, Any] = content["params"]
         self.outputs: dict[str, Any] = content["outputs"]
         inputs = content["inputs"]
@@ -22,8 +26,12 @@ class Golden:
         self.proximal = torch.tensor(inputs["train_logprobs"], dtype=torch.float64)
         self.behavior = torch.tensor(inputs["rollout_logprobs"], dtype=torch.float64)
         self.lag = torch.zeros(self.mask.shape, dtype=torch.int64)
+        if "token_versions" in inputs:
+            trainer = inputs.get("trainer_version", self.params.get("current_version"))
+            self.lag = trainer - torch.tensor(inputs["token_versions"])
         if "current_logprobs" in inputs:
             self.current = torch.tensor(inputs["current_logprobs"], dtype=torch.float64)
+        if "advantages" in inputs:
             advantages = torch.tensor(inputs["advantages"], dtype=torch.float64)
             self.advantages = advantages[:, None].expand(self.mask.shape)
 
@@ -31,6 +39,11 @@ class Golden:
         """`values` with NaN and infinities wherever the mask is 0."""
         poison = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=values.dtype)
         return torch.where(self.mask, values, poison.repeat(values.numel())[: values.numel()].view(values.shape))
+
+    def per_row(self, values: list[float | None]) -> Tensor:
+        """A [B] list spread over the row's tokens, float64 [B, T], 0 where masked."""
+        column = torch.tensor([v if v is not None else 0.0 for v in values], dtype=torch.float64)
+        return torch.where(self.mask, column[:, None], 0.0)
 
 
 def names(pattern: str) -> list[str]:
@@ -41,3 +54,8 @@ def names(pattern: str) -> list[str]:
 def per_token(values: list[list[float | None]]) -> Tensor:
     """A [B][T] list as float64, 0 where the file has null."""
     return torch.tensor([[v if v is not None else 0.0 for v in row] for row in values], dtype=torch.float64)
+
+
+def mask_of(rows: list[str]) -> Tensor:
+    """A list of strings of 0 and 1 as bool [B, T]."""
+    return torch.tensor([[digit == "1" for digit in row] for row in rows])

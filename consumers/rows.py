@@ -1,0 +1,59 @@
+"""Log-ratios of two policies, and their statistics by row."""
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to this range before exp: finite always."""
+
+
+def log_ratio(proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """proximal - behavior, 0 where masked, in float32 or better, detached; unclamped."""
+    difference = _wide(proximal_logprobs.detach()) - _wide(behavior_logprobs.detach())
+    return torch.where(loss_mask, difference, difference.new_zeros(()))
+
+
+def clamped(log_ratios: Tensor) -> Tensor:
+    """c(l), the log-ratio within +-LOG_RATIO_BOUND; NaN stays NaN."""
+    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+class Rows:
+    """Reductions over the unmasked tokens of each row; results are [M] float64, each token holding its row's value.
+
+    Tokens are added in their order, in float64, and by no atomic operation: equal input gives equal bits on CUDA too.
+
+    Args:
+        row_ids: [M] int64, ascending.
+        loss_mask: [M] bool.
+    """
+
+    def __init__(self, row_ids: Tensor, loss_mask: Tensor) -> None:
+        self._row_ids = row_ids
+        self._lengths = torch.bincount(row_ids)
+        self._mask = loss_mask
+        self.count = self._reduced(loss_mask.double(), "sum")
+        """[M] unmasked tokens of the row."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduced(self._masked(values), "sum")
+
+    def mean(self, values: Tensor) -> Tensor:
+        """0 in a row without an unmasked token."""
+        return self.sum(values) / self.count.clamp(min=1.0)
+
+    def max(self, values: Tensor) -> Tensor:
+        """-inf in a row without an unmasked token."""
+        return self._reduced(torch.where(self._mask, values.double(), float("-inf")), "max")
+
+    def _masked(self, values: Tensor) -> Tensor:
+        return torch.where(self._mask, values.double(), 0.0)
+
+    def _reduced(self, values: Tensor, reduction: str) -> Tensor:
+        if not values.numel():
+            return values
+        return torch.segment_reduce(values, reduction, lengths=self._lengths)[self._row_ids]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
