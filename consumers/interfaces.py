@@ -33,14 +33,18 @@ class LossInputs:
     rollout_tokens: Tensor
     """[M], the sampled tokens of the token's whole rollout, counted before masking."""
     denominator: float
-    """Sampled tokens of the whole batch, counted before masking, groups without variance included."""
+    """Sampled tokens of the whole optimizer step, counted before masking, groups without variance included."""
     num_rollouts: int
-    """Rollouts of the whole batch, counted likewise."""
+    """Rollouts of the whole optimizer step, counted likewise."""
+    reference_logprobs: Tensor | None = None
+    """[M], the frozen reference model's, detached; None where the run has no reference model."""
+    lag: Tensor | None = None
+    """[M], optimizer steps between the policy that sampled the token and the trainer's, 0 or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutputs:
-    """loss: scalar under gradient, already divided by a batch-wide denominator, so that micro-batches simply add.
+    """loss: scalar under gradient, already divided by a step-wide denominator, so that micro-batches simply add.
 
     metrics: scalars, detached: sums over the unmasked tokens of the micro-batch. The trainer adds them up, divides by
     the batch's tokens within the lag bound and reports them under these names.
@@ -51,6 +55,15 @@ class LossOutputs:
 
 
 class Objective(Protocol):
-    """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments."""
+    """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments.
+
+    Three attributes, of the class or of the object, tell the trainer about it. Each may be left out, and is False then:
+
+    token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
+        denominators only, so that its gradient can be taken while the head's logits are at hand.
+    needs_reference: True asks for `LossInputs.reference_logprobs`.
+    reads_behavior: True where the objective itself forms exp(current - behavior) or interpolates between the two. An
+        importance weight besides would count one gap twice, so the trainer refuses a correction beside it.
+    """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...

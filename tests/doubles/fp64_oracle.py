@@ -1,7 +1,9 @@
-"""The trainer's loss the slow and obvious way: float64, row by row, plain loops. Shares no code with consumers."""
+"""The trainer's losses the slow and obvious way: float64, row by row, plain loops. Shares no code with consumers."""
 
+import cmath
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,3 +52,107 @@ def grpo_loss(
                     clipped = ratio.clamp(1 - clip, 1 + clip)
                     total = total - weight * torch.minimum(ratio * advantage, clipped * advantage)
     return total / denominator
+
+
+class OracleToken(NamedTuple):
+    """One sampled token, as the objectives see it; a masked one is never looked at."""
+
+    current: float
+    proximal: float
+    behavior: float
+    weight: float
+    advantage: float
+    kept: bool
+    entropy: float
+    row: int
+    rollout_tokens: float
+    reference: float
+    lag: int
+
+
+def objective_loss(
+    kind: str, settings: dict[str, Any], tokens: list[OracleToken], *, denominator: float, num_rollouts: int
+) -> tuple[float, list[float]]:
+    """The loss and its gradient by each token's current logprob.
+
+    Log-ratios are taken to be within +-20. The derivative is by a complex step, exact to rounding: no difference is
+    taken. What a definition holds without gradient stays at the values of `tokens` meanwhile.
+    """
+    step = 1e-30
+
+    def loss(moved: int | None) -> complex:
+        current = [complex(token.current, step * (at == moved)) for at, token in enumerate(tokens)]
+        return _loss(kind, settings, tokens, current, denominator, num_rollouts)
+
+    return loss(None).real, [loss(at).imag / step for at in range(len(tokens))]
+
+
+def _loss(
+    kind: str,
+    settings: dict[str, Any],
+    tokens: list[OracleToken],
+    current: list[complex],
+    denominator: float,
+    num_rollouts: int,
+) -> complex:
+    total = 0j
+    for at, token in enumerate(tokens):
+        if not token.kept:
+            continue
+        x = token.reference - current[at]
+        divergence = {"k1": -x, "k2": x * x / 2, "k3": cmath.exp(x) - x - 1}[settings["kl_estimator"]]
+        value = -token.weight * _gain(kind, settings, tokens, current, at)
+        value += settings["kl_coefficient"] * divergence - settings["entropy_coefficient"] * token.entropy
+        total += {
+            "token": lambda value, _: value / denominator,
+            "sequence": lambda value, token: value / token.rollout_tokens / num_rollouts,
+            "constant": lambda value, _: value / (num_rollouts * settings["constant_denominator"]),
+        }[settings["aggregation"]](value, token)
+    return total
+
+
+def _gain(kind: str, settings: dict[str, Any], tokens: list[OracleToken], current: list[complex], at: int) -> complex:
+    token, log_p = tokens[at], current[at]
+    ratio = cmath.exp(log_p - token.proximal)
+    stopped = math.exp(token.current - token.proximal)
+    if kind in ("Grpo", "Dapo"):
+        return _clipped(ratio, token.advantage, settings)
+    if kind == "Gspo":
+        row = [(c, t) for c, t in zip(current, tokens, strict=True) if t.kept and t.row == token.row]
+        mean = sum(c - t.proximal for c, t in row) / len(row)
+        if settings["gradient"] == "token":
+            mean = mean.real + log_p - token.current
+        return _clipped(cmath.exp(mean), token.advantage, settings)
+    if kind == "Cispo":
+        weight = min(max(stopped, 1 - settings["clip_low"]), 1 + settings["clip_high"])
+        return weight * token.advantage * log_p
+    if kind == "Reinforce":
+        return min(stopped, settings["ratio_cap"]) * token.advantage * log_p
+    if kind == "Sapo":
+        tau = settings["temperature_positive" if token.advantage > 0 else "temperature_negative"]
+        return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * token.advantage
+    if kind == "DecoupledPpo":
+        return _decoupled(token, log_p, settings)
+    raise NotImplementedError(kind)
+
+
+def _clipped(ratio: complex, advantage: float, settings: dict[str, Any]) -> complex:
+    low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
+    bounded = complex(low) if ratio.real < low else complex(high) if ratio.real > high else ratio
+    gain = min(ratio * advantage, bounded * advantage, key=lambda z: z.real)
+    if settings["dual_clip"] is not None and advantage < 0:
+        gain = max(gain, complex(settings["dual_clip"] * advantage), key=lambda z: z.real)
+    return gain
+
+
+def _decoupled(token: OracleToken, log_p: complex, settings: dict[str, Any]) -> complex:
+    if settings["proximal"] == "recomputed":
+        return _clipped(cmath.exp(log_p - token.proximal), token.advantage, settings)
+    share = (token.lag - 1) / token.lag if token.lag > 0 else 0.0
+    behavior, current = math.exp(token.behavior), math.exp(token.current)
+    if settings["proximal"] == "loglinear":
+        proximal = behavior ** (1 - share) * current**share
+    else:
+        proximal = (1 - share) * behavior + share * current
+    weight = proximal / behavior * min(1.0, settings["total_weight_cap"] / (current / behavior))
+    return weight * _clipped(cmath.exp(log_p) / proximal, token.advantage, settings)

@@ -1,0 +1,118 @@
+"""Every objective in the settings that change its formula, and packed tokens to try them on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consumers.interfaces import LossInputs
+from consumers.objectives.cispo import Cispo
+from consumers.objectives.dapo import Dapo
+from consumers.objectives.decoupled_ppo import DecoupledPpo
+from consumers.objectives.grpo import Grpo
+from consumers.objectives.gspo import Gspo
+from consumers.objectives.reinforce import Reinforce
+from consumers.objectives.sapo import Sapo
+from consumers.objectives.terms import PolicyObjective
+
+WIDE: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
+
+OBJECTIVES: dict[str, PolicyObjective] = {
+    "grpo": Grpo(),
+    "grpo dual sequence": Grpo(dual_clip=1.3, aggregation="sequence"),
+    "grpo constant k1": Grpo(
+        aggregation="constant",
+        constant_denominator=16.0,
+        kl_coefficient=0.3,
+        kl_estimator="k1",
+        entropy_coefficient=0.1,
+    ),
+    "dapo k2": Dapo(kl_coefficient=0.2, kl_estimator="k2"),
+    "gspo": Gspo(**WIDE),
+    "gspo paper": Gspo(),
+    "gspo token k3": Gspo(gradient="token", kl_coefficient=0.1, entropy_coefficient=0.2, **WIDE),
+    "gspo token mean": Gspo(aggregation="token", dual_clip=1.2, **WIDE),
+    "cispo": Cispo(clip_high=0.2),
+    "cispo both sides k3": Cispo(clip_low=0.2, clip_high=0.2, kl_coefficient=0.5),
+    "reinforce": Reinforce(ratio_cap=1.2),
+    "reinforce constant": Reinforce(aggregation="constant", constant_denominator=8.0, entropy_coefficient=0.1),
+    "sapo": Sapo(),
+    "sapo token k3": Sapo(temperature_negative=2.0, aggregation="token", kl_coefficient=0.1),
+    "decoupled": DecoupledPpo(),
+    "decoupled loglinear": DecoupledPpo(proximal="loglinear", total_weight_cap=1.5),
+    "decoupled linear": DecoupledPpo(proximal="linear", total_weight_cap=2.0, dual_clip=2.0, aggregation="sequence"),
+}
+
+
+def packed_inputs(
+    seed: int,
+    lengths: Sequence[int] = (3, 1, 4, 2),
+    *,
+    drift: float = 0.4,
+    kept: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> LossInputs:
+    """Rows of these lengths; every second row belongs to the rollout of the row before it.
+
+    Args:
+        drift: standard deviation of the log-ratios between the policies.
+        kept: share of the tokens that the mask lets through.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    m = sum(lengths)
+
+    def normal(scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(m, generator=generator, dtype=dtype)
+
+    row_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    tokens_by_rollout = torch.bincount(row_ids // 2)
+    # Never quite 0, so that a sampled token has a logarithm to move in both directions.
+    proximal = -0.1 - 4 * torch.rand(m, generator=generator, dtype=dtype)
+    return LossInputs(
+        current_logprobs=(proximal + normal(drift)).requires_grad_(),
+        proximal_logprobs=proximal,
+        behavior_logprobs=proximal + normal(drift),
+        importance_weights=2 * torch.rand(m, generator=generator, dtype=dtype),
+        advantages=normal(),
+        loss_mask=torch.rand(m, generator=generator, dtype=dtype) < kept,
+        entropy=torch.rand(m, generator=generator, dtype=dtype).requires_grad_(),
+        row_ids=row_ids,
+        rollout_tokens=tokens_by_rollout[row_ids // 2].to(dtype),
+        # A few tokens and rollouts of the optimizer step are in other micro-batches.
+        denominator=float(m + 5),
+        num_rollouts=len(tokens_by_rollout) + 2,
+        reference_logprobs=proximal + normal(drift),
+        lag=torch.randint(0, 9, (m,), generator=generator),
+    )
+
+
+def changed(inputs: LossInputs, **changes: Any) -> LossInputs:
+    return LossInputs(**(vars(inputs) | changes))
+
+
+def selected(inputs: LossInputs, index: Tensor) -> LossInputs:
+    """The tokens of `index`, in that order; rows are numbered anew in order of appearance."""
+    tensors = {name: value[index] for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    rows = tensors["row_ids"]
+    tensors["row_ids"] = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long().cumsum(0)])
+    return changed(inputs, **tensors)
+
+
+def poisoned(inputs: LossInputs, poison: float = float("nan")) -> LossInputs:
+    """`inputs` with the poison wherever the mask is False."""
+    names = ("proximal_logprobs", "behavior_logprobs", "importance_weights", "advantages", "reference_logprobs")
+    leaves = ("current_logprobs", "entropy")
+    values = {name: torch.where(inputs.loss_mask, getattr(inputs, name).detach(), poison) for name in names + leaves}
+    if inputs.lag is not None:
+        values["lag"] = torch.where(inputs.loss_mask, inputs.lag.to(inputs.advantages.dtype), poison)
+    return changed(inputs, **values | {name: values[name].requires_grad_() for name in leaves})
+
+
+def gradients(objective: PolicyObjective, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and its gradients by current logprobs and entropy; 0 where there is none."""
+    loss = objective(inputs).loss
+    leaves = inputs.current_logprobs, inputs.entropy
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    current, entropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+    return loss.detach(), current, entropy
