@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from schemas.config import MetricsConfig
 from schemas.endpoint import register_metrics_port
-from schemas.metrics import Metric
+from schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
 from schemas.metrics import TrainerMetric as M
 
 log = logging.getLogger(__name__)
 
 PORTS_TO_TRY = 100
 
-_GAUGES_BY_NAME = {
-    "reward": M.REWARD,
-    "entropy": M.ENTROPY,
-    "kl": M.KL,
-    "k3_kl": M.K3_KL,
-    "chi2": M.CHI2,
-    "ess_fraction": M.ESS,
-    "clipped_frac": M.CLIPPED,
-    "policy_clipped_frac": M.POLICY_CLIPPED,
-    "mismatch_lag0": M.MISMATCH,
-    "grad_norm": M.GRAD_NORM,
-    "loss": M.LOSS,
-    "learning_rate": M.LEARNING_RATE,
-    "policy_version": M.POLICY_VERSION,
-    "queue_depth": M.QUEUE_DEPTH,
-}
+_SECONDS = ("wait_s", "step_s", "publish_s")
+_LINE_FLOATS = frozenset(("time_s", *_SECONDS))
+"""What a line of updates.jsonl holds in floats beside metrics."""
 
 
 class TrainerMetrics:
@@ -40,11 +28,18 @@ class TrainerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._gauges = {name: self._make(Gauge, metric) for name, metric in _GAUGES_BY_NAME.items()}
+        self._gauges = {key: self._make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set(math.nan)
+        self._by_lag = {name: self._make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
+        self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
+        self._objective = self._make(Gauge, M.OBJECTIVE)
+        self._objective_names: set[str] = set()
         self._lag = self._make(Histogram, M.TOKEN_LAG)
         self._tokens_trained = self._make(Counter, M.TOKENS_TRAINED)
         self._tokens_masked = self._make(Counter, M.TOKENS_MASKED)
         self._updates = self._make(Counter, M.UPDATES)
+        self._optimizer_steps = self._make(Counter, M.OPTIMIZER_STEPS)
         self._steps_skipped = self._make(Counter, M.STEPS_SKIPPED)
         self._seconds = self._make(Histogram, M.STEP_SECONDS)
         self.accuracy = self._make(Gauge, M.ACCURACY)
@@ -58,10 +53,8 @@ class TrainerMetrics:
         self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
 
     def record(self, line: dict[str, Any]) -> None:
-        """Takes over one line of updates.jsonl."""
-        for name, gauge in self._gauges.items():
-            if line.get(name) is not None:
-                gauge.set(line[name])
+        """Takes over one line of updates.jsonl. A number that this line has not is taken back, not left as it was."""
+        self._set_gauges(line)
         for lag, num_tokens in line["lag_histogram"].items():
             # One observation per token, without a call per token.
             self._lag._sum.inc(float(lag) * num_tokens)
@@ -69,13 +62,34 @@ class TrainerMetrics:
                 if float(lag) <= bound:
                     bucket.inc(num_tokens)
                     break
-        self._tokens_trained.inc(line["num_tokens_trained"])
+        self._tokens_trained.inc(line["num_tokens_trained"] - line["num_tokens_rejected"])
         self._tokens_masked.labels("lag").inc(line["num_tokens_masked_lag"])
+        self._tokens_masked.labels("correction").inc(line["num_tokens_rejected"])
         self._updates.inc()
-        if line["skipped_reason"]:
-            self._steps_skipped.labels(line["skipped_reason"]).inc()
-        for phase in ("wait", "step", "publish"):
-            self._seconds.labels(phase).observe(line[f"{phase}_s"])
+        self._optimizer_steps.inc(line["num_optimizer_steps"])
+        for reason, num_steps in line["steps_skipped"].items():
+            self._steps_skipped.labels(reason).inc(num_steps)
+        for phase in _SECONDS:
+            self._seconds.labels(phase.removesuffix("_s")).observe(line[phase])
+
+    def _set_gauges(self, line: dict[str, Any]) -> None:
+        for key, gauge in self._gauges.items():
+            value = line.get(key)
+            gauge.set(math.nan if value is None else value)
+        for name, gauge in self._by_lag.items():
+            for label in LAG_LABELS:
+                value = line.get(lag_key(name, label))
+                if value is None:
+                    gauge.remove(label)
+                else:
+                    gauge.labels(label).set(value)
+        known = self._gauges.keys() | self._lag_keys | _LINE_FLOATS
+        found = {key: value for key, value in line.items() if isinstance(value, float) and key not in known}
+        for key, value in found.items():
+            self._objective.labels(key).set(value)
+        for key in self._objective_names - found.keys():
+            self._objective.remove(key)
+        self._objective_names = set(found)
 
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
         """Serves `/metrics` on the first free port from `config.port` on; returns the port."""

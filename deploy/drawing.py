@@ -11,6 +11,8 @@ INK, MUTED, RULE, GRID = "#1f2937", "#6b7280", "#9ca3af", "#e5e7eb"
 BLUE, TEAL, AMBER, RED, VIOLET = "#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed"
 SERIES = (BLUE, TEAL, AMBER, VIOLET, "#db2777", "#65a30d", "#0891b2", "#92400e")
 LAG_SHADES = ("#dbeafe", "#a5c8fd", "#6fa3f8", "#3b7ae8", "#2257c0", "#183d8a", "#0f2657")
+LAG_COLOURS = ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e")
+"""One for each of `schemas.metrics.LAG_LABELS`, cold to warm."""
 MASKED_SHADE = "#ef4444"
 MAX_POINTS = 600
 """A line of more points is averaged in bins: no screen shows more, and the page stays small."""
@@ -19,14 +21,18 @@ SMOOTHING = 0.04
 
 
 def binned(x: Sequence[float] | np.ndarray, *columns: Sequence[float] | np.ndarray) -> list[np.ndarray]:
-    """`x` and the columns, each `[n]`, as means over equal bins: `[min(n, MAX_POINTS)]` each."""
+    """`x` and the columns, each `[n]`, as means over equal bins, NaN left out: `[min(n, MAX_POINTS)]` each."""
     arrays = [np.asarray(column, dtype=float) for column in (x, *columns)]
     num_points = len(arrays[0])
     if num_points <= MAX_POINTS:
         return arrays
     starts = np.linspace(0, num_points, MAX_POINTS, endpoint=False).astype(int)
-    sizes = np.diff(np.append(starts, num_points))
-    return [np.add.reduceat(array, starts) / sizes for array in arrays]
+    means = []
+    for array in arrays:
+        there = ~np.isnan(array)
+        sums, counts = (np.add.reduceat(values, starts, dtype=float) for values in (np.where(there, array, 0.0), there))
+        means.append(np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0))
+    return means
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -42,8 +48,10 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def column(updates: Sequence[Update], name: str) -> np.ndarray:
-    """A field of every update as floats `[n]`, NaN where it has no value."""
-    return np.array([np.nan if (value := getattr(line, name)) is None else value for line in updates], dtype=float)
+    """A field or metric of every update as floats `[n]`, NaN where it has no value."""
+    is_field = name in Update.__struct_fields__
+    values = [getattr(line, name) if is_field else line.metrics.get(name) for line in updates]
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 def numbers(updates: Sequence[Update]) -> np.ndarray:
@@ -70,10 +78,15 @@ def by_update(telemetry: Telemetry, ax: Axes, series: Sequence[tuple[str, str, s
     return any(drawn)
 
 
-def legend_above(ax: Axes) -> None:
+def legend_above(ax: Axes, columns: int = 4) -> None:
     """Names the series above the axes, where no line can run through them."""
     ax.legend(
-        loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=4, borderaxespad=0.2, handlelength=1.6, columnspacing=1.4
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        handlelength=1.6,
+        columnspacing=1.4,
     )
 
 

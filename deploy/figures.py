@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from deploy import drawing, panels
+from deploy import drawing, lag_panels, panels
 from deploy.telemetry import Telemetry
 
 WIDTH_IN = 6.4
@@ -50,7 +50,10 @@ STYLE: dict[Any, Any] = {
 
 
 class FigureSpec(NamedTuple):
-    """One figure: `draw` fills its axes, one below the other, and returns whether it had anything to draw."""
+    """One figure: `draw` fills its axes, one below the other, and returns whether it had anything to draw.
+
+    An optional one is left out of a report that has nothing for it.
+    """
 
     name: str
     title: str
@@ -59,6 +62,7 @@ class FigureSpec(NamedTuple):
     num_axes: int = 1
     height_in: float = 3.1
     source: str = "updates.jsonl"
+    optional: bool = False
 
 
 FIGURES = (
@@ -104,10 +108,63 @@ FIGURES = (
         height_in=3.7,
     ),
     FigureSpec(
+        "mismatch-against-lag",
+        "Mismatch against lag",
+        "The point at lag 0 is the gap between engine and trainer; what rises from there is drift, and calls for trust "
+        "that falls with lag.",
+        lag_panels.mismatch_against_lag,
+    ),
+    FigureSpec(
+        "ess-by-lag",
+        "Effective sample size by lag",
+        "As a share of the tokens: of the ratios as they are, and of the weights applied. What lies between the two is "
+        "what truncation hides.",
+        lag_panels.ess_by_lag,
+        num_axes=2,
+        height_in=3.9,
+    ),
+    FigureSpec(
+        "kl-by-lag",
+        "KL between engine and trainer by lag",
+        "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. k3 is never "
+        "negative.",
+        lag_panels.kl_by_lag,
+        num_axes=2,
+        height_in=3.9,
+    ),
+    FigureSpec(
+        "chi2-by-lag",
+        "χ² by lag",
+        "The variance that the ratios bring into the gradient; above 1 an old token says less than its noise.",
+        lag_panels.chi2_by_lag,
+    ),
+    FigureSpec(
+        "weight-by-lag",
+        "Mean importance weight by lag",
+        "Near 1 without bias; a weight that falls with lag is the correction trusting old tokens less.",
+        lag_panels.weight_by_lag,
+    ),
+    FigureSpec(
+        "masked-by-lag",
+        "Rejected tokens by lag and sign of the advantage",
+        "Share of the tokens of that sign that the correction gave no weight, none under truncation; a share that "
+        "differs much between the signs tilts what is learned.",
+        lag_panels.masked_by_lag,
+        num_axes=2,
+        height_in=3.9,
+    ),
+    FigureSpec(
         "clip-fractions",
         "Clipped tokens by update",
         "A few per cent are normal; a rising share means too large a step, or data too old for their weight.",
         panels.clip_fractions,
+    ),
+    FigureSpec(
+        "reference-kl",
+        "KL to the reference model by update",
+        "How far the policy has gone from where it began; a steep rise without reward is a policy gone astray.",
+        panels.reference_kl,
+        optional=True,
     ),
     FigureSpec(
         "entropy",

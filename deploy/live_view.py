@@ -178,6 +178,7 @@ def figures(view: View) -> list[tuple[str, str]]:
     """Name and value of every figure shown, in order."""
     progress, num_updates = view.progress, view.config.num_updates
     update = progress.update
+    metrics = update.metrics if update else {}
     left = progress.left_s(num_updates)
     rate = progress.updates_per_s
     tokens = "+".join(f"{beat.tokens_per_s:,.0f}" for _, beat in sorted(view.heartbeats.items()))
@@ -185,10 +186,10 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("update", f"{update.update if update else 0}/{num_updates}"),
         ("updates/s", _number(rate, ".2f")),
         ("left", _duration(left) if left is not None else "-"),
-        ("reward", _number(update.reward if update else None, ".3f")),
+        ("reward", _number(metrics.get("reward"), ".3f")),
         ("accuracy", _number(progress.evaluations[-1].accuracy if progress.evaluations else None, ".3f")),
         ("lag", _number(progress.mean_lag, ".2f")),
-        ("ESS", _number(update.ess_fraction if update else None, ".3f")),
+        ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),
         ("tokens/s", tokens or "-"),
     ]

@@ -137,7 +137,8 @@ def lag_by_update(telemetry: Telemetry, ax: Axes) -> bool:
 
 
 def ess_and_chi2(telemetry: Telemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
-    has_ess = by_update(telemetry, ess_ax, [("ess_fraction", TEAL, "ESS")], "ESS / tokens")
+    series = [("ess_fraction", TEAL, "before truncation"), ("applied_ess_fraction", AMBER, "of the weights applied")]
+    has_ess = by_update(telemetry, ess_ax, series, "ESS / tokens")
     has_chi2 = by_update(telemetry, chi2_ax, [("chi2", VIOLET, "χ²")], "χ² (per token)")
     ess_ax.set_xlabel("")
     ess_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
@@ -145,17 +146,24 @@ def ess_and_chi2(telemetry: Telemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
 
 
 def kl(telemetry: Telemetry, ax: Axes) -> bool:
-    series = [("kl", BLUE, "KL: mean of behavior minus proximal"), ("k3_kl", AMBER, "k3 estimate")]
+    series = [
+        ("rollout_correction/kl", BLUE, "KL: mean of behavior minus proximal"),
+        ("rollout_correction/k3_kl", AMBER, "k3 estimate"),
+    ]
     return by_update(telemetry, ax, series, "KL (nats per token)")
 
 
 def clip_fractions(telemetry: Telemetry, ax: Axes) -> bool:
     series = [
-        ("clipped_frac", AMBER, "importance weight (engine, lag)"),
-        ("policy_clipped_frac", VIOLET, "policy ratio (this step)"),
+        ("rollout_correction/clipped_frac", AMBER, "importance ratio (engine, lag)"),
+        ("policy_clipped_frac", VIOLET, "policy ratio (this update)"),
     ]
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.3g} %"))
     return by_update(telemetry, ax, series, "share of tokens")
+
+
+def reference_kl(telemetry: Telemetry, ax: Axes) -> bool:
+    return by_update(telemetry, ax, [("reference_kl", VIOLET, "KL")], "KL (nats per token)")
 
 
 def entropy(telemetry: Telemetry, ax: Axes) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded
+from deploy.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
 
 _RATE_WINDOW = 60
 """Looks at the run's progress over which the rate is taken."""
@@ -19,7 +19,7 @@ class Tail:
 
     def __init__(self, file: Path, kind: Any) -> None:
         self._file = file
-        self._decode = msgspec.json.Decoder(kind, strict=False).decode
+        self._kind = kind
         self._offset = 0
         self._rest = b""
 
@@ -35,7 +35,7 @@ class Tail:
         records = []
         for line in lines:
             try:
-                records.append(self._decode(line))
+                records.append(to_record(msgspec.json.decode(line), self._kind))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # a view shows what it can read; the report is where a broken line is an error
         return records

@@ -130,7 +130,9 @@ def _key(label: str, value: str, remark: str) -> str:
 
 
 def _figure(spec: FigureSpec, telemetry: Telemetry) -> str:
-    svg, _ = figure_svg(spec, telemetry)
+    svg, has_data = figure_svg(spec, telemetry)
+    if spec.optional and not has_data:
+        return ""
     return (
         f'<figure id="{spec.name}"><h2 id="{spec.name}-title">{html.escape(spec.title)}</h2>{svg}'
         f'<figcaption id="{spec.name}-caption">{html.escape(spec.caption)}</figcaption></figure>'

@@ -12,7 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deploy.telemetry import EvaluationPoint, Rate, Started, Telemetry, WeightsLoaded, read_telemetry
+from deploy.telemetry import EvaluationPoint, Rate, Started, Telemetry, Update, WeightsLoaded, read_telemetry
+from schemas.metrics import LAG_LABELS, lag_key
 
 ACCURACY_GOALS = (0.9,)
 """Held-out accuracies whose time is reported."""
@@ -79,24 +80,53 @@ def summarize(telemetry: Telemetry) -> dict[str, Any]:
 
 
 def token_counts(telemetry: Telemetry) -> dict[str, Any]:
-    """Tokens trained, tokens masked for their lag, tokens by lag, and the engine mismatch seen at lag 0."""
+    """Tokens trained, masked for their lag and rejected by the correction, tokens and mismatch by lag."""
     updates = telemetry.updates
     if not updates:
-        names = ("num_tokens_trained", "num_tokens_masked_lag", "lag_histogram", "mean_lag")
-        return dict.fromkeys((*names, "ess_fraction_min", "mismatch_lag0"))
+        names = ("num_tokens_trained", "num_tokens_masked_lag", "num_tokens_rejected", "lag_histogram", "mean_lag")
+        return dict.fromkeys((*names, "ess_fraction_min", "mismatch_lag0", "mismatch_by_lag"))
     histogram: Counter[int] = Counter()
     for line in updates:
         histogram.update(line.lag_histogram)
     num_tokens = histogram.total()
-    mismatches = [line.mismatch_lag0 for line in updates if line.mismatch_lag0 is not None]
+    mismatches = _values(updates, "mismatch_lag0")
     return {
         "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
         "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
+        "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
         "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
         "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), num_tokens),
-        "ess_fraction_min": min((line.ess_fraction for line in updates if line.ess_fraction is not None), default=None),
+        "ess_fraction_min": min(_values(updates, "ess_fraction"), default=None),
         "mismatch_lag0": float(np.mean(mismatches)) if mismatches else None,
+        "mismatch_by_lag": mismatch_by_lag(updates),
     }
+
+
+def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
+    """By lag bucket the run's tokens and their means of kl, k3_kl, chi2, weight_mean and masked_frac.
+
+    Each is the mean over the bucket's tokens of all updates; what was never measured is not there.
+    """
+    updates = list(updates)
+    found: dict[str, dict[str, float]] = {}
+    for label in LAG_LABELS:
+        num_tokens = sum(_values(updates, lag_key("num_tokens", label)))
+        if num_tokens:
+            found[label] = {"num_tokens": num_tokens}
+        for name in ("kl", "k3_kl", "chi2", "weight_mean", "masked_frac"):
+            total = measured = 0.0
+            for line in updates:
+                value = line.metrics.get(lag_key(name, label))
+                if value is not None:
+                    count = line.metrics[lag_key("num_tokens", label)]
+                    total, measured = total + count * value, measured + count
+            if measured:
+                found[label][name] = total / measured
+    return found
+
+
+def _values(updates: Iterable[Update], name: str) -> list[float]:
+    return [line.metrics[name] for line in updates if name in line.metrics]
 
 
 def time_to_accuracy(points: Iterable[EvaluationPoint], goal: float, start_s: float | None) -> float | None:
@@ -228,6 +258,9 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
         ("tokens by lag", lag_shares(s["lag_histogram"])),
         ("masked for lag", f"{_count(s['num_tokens_masked_lag'])} tokens"),
+        ("rejected", f"{_count(s['num_tokens_rejected'])} tokens, by the importance correction"),
+        ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
+        ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
         ("tokens sampled", f"{_count(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
         ("trainer's time", time_shares or NOTHING),
         (
@@ -249,6 +282,12 @@ def lag_shares(histogram: dict[str, int] | None) -> str:
     if not histogram or not total:
         return NOTHING
     return ", ".join(f"{lag}: {count / total:.1%}" for lag, count in histogram.items())
+
+
+def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
+    """`0: 1.2e-09, 1: 0.00031, 2-3: 0.0011`."""
+    values = {label: bucket[name] for label, bucket in (found or {}).items() if name in bucket}
+    return ", ".join(f"{label}: {value:.2g}" for label, value in values.items()) or NOTHING
 
 
 def _number(value: float | None) -> str:

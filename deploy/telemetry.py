@@ -18,7 +18,7 @@ class TelemetryError(ValueError):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch of `updates.jsonl`. Times are wall-clock seconds since the epoch; a metric without a value is None."""
+    """One batch of `updates.jsonl`. Times are wall-clock seconds since the epoch."""
 
     update: int
     policy_version: int
@@ -29,25 +29,22 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens_masked_lag: int
     num_groups_trained: int
     num_groups_skipped: int
-    reward: float | None = None
-    loss: float | None = None
-    entropy: float | None = None
-    kl: float | None = None
-    k3_kl: float | None = None
-    chi2: float | None = None
-    ess_fraction: float | None = None
-    clipped_frac: float | None = None
-    policy_clipped_frac: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    mismatch_lag0: float | None = None
-    """Mean |proximal - behavior| of the batch's tokens at lag 0, in nats."""
+    num_tokens_rejected: int = 0
+    """Tokens within the lag bound that the correction rejected."""
+    num_optimizer_steps: int = 0
+    steps_skipped: dict[str, int] = {}
+    """Optimizer steps not taken, by reason."""
     skipped_reason: str | None = None
     """Why the batch made no optimizer step."""
     queue_depth: int | None = None
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
+    metrics: dict[str, float] = {}
+    """Every other number of the line by its key there, such as `reward` or `kl/lag_2-3`; what is null is not here."""
+
+
+_UPDATE_FIELDS = frozenset(Update.__struct_fields__) - {"metrics"}
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +210,7 @@ def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
         if not row.strip():
             continue
         try:
-            records.append(msgspec.convert(_parse(row), kind, str_keys=True))
+            records.append(to_record(_parse(row), kind))
         except (json.JSONDecodeError, msgspec.ValidationError) as error:
             is_unfinished = isinstance(error, json.JSONDecodeError) and row.startswith("{")
             if is_unfinished and (number == len(rows) or not row.rstrip().endswith("}")):
@@ -221,6 +218,20 @@ def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
                 continue
             raise TelemetryError(f"{file}: line {number}: {error}; got {_shorten(row)}") from None
     return records, num_torn
+
+
+def to_record(line: Any, kind: type[Line] | Any) -> Line:
+    """One decoded JSON line as a record of `kind`.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    if kind is Update and isinstance(line, dict):
+        others = {key: value for key, value in line.items() if key not in _UPDATE_FIELDS}
+        numbers = {key: float(value) for key, value in others.items() if type(value) in (int, float)}
+        line = {key: value for key, value in line.items() if key in _UPDATE_FIELDS} | {"metrics": numbers}
+    record: Line = msgspec.convert(line, kind, str_keys=True)
+    return record
 
 
 def current_line(lines: Iterable[Update]) -> list[Update]:

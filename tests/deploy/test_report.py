@@ -4,11 +4,16 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from deploy.figures import FIGURES, PICTURE
+from deploy.figures import FIGURES, PICTURE, draw
 from deploy.report import write_picture, write_report
+from deploy.telemetry import Telemetry, read_telemetry
+from schemas.metrics import LAG_LABELS
 
 START_S = 1_760_000_000.0
 RUN_FILE = """
@@ -36,6 +41,39 @@ FINGERPRINT = {
 }
 
 
+def diagnostics(tokens: list[int], chance: random.Random) -> dict[str, float]:
+    """Numbers of a drift that grows with the lag; `tokens` by lag."""
+    found = {
+        "rollout_correction/kl": chance.gauss(2e-4, 4e-4),
+        "rollout_correction/k3_kl": abs(chance.gauss(6e-4, 2e-4)),
+        "rollout_correction/clipped_frac": abs(chance.gauss(2e-4, 2e-4)),
+        "chi2": abs(chance.gauss(1.3e-3, 5e-4)),
+        "ess_fraction": 1 - abs(chance.gauss(1.3e-3, 5e-4)),
+        "applied_ess_fraction": 1 - abs(chance.gauss(8e-4, 3e-4)),
+        "mismatch_lag0": 3e-6 * chance.random(),
+    }
+    counts = dict.fromkeys(LAG_LABELS, 0)
+    for lag, count in enumerate(tokens):
+        counts["0" if lag == 0 else "1" if lag == 1 else "2-3" if lag < 4 else "4-7"] += count
+    for label, variance in zip(LAG_LABELS, (1e-9, 1e-3, 2.5e-3, 6e-3, 2e-2), strict=True):
+        if counts[label]:
+            k3 = variance / 2 * chance.uniform(0.5, 1.5)
+            values = {
+                "num_tokens": float(counts[label]),
+                "kl": chance.gauss(k3, variance**0.5 / 10),
+                "k3_kl": k3,
+                "chi2": 2 * k3 * chance.uniform(0.8, 1.2),
+                "ess_fraction": 1 / (1 + 2 * k3),
+                "applied_ess_fraction": 1 / (1 + 1.5 * k3),
+                "weight_mean": 1 - 2 * k3 + chance.gauss(0, variance**0.5 / 10),
+                "masked_frac": 2.5 * k3,
+                "masked_frac_positive": 2 * k3,
+                "masked_frac_negative": 3 * k3,
+            }
+            found |= {f"{name}/lag_{label}": value for name, value in values.items()}
+    return found
+
+
 def update_line(k: int, chance: random.Random) -> dict:
     progress = 1 - math.exp(-k / 120)
     tokens = [int(700 * chance.uniform(0.1, 0.25)), int(700 * chance.uniform(0.5, 0.7)), 160, int(12 * chance.random())]
@@ -45,13 +83,10 @@ def update_line(k: int, chance: random.Random) -> dict:
         "time_s": START_S + 1.5 + 0.24 * k + 0.02 * chance.random(),
         "reward": min(1.0, 0.38 + 0.6 * progress + chance.gauss(0, 0.03)),
         "loss": chance.gauss(0, 0.01),
+        "reference_kl": 2e-4 * k * chance.uniform(0.9, 1.1),
         "entropy": 0.7 * math.exp(-k / 150) + 0.05 + chance.gauss(0, 0.01),
-        "kl": chance.gauss(2e-4, 4e-4),
-        "k3_kl": abs(chance.gauss(6e-4, 2e-4)),
-        "chi2": abs(chance.gauss(1.3e-3, 5e-4)),
-        "ess_fraction": 1 - abs(chance.gauss(1.3e-3, 5e-4)),
-        "clipped_frac": abs(chance.gauss(2e-4, 2e-4)),
         "policy_clipped_frac": 0.0,
+        **diagnostics(tokens[:3] if k % 50 else [*tokens[:3], 0, 40], chance),
         "grad_norm": 0.4 + chance.random() * 0.5 + (1.3 if k == 120 else 0),
         "learning_rate": 2e-4,
         "lag_histogram": {str(lag): count for lag, count in enumerate(tokens) if count},
@@ -206,6 +241,95 @@ def test_the_head_shows_the_key_figures(report: str) -> None:
     assert "300" in text and "2 producers" in text
 
 
+@pytest.fixture(scope="module")
+def telemetry(tmp_path_factory: pytest.TempPathFactory) -> Telemetry:
+    return read_telemetry(write_run(tmp_path_factory.mktemp("runs") / "demo", num_updates=60))
+
+
+def drawn(name: str, telemetry: Telemetry) -> list[Axes]:
+    spec = next(spec for spec in FIGURES if spec.name == name)
+    figure = Figure()
+    assert draw(spec, figure, telemetry)
+    return figure.axes
+
+
+@pytest.mark.parametrize(
+    ("figure", "names"),
+    [
+        ("ess-by-lag", ["ess_fraction", "applied_ess_fraction"]),
+        ("kl-by-lag", ["kl", "k3_kl"]),
+        ("chi2-by-lag", ["chi2"]),
+        ("weight-by-lag", ["weight_mean"]),
+        ("masked-by-lag", ["masked_frac_positive", "masked_frac_negative"]),
+    ],
+)
+def test_a_line_by_lag_is_the_running_mean_of_that_buckets_telemetry(
+    telemetry: Telemetry, figure: str, names: list[str]
+) -> None:
+    for ax, name in zip(drawn(figure, telemetry), names, strict=True):
+        lines = {line.get_label(): line for line in ax.lines if str(line.get_label()).startswith("lag ")}
+        # One batch of the run has tokens at lag 4 to 7, none has any beyond.
+        assert list(lines) == ["lag 0", "lag 1", "lag 2-3", "lag 4-7"]
+        for label, line in lines.items():
+            values = [update.metrics.get(f"{name}/{label.replace(' ', '_')}") for update in telemetry.updates]
+            expected = [mean_around(values, k, 1) if value is not None else math.nan for k, value in enumerate(values)]
+            assert list(line.get_xdata()) == [update.update for update in telemetry.updates]
+            assert list(line.get_ydata()) == pytest.approx(expected, nan_ok=True)
+        dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        (dot,) = dots
+        assert list(dot.get_xdata()) == [50]
+        assert list(dot.get_ydata()) == [telemetry.updates[49].metrics[f"{name}/lag_4-7"]]
+
+
+def mean_around(values: list, k: int, half: int) -> float:
+    return fmean(value for value in values[max(0, k - half) : k + half + 1] if value is not None)
+
+
+def test_the_points_against_lag_are_means_over_the_runs_tokens(telemetry: Telemetry) -> None:
+    (ax,) = drawn("mismatch-against-lag", telemetry)
+    k3, chi2 = ax.lines
+    assert [text.get_text() for text in ax.get_xticklabels()] == list(LAG_LABELS)
+    for line, name in ((k3, "k3_kl"), (chi2, "chi2")):
+        assert list(line.get_xdata()) == [0, 1, 2, 3]
+        for label, value in zip(LAG_LABELS, line.get_ydata(), strict=False):
+            pairs = [
+                (update.metrics[f"num_tokens/lag_{label}"], update.metrics[f"{name}/lag_{label}"])
+                for update in telemetry.updates
+                if f"{name}/lag_{label}" in update.metrics
+            ]
+            expected = sum(count * number for count, number in pairs) / sum(count for count, _ in pairs)
+            assert value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("figure", "names"),
+    [
+        ("ess-chi2", ["ess_fraction", "applied_ess_fraction", "chi2"]),
+        ("kl", ["rollout_correction/kl", "rollout_correction/k3_kl"]),
+        ("clip-fractions", ["rollout_correction/clipped_frac", "policy_clipped_frac"]),
+        ("reference-kl", ["reference_kl"]),
+    ],
+)
+def test_a_noisy_line_is_the_telemetry_itself(telemetry: Telemetry, figure: str, names: list[str]) -> None:
+    raw = [line for ax in drawn(figure, telemetry) for line in ax.lines[::2]]
+    assert len(raw) == len(names)
+    for line, name in zip(raw, names, strict=True):
+        assert list(line.get_ydata()) == [update.metrics[name] for update in telemetry.updates]
+
+
+def test_a_run_without_correction_shows_its_mismatch_just_as_well(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=6)
+    lines = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
+    applied = ("applied_", "weight_", "masked_", "reference_")
+    lines = [{key: value for key, value in line.items() if not key.startswith(applied)} for line in lines]
+    write_lines(folder / "updates.jsonl", lines)
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
+    assert figures == [spec.name for spec in FIGURES if not spec.optional]
+    empty = sum("no data in updates.jsonl" in text for text in page.texts)
+    assert empty == 2  # the weights applied, and what was rejected
+
+
 def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "demo", num_updates=5, producers=("<script>alert(1)</script>".replace("/", "_"), "$a$&b")
@@ -232,7 +356,7 @@ def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: 
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     text = " ".join(page.texts)
     assert "Missing files: run.toml, updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl." in text
-    assert text.count("no data in") == len(FIGURES)
+    assert text.count("no data in") == sum(not spec.optional for spec in FIGURES)
     assert "not finished: 0 updates" in text
 
 

@@ -81,6 +81,7 @@ def run_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "run.toml").write_text(RUN_FILE)
     last = update_line(3, lag_histogram={"1": 20, "2": 12, "10": 8}, num_tokens_trained=32, num_tokens_masked_lag=8)
+    last |= {"num_tokens_rejected": 5, "num_optimizer_steps": 1, "steps_skipped": {}}
     write_lines(folder / "updates.jsonl", [update_line(1), update_line(2), last])
     evaluations = [evaluation_line(0, 0.4, 1001.0), evaluation_line(1, 0.91, 1014.0), evaluation_line(3, 0.89, 1032.0)]
     write_lines(folder / "evaluations.jsonl", evaluations)
@@ -132,6 +133,8 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
         "num_duplicates_dropped": 1,
         "num_tokens_trained": 112,
         "num_tokens_masked_lag": 8,
+        "num_tokens_rejected": 5,
+        "mismatch_by_lag": {},
         "lag_histogram": {"0": 20, "1": 80, "2": 12, "10": 8},
         "mean_lag": (80 + 24 + 80) / 120,
         "ess_fraction_min": 0.97,
@@ -307,6 +310,27 @@ def test_the_engine_mismatch_at_lag_0_is_averaged_over_updates(run_folder: Path)
     lines = [update_line(1, mismatch_lag0=2e-6), update_line(2, mismatch_lag0=4e-6), update_line(3)]
     write_lines(run_folder / "updates.jsonl", lines)
     assert write_summary(run_folder)["mismatch_lag0"] == pytest.approx(3e-6)
+
+
+def test_mismatch_by_lag_is_the_mean_over_the_tokens_of_all_updates(run_folder: Path) -> None:
+    first = {"num_tokens/lag_0": 10, "k3_kl/lag_0": 1e-3, "kl/lag_0": 0.0, "num_tokens/lag_2-3": 4, "chi2/lag_2-3": 0.5}
+    second = {"num_tokens/lag_0": 30, "k3_kl/lag_0": 5e-3, "kl/lag_0": None, "weight_mean/lag_0": 0.75}
+    write_lines(run_folder / "updates.jsonl", [update_line(1, **first), update_line(2, **second), update_line(3)])
+    summary = write_summary(run_folder)
+    assert list(summary["mismatch_by_lag"]) == ["0", "2-3"]
+    fresh, older = summary["mismatch_by_lag"].values()
+    assert fresh == pytest.approx({"num_tokens": 40, "kl": 0.0, "k3_kl": 4e-3, "weight_mean": 0.75})
+    assert older == {"num_tokens": 4, "chi2": 0.5}
+    assert "0: 0.004" in table(summary) and "2-3: 0.5" in table(summary)
+
+
+def test_an_update_holds_every_number_of_its_line_by_its_name(run_folder: Path) -> None:
+    numbers = {"rollout_correction/kl": 2e-4, "kl/lag_8+": 1, "of_my_own_objective": -3.5}
+    others = {"loss": None, "note": "text", "phase_s": {"forward": 1.0}, "flag": True, "steps_skipped": {"why": 2}}
+    write_lines(run_folder / "updates.jsonl", [update_line(1, **numbers, **others)])
+    (update,) = read_telemetry(run_folder).updates
+    assert update.metrics == numbers | {"reward": 0.5, "ess_fraction": 0.99}
+    assert update.steps_skipped == {"why": 2} and update.queue_depth == 2
 
 
 def table(summary: dict) -> str:
