@@ -1,11 +1,13 @@
 """Attention over packed rows: one sequence without padding outside, causal rows that never see each other inside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IMPLEMENTATION = "penstock_packed"
@@ -22,17 +24,27 @@ class PackedLayout:
     """Where each row's tokens lie among the N packed tokens.
 
     Packed tokens are each row's own and, once for all rows that begin with it, a shared prefix. A bucket is a rectangle
-    [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads.
+    [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads. The
+    unpadded form holds the same rows one behind the other, S tokens.
 
     buckets: int64 tensors, packed indices, each [B_i, T_i].
     slots: [N] int64, for each packed token one place in the flattened, concatenated buckets that holds it.
+    row_tokens: [S] int64, packed indices, row after row.
+    row_bounds: [R + 1] int32, where rows begin and end in `row_tokens`.
+    row_slots: [N] int64, for each packed token one place in `row_tokens` that holds it.
+    longest: tokens of the longest row.
     """
 
     buckets: tuple[Tensor, ...]
     slots: Tensor
+    row_tokens: Tensor
+    row_bounds: Tensor
+    row_slots: Tensor
+    longest: int
 
     def to(self, device: torch.device) -> "PackedLayout":
-        return PackedLayout(tuple(b.to(device, non_blocking=True) for b in self.buckets), self.slots.to(device))
+        moved = {name: getattr(self, name).to(device) for name in ("slots", "row_tokens", "row_bounds", "row_slots")}
+        return replace(self, buckets=tuple(b.to(device, non_blocking=True) for b in self.buckets), **moved)
 
 
 class AttentionCalls:
@@ -50,8 +62,8 @@ def make_layout(
     Row r is `prefix_lengths[r]` packed tokens from `prefix_starts[r]`, then `lengths[r] - prefix_lengths[r]` from
     `own_starts[r]`. All arguments int64 [R]; `lengths` descends.
     """
-    slots = np.empty(num_packed, dtype=np.int64)
-    buckets, used = [], 0
+    slots, row_slots = np.empty((2, num_packed), dtype=np.int64)
+    buckets, row_tokens, used, used_rows = [], [], 0, 0
     for first, last in _bucket_bounds(lengths):
         rows = slice(first, last)
         columns = np.arange(lengths[first])[None]
@@ -60,10 +72,21 @@ def make_layout(
         real = columns < lengths[rows, None]
         indices = np.where(real, indices, indices[:, :1])
         # A shared token stands in several rows; its outputs there are equal, and the last place wins.
-        slots[indices[real]] = used + np.flatnonzero(real)
+        tokens = indices[real]
+        slots[tokens] = used + np.flatnonzero(real)
+        row_slots[tokens] = used_rows + np.arange(len(tokens))
         buckets.append(torch.from_numpy(indices))
+        row_tokens.append(tokens)
         used += indices.size
-    return PackedLayout(tuple(buckets), torch.from_numpy(slots))
+        used_rows += len(tokens)
+    return PackedLayout(
+        buckets=tuple(buckets),
+        slots=torch.from_numpy(slots),
+        row_tokens=torch.from_numpy(np.concatenate(row_tokens)),
+        row_bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+        row_slots=torch.from_numpy(row_slots),
+        longest=int(lengths[0]),
+    )
 
 
 def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -110,21 +133,50 @@ def packed_attention(
         raise NotImplementedError("packed attention: logit soft-capping and attention sinks are not supported")
     calls.count += 1
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        packed = _unpadded(flat, layout, query.shape[3], scaling, sliding_window)
+    else:
+        packed = _in_rectangles(flat, layout, query.shape[3], scaling, sliding_window)
+    return packed.view(1, -1, query.shape[1], value.shape[3]), None
+
+
+def _in_rectangles(
+    flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """Scaled dot-product attention over the padded buckets; flat: query, key, value [N, heads * head_dim]."""
     outputs = []
     for indices in layout.buckets:
         longest = indices.shape[1]
-        # An embedding lookup, since its backward adds rows in a fixed order and is far faster than index_add on CPU.
-        q, k, v = (F.embedding(indices, states).unflatten(2, (-1, query.shape[3])).transpose(1, 2) for states in flat)
+        q, k, v = (_rows(indices, states, head_dim).transpose(1, 2) for states in flat)
         band = None
         if sliding_window is not None and longest > sliding_window:
-            ones = torch.ones(longest, longest, dtype=torch.bool, device=query.device)
+            ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
             band = ones.tril() & ~ones.tril(-sliding_window)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-    packed = F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-    return packed.view(1, -1, query.shape[1], value.shape[3]), None
+    return F.embedding(layout.slots, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+
+def _unpadded(
+    flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """Flash attention over rows of different lengths, which exists for 16-bit floats on CUDA only."""
+    q, k, v = (_rows(layout.row_tokens, states, head_dim) for states in flat)
+    attended: Any = varlen_attn(
+        q, k, v, layout.row_bounds, layout.row_bounds, layout.longest, layout.longest, scale=scaling,
+        # A token sees itself and so many before it; -1 is all of them.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return F.embedding(layout.row_slots, attended.flatten(1))
+
+
+def _rows(indices: Tensor, states: Tensor, head_dim: int) -> Tensor:
+    """[*indices, heads, head_dim]. An embedding lookup, since its backward adds rows in a fixed order and is far faster
+    than index_add on CPU."""
+    return F.embedding(indices, states).unflatten(-1, (-1, head_dim))
 
 
 # No mask function is registered beside it: without one transformers builds no mask.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ class MicroBatch:
     lag: [M] int64 optimizer steps.
     loss_mask: [M] bool, lag within the bound.
     row_ids: [M] int64, ascending.
+    support: the tokens that the sampler chose from, where it left some out (top-k, top-p); None where it never did.
     """
 
     token_ids: Tensor
@@ -43,24 +45,55 @@ class MicroBatch:
     lag: Tensor
     loss_mask: Tensor
     row_ids: Tensor
+    support: "Support | None" = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
             return self
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
+
+
+@dataclass(frozen=True)
+class Support:
+    """For each of M sampled tokens the ids that its sampler kept.
+
+    kept: [K] int64, the ids of one token after the other's. counts: [M] int64, how many each has; 0 stands for the
+    whole vocabulary.
+    """
+
+    kept: Tensor
+    counts: Tensor
+
+    def to(self, device: torch.device) -> "Support":
+        return Support(self.kept.to(device), self.counts.to(device))
+
+    def mask(self, vocabulary: int) -> Tensor:
+        """[M, vocabulary] bool, True where the token could be sampled."""
+        mask = (self.counts == 0)[:, None].repeat(1, vocabulary)
+        rows = torch.arange(len(self.counts), device=mask.device).repeat_interleave(self.counts)
+        mask[rows, self.kept] = True
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """The groups of one optimizer step: forward passes, and the denominators of the loss."""
+
+    microbatches: tuple[MicroBatch, ...]
+    indexes: tuple[int, ...]
+    """The released task indexes in it."""
+    num_tokens: int
+    """Sampled tokens of every group, masked and skipped ones included: the token-level denominator."""
+    num_rollouts: int
+    """Of every group: the rollout-level denominator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One update's worth of groups. Token counts are of sampled tokens."""
 
-    microbatches: tuple[MicroBatch, ...]
-    indexes: tuple[int, ...]
-    """The released task indexes in it."""
-    num_tokens: int
-    """Of every group, masked and skipped ones included: the token-level denominator."""
-    num_rollouts: int
-    """Of every group: the rollout-level denominator."""
+    minibatches: tuple[MiniBatch, ...]
     num_tokens_trained: int
     """Unmasked tokens of the groups with variance."""
     num_tokens_masked_lag: int
@@ -73,6 +106,16 @@ class Batch:
     """Tokens by lag, of the groups with variance, masked ones included, ascending."""
     reward_mean: float
     """Over every rollout of every group."""
+
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        """The released task indexes, in order of arrival."""
+        return tuple(index for minibatch in self.minibatches for index in minibatch.indexes)
+
+    @property
+    def microbatches(self) -> tuple[MicroBatch, ...]:
+        """The forward passes of one epoch, in order."""
+        return tuple(microbatch for minibatch in self.minibatches for microbatch in minibatch.microbatches)
 
 
 @dataclass(frozen=True)
@@ -98,11 +141,7 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
         vocabulary: rows of the model's head; token ids must be below.
     """
     sampling = group.sampling
-    if sampling.top_p != 1.0 or sampling.top_k not in (0, -1):
-        raise RecordError(
-            f"group {group.index}: sampled with top_p {sampling.top_p} and top_k {sampling.top_k}; the trainer "
-            "reproduces top_p 1.0 and top_k 0 only"
-        )
+    truncated = sampling.top_p != 1.0 or sampling.top_k not in (0, -1)
     for rollout in group.rollouts:
         for segment in rollout.segments:
             largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
@@ -110,6 +149,17 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
                 raise RecordError(
                     f"group {group.index}: token id {largest}, expected less than the model's vocabulary of "
                     f"{vocabulary}"
+                )
+            if truncated and segment.sampling_mask is None:
+                raise RecordError(
+                    f"group {group.index}: sampled with top_p {sampling.top_p} and top_k {sampling.top_k} and no "
+                    "sampling_mask; the trainer reproduces top_p 1.0 and top_k 0 only, or needs the ids that were kept"
+                )
+            kept = np.frombuffer(b"".join(segment.sampling_mask or ()), dtype=np.int32).max(initial=0)
+            if kept >= vocabulary:
+                raise RecordError(
+                    f"group {group.index}: sampling_mask holds token id {kept}, expected less than the model's "
+                    f"vocabulary of {vocabulary}"
                 )
             if segment.loss_mask and segment.loss_mask[0][0] == 0:
                 raise RecordError(
@@ -119,6 +169,8 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
 
 def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
+
+    They are split in their order into `trainer.num_minibatches` parts of one optimizer step each.
 
     Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
     denominators, which changes nothing but the cost. Tokens older than the lag bound are masked; a row with nothing
@@ -133,30 +185,61 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
         RecordError: a row without context.
     """
     lags = _cached(lag_of)
-    trained = [group for group in groups if has_variance(group)]
-    rows = [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)]
+    parts = [_rows_of(part, lags, config) for part in _parts(groups, config.trainer.num_minibatches)]
+    rows = [row for part in parts for row in part.rows]
     histogram: dict[int, int] = {}
     for row in rows:
         for lag, count in row.lags:
             histogram[lag] = histogram.get(lag, 0) + count
     masked = sum(count for lag, count in histogram.items() if lag > config.lag_bound)
-    alive = [row for row in rows if any(lag <= config.lag_bound for lag, _ in row.lags)]
+    num_trained = sum(has_variance(group) for group in groups)
     rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
     return Batch(
-        microbatches=tuple(
-            _pack_rows(part, config.lag_bound) for part in _split(alive, config.trainer.tokens_per_microbatch)
-        ),
-        indexes=tuple(group.index for group in groups),
-        num_tokens=sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts),
-        num_rollouts=len(rewards),
+        minibatches=tuple(_pack_part(part, config) for part in parts),
         num_tokens_trained=sum(histogram.values()) - masked,
         num_tokens_masked_lag=masked,
-        num_groups_trained=len(trained),
-        num_groups_skipped=len(groups) - len(trained),
-        num_rows=len(alive),
+        num_groups_trained=num_trained,
+        num_groups_skipped=len(groups) - num_trained,
+        num_rows=sum(_alive(row, config.lag_bound) for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The groups of a mini-batch and the rows of those that have variance."""
+
+    groups: Sequence[RolloutGroup]
+    rows: list[_Row]
+
+
+def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[RolloutGroup]]:
+    """`count` consecutive parts whose sizes differ by one at most; fewer where there are fewer groups."""
+    bounds = [len(groups) * n // count for n in range(count + 1)]
+    return (groups[start:end] for start, end in pairwise(bounds) if end > start)
+
+
+def _rows_of(groups: Sequence[RolloutGroup], lags: Callable[[int], int | None], config: RunConfig) -> _Part:
+    trained = [group for group in groups if has_variance(group)]
+    return _Part(groups, [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)])
+
+
+def _pack_part(part: _Part, config: RunConfig) -> MiniBatch:
+    alive = [row for row in part.rows if _alive(row, config.lag_bound)]
+    rollouts = [rollout for group in part.groups for rollout in group.rollouts]
+    return MiniBatch(
+        microbatches=tuple(
+            _pack_rows(rows, config.lag_bound) for rows in _split(alive, config.trainer.tokens_per_microbatch)
+        ),
+        indexes=tuple(group.index for group in part.groups),
+        num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
+        num_rollouts=len(rollouts),
+    )
+
+
+def _alive(row: _Row, lag_bound: int) -> bool:
+    return any(lag <= lag_bound for lag, _ in row.lags)
 
 
 def _cached(lag_of: Lags) -> Callable[[int], int | None]:
@@ -259,7 +342,18 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         lag=torch.from_numpy(lag),
         loss_mask=torch.from_numpy(lag <= lag_bound),
         row_ids=torch.from_numpy(row_ids),
+        support=_support([row.segment for row in rows]),
     )
+
+
+def _support(segments: list[Segment]) -> Support | None:
+    if all(segment.sampling_mask is None for segment in segments):
+        return None
+    entries = [
+        entry for segment in segments for entry in (segment.sampling_mask or (b"",) * segment.num_sampled_tokens)
+    ]
+    kept = np.frombuffer(b"".join(entries), dtype=np.int32).astype(np.int64)
+    return Support(torch.from_numpy(kept), torch.tensor([len(entry) // 4 for entry in entries]))
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

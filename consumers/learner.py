@@ -1,22 +1,23 @@
-"""The trainer's model and optimizer: one batch in, one optimizer step, weights out."""
+"""The trainer's model and optimizer: one batch in, its optimizer steps taken, weights out."""
 
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from consumers.batch import Batch, MicroBatch
-from consumers.diagnostics import diagnose
-from consumers.fp32_head import selected_logprobs
-from consumers.importance import correct
-from consumers.interfaces import LossInputs, Objective
+from consumers.batch import Batch, MicroBatch, MiniBatch
+from consumers.diagnostics import MismatchSums
+from consumers.fp32_head import enable_onednn_matmul
+from consumers.interfaces import Objective
+from consumers.mismatch_terms import Level
 from consumers.model import PackedModel, choose_device
-from schemas.config import ConfigError, RunConfig
+from consumers.scoring import FirstRead, Scored, Scorer
+from schemas.config import ConfigError, CorrectionConfig, RunConfig
 from schemas.plug import construct
 
 NOTHING_TO_TRAIN = "nothing left to train"
@@ -27,10 +28,14 @@ NOTHING_TO_TRAIN = "nothing left to train"
 class StepReport:
     """What one batch did.
 
-    metrics: always reward, learning_rate, loss, grad_norm; with unmasked tokens also entropy, the names of
-        `diagnostics.diagnose` and the objective's own (`policy_clipped_frac`). Those of a skipped step may be NaN or
-        infinite.
-    skipped_reason: why no optimizer step was taken; None where it was.
+    metrics: always reward, learning_rate, loss, grad_norm (means over the optimizer steps taken); with unmasked tokens
+        also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the names of
+        `MismatchSums.metrics`, of the first epoch. Those of a skipped step may be NaN or infinite.
+    num_tokens_rejected: within the lag bound, but given no weight by the correction in the first epoch.
+    num_optimizer_steps: steps taken.
+    skipped_reason: why no optimizer step was taken; None where one was.
+    steps_skipped: how many were not taken, by reason.
+    failed: the index of each group that no step was taken for, since loss or gradient were not finite, and why.
     phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
         started them, and the phase that waits is charged.
     """
@@ -39,37 +44,54 @@ class StepReport:
     lag_histogram: dict[int, int]
     num_tokens_trained: int
     num_tokens_masked_lag: int
+    num_tokens_rejected: int = 0
+    num_optimizer_steps: int = 0
     skipped_reason: str | None = None
+    steps_skipped: dict[str, int] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
     phase_s: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The detached per-token results of one micro-batch; M sampled tokens."""
+@dataclass
+class _Steps:
+    """Adds up what the optimizer steps of one batch found."""
 
-    loss: Tensor
-    proximal_logprobs: Tensor
-    behavior_logprobs: Tensor
-    weights: Tensor
-    entropy: Tensor
-    lag_of_row: Tensor
-    loss_mask: Tensor
-    keep_mask: Tensor
-    metrics: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Mini-batch by its place in the batch, and why its loss or gradient was not finite."""
+    trained: set[int] = field(default_factory=set)
+    """Mini-batches that a step was taken for."""
+    mismatch: MismatchSums | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Over the unmasked tokens of every step; `num_tokens_rejected` of the first epoch only."""
+
+    def add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def means(self) -> dict[str, float]:
+        """Loss and gradient norm over the steps taken; over all where none was."""
+        which = [n for n, taken in enumerate(self.taken) if taken] or range(len(self.taken))
+        columns = {"loss": self.losses, "grad_norm": self.grad_norms}
+        return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
 
 
 class Learner:
     """Owns the float32 masters, the optimizer and the objective. Knows nothing of Redis or files it is not handed.
 
     The forward pass runs on the weights that are published: rounded to `model.dtype`, gradients straight through to the
-    masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`.
+    masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`, and
+    with `trainer.cpu_matmul` how the process multiplies matrices.
 
     Args:
         num_updates: batches the learning rate's decay is laid out for; None takes `config.num_updates`.
 
     Raises:
         ConfigError: no such model, a device that is not there, an objective that does not fit, settings that the
-            trainer cannot reproduce.
+            trainer cannot reproduce or that would count one gap twice.
     """
 
     def __init__(self, config: RunConfig, *, num_updates: int | None = None) -> None:
@@ -80,17 +102,19 @@ class Learner:
         """Batches seen, those with nothing left to train included, failed ones not: the learning rate follows it."""
         self._num_updates = num_updates if num_updates is not None else config.num_updates
         self._check(config)
-        self.objective: Objective = construct(config.objective, "objective", Objective)
         trainer = config.trainer
         self.device = choose_device(trainer.device)
         if self.device.type == "cpu":
             torch.set_num_threads(trainer.num_threads)
+            if trainer.cpu_matmul == "onednn":
+                enable_onednn_matmul()
         self.model = PackedModel(
             config.model.path,
             config.model.dtype,
             self.device,
             gradient_checkpointing=trainer.gradient_checkpointing,
         )
+        self.scorer = Scorer(config, self.model, construct(config.objective, "objective", Objective), self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=trainer.learning_rate,
@@ -100,51 +124,49 @@ class Learner:
         )
 
     def step(self, batch: Batch) -> StepReport:
-        """Forward, loss and backward over the micro-batches, then one clipped AdamW step.
+        """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
 
-        Loss and gradient add up over the micro-batches in their order: equal batch and state give equal bits on CPU.
-        A loss or gradient norm that is not finite, or a batch with every token masked or rejected, leaves the model as
-        it was.
+        The proximal policy is the one before the first of these steps. Loss and gradient add up over the micro-batches
+        in their order: equal batch and state give equal bits on CPU. A mini-batch whose loss or gradient norm is not
+        finite, or in which every token is masked or rejected, leaves the model as it was.
 
         Every group must have passed `check_trainable` with the model's vocabulary.
         """
-        phases = _Phases()
+        phases, steps = _Phases(), _Steps()
         learning_rate = self._learning_rate()
-        scored = []
-        self.optimizer.zero_grad()
-        for cpu_microbatch in batch.microbatches:
-            loss, part = self._score(cpu_microbatch.to(self.device), batch)
-            phases.end("forward")
-            loss.backward()
-            phases.end("backward")
-            scored.append(part)
-        grad_norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self.model.parameters() if p.grad is not None], foreach=True
-        )
-        total_loss = torch.stack([part.loss for part in scored]).sum() if scored else torch.zeros(())
-        metrics = {
-            "reward": batch.reward_mean,
-            "learning_rate": learning_rate,
-            "loss": total_loss.item(),
-            "grad_norm": grad_norm.item(),
+        reads = self.scorer.read(batch)
+        phases.end("forward")
+        for epoch in range(self.config.trainer.num_epochs):
+            for place, minibatch in enumerate(batch.minibatches):
+                if place not in steps.failed:
+                    self._train(place, minibatch, reads[place], learning_rate, steps, phases, first=epoch == 0)
+        failed = {
+            index: reason
+            for place, reason in steps.failed.items()
+            if place not in steps.trained
+            for index in batch.minibatches[place].indexes
         }
-        skipped = _reason_to_skip(scored, metrics["loss"], metrics["grad_norm"])
-        if skipped is None:
-            self._update(learning_rate, grad_norm)
-            self.num_steps += 1
+        skipped = None if steps.trained else next(iter(failed.values()), NOTHING_TO_TRAIN)
         if skipped in (None, NOTHING_TO_TRAIN):
             self.num_batches += 1
-        self.optimizer.zero_grad()
-        phases.end("optimizer")
-        if batch.num_tokens_trained:
-            metrics |= _token_metrics(scored, self.config.correction.threshold)
+        metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **steps.means()}
+        sums = {name: value.item() for name, value in steps.sums.items()}
+        num_tokens, num_rejected = sums.pop("num_tokens", 0), sums.pop("num_tokens_rejected", 0)
+        if num_tokens:
+            metrics |= {name: value / num_tokens for name, value in sums.items()}
+        if steps.mismatch is not None:
+            metrics |= steps.mismatch.metrics()
         phases.end("diagnostics")
         return StepReport(
             metrics=metrics,
             lag_histogram=batch.lag_histogram,
             num_tokens_trained=batch.num_tokens_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
+            num_tokens_rejected=int(num_rejected),
+            num_optimizer_steps=sum(steps.taken),
             skipped_reason=skipped,
+            steps_skipped=dict(steps.skipped),
+            failed=failed,
             phase_s=phases.seconds,
         )
 
@@ -153,8 +175,7 @@ class Learner:
         """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken."""
         found = []
         for cpu_microbatch in batch.microbatches:
-            microbatch = cpu_microbatch.to(self.device)
-            found.append(self._logprobs(microbatch)[0])
+            found.append(self.scorer.logprobs(cpu_microbatch.to(self.device))[0])
         return found
 
     def published_weights(self) -> dict[str, Tensor]:
@@ -205,54 +226,66 @@ class Learner:
                 "trainer's head is float32, and on one side only it widens the gap; expected 'float32'"
             )
 
-    def _score(self, microbatch: MicroBatch, batch: Batch) -> tuple[Tensor, _Scored]:
-        """The micro-batch's share of the loss, under gradient, and its detached per-token values."""
-        current, entropy = self._logprobs(microbatch)
-        # One optimizer step a batch: the current policy is still the proximal one, so this is its recomputation.
-        proximal = current.detach()
-        correction = correct(
-            proximal,
+    def _train(
+        self,
+        place: int,
+        minibatch: MiniBatch,
+        reads: list[FirstRead],
+        learning_rate: float,
+        steps: _Steps,
+        phases: "_Phases",
+        *,
+        first: bool,
+    ) -> None:
+        """One optimizer step, unless there is a reason against it."""
+        scored = []
+        self.optimizer.zero_grad()
+        for cpu_microbatch, read in zip(minibatch.microbatches, reads, strict=True):
+            microbatch = cpu_microbatch.to(self.device)
+            loss, part = self.scorer.score(microbatch, minibatch, read)
+            phases.end("forward")
+            loss.backward()
+            phases.end("backward")
+            scored.append(part)
+            if first:
+                self._diagnose(microbatch, part, steps)
+                phases.end("diagnostics")
+            entropy = torch.where(microbatch.loss_mask, part.entropy, part.entropy.new_zeros(())).sum()
+            steps.add(num_tokens=microbatch.loss_mask.sum(), entropy=entropy, **part.metrics)
+        grad_norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.model.parameters() if p.grad is not None], foreach=True
+        )
+        total_loss = torch.stack([part.loss for part in scored]).sum() if scored else torch.zeros(())
+        steps.losses.append(total_loss.item())
+        steps.grad_norms.append(grad_norm.item())
+        skipped = _reason_to_skip(scored, steps.losses[-1], steps.grad_norms[-1])
+        steps.taken.append(skipped is None)
+        if skipped is None:
+            self._update(learning_rate, grad_norm)
+            self.num_steps += 1
+            steps.trained.add(place)
+        else:
+            steps.skipped[skipped] += 1
+            if skipped != NOTHING_TO_TRAIN:
+                steps.failed[place] = skipped
+        self.optimizer.zero_grad()
+        phases.end("optimizer")
+
+    def _diagnose(self, microbatch: MicroBatch, scored: Scored, steps: _Steps) -> None:
+        found = MismatchSums.of_packed(
+            scored.proximal_logprobs,
             microbatch.behavior_logprobs,
             microbatch.loss_mask,
-            microbatch.lag,
-            self.config.correction,
+            microbatch.row_ids,
+            weights=scored.correction.weights,
+            keep_mask=scored.correction.keep_mask,
+            lag=microbatch.lag,
+            threshold=self.config.correction.threshold,
             advantages=microbatch.advantages,
-            current_logprobs=proximal,
+            level=_level(self.config.correction),
         )
-        outputs = self.objective(
-            LossInputs(
-                current_logprobs=current,
-                proximal_logprobs=proximal,
-                behavior_logprobs=microbatch.behavior_logprobs,
-                importance_weights=correction.weights,
-                advantages=microbatch.advantages,
-                loss_mask=correction.keep_mask,
-                entropy=entropy,
-                row_ids=microbatch.row_ids,
-                rollout_tokens=microbatch.rollout_tokens,
-                denominator=float(batch.num_tokens),
-                num_rollouts=batch.num_rollouts,
-            )
-        )
-        scored = _Scored(
-            loss=outputs.loss.detach(),
-            proximal_logprobs=proximal,
-            behavior_logprobs=microbatch.behavior_logprobs,
-            weights=correction.weights,
-            entropy=entropy.detach(),
-            lag_of_row=_oldest_of_row(microbatch.lag, microbatch.row_ids),
-            loss_mask=microbatch.loss_mask,
-            keep_mask=correction.keep_mask,
-            metrics=outputs.metrics,
-        )
-        return outputs.loss, scored
-
-    def _logprobs(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs of the sampled tokens and entropies, [M] float32 each."""
-        hidden, head = self.model.forward(microbatch)
-        return selected_logprobs(
-            F.embedding(microbatch.predicting, hidden), head, microbatch.targets, microbatch.temperature
-        )
+        steps.mismatch = found if steps.mismatch is None else steps.mismatch.merge(found)
+        steps.add(num_tokens_rejected=(microbatch.loss_mask & ~scored.correction.keep_mask).sum())
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer
@@ -285,37 +318,16 @@ class _Phases:
         self._mark = now
 
 
-def _reason_to_skip(scored: list[_Scored], loss: float, grad_norm: float) -> str | None:
-    if not any(part.keep_mask.any() for part in scored):
+def _level(correction: CorrectionConfig) -> Level:
+    """What the correction holds against its threshold."""
+    return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
+
+
+def _reason_to_skip(scored: list[Scored], loss: float, grad_norm: float) -> str | None:
+    if not any(part.correction.keep_mask.any() for part in scored):
         return NOTHING_TO_TRAIN
     if not math.isfinite(loss):
         return "loss is not finite"
     if not math.isfinite(grad_norm):
         return "gradient norm is not finite"
     return None
-
-
-def _oldest_of_row(lag: Tensor, row_ids: Tensor) -> Tensor:
-    """[M] the largest lag in each token's row."""
-    rows = int(row_ids[-1]) + 1 if len(row_ids) else 0
-    return lag.new_zeros(rows).scatter_reduce(0, row_ids, lag, "amax")[row_ids]
-
-
-def _token_metrics(scored: list[_Scored], threshold: float) -> dict[str, float]:
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in scored])
-
-    mask = joined("loss_mask")
-    count = mask.sum()
-    sums: dict[str, Tensor] = {}
-    for part in scored:
-        for name, value in part.metrics.items():
-            sums[name] = sums.get(name, torch.zeros_like(value)) + value
-    metrics = {name: (value / count).item() for name, value in sums.items()}
-    metrics["entropy"] = (torch.where(mask, joined("entropy"), 0.0).sum() / count).item()
-    proximal, behavior = joined("proximal_logprobs"), joined("behavior_logprobs")
-    # In a row that began under older weights even a fresh token saw keys and values of theirs.
-    fresh = torch.cat([part.lag_of_row == 0 for part in scored]) & mask
-    if fresh.any():
-        metrics["mismatch_lag0"] = (proximal - behavior)[fresh].abs().mean().item()
-    return metrics | diagnose(proximal, behavior, joined("weights"), mask, threshold)

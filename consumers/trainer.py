@@ -60,8 +60,8 @@ class Trainer:
         self._ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
         self._num_batches = state.num_batches
         self._counters: dict[str, int | float] = {
-            "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_steps_skipped": 0, "train_s": 0.0,
-            "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
+            "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
+            "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
         }  # fmt: skip
         self._committed_at = -1
         self._parent_version = state.policy_version
@@ -161,11 +161,12 @@ class Trainer:
     def _settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         for group in groups:
             del self._reader.hand[group.index]
+        failed = [group for group in groups if group.index in report.failed]
+        if failed:
+            self._settlement.kill_batch(failed, report.failed[failed[0].index])
         if report.skipped_reason in (None, NOTHING_TO_TRAIN):
-            self._settlement.settle_batch(groups)
+            self._settlement.settle_batch([group for group in groups if group.index not in report.failed])
             self._num_batches += 1
-        else:
-            self._settlement.kill_batch(groups, report.skipped_reason)
 
     def _settle_refused(self) -> None:
         self._settlement.settle_refused(self._reader.take_refused(), self._reader.num_received)
@@ -218,7 +219,8 @@ class Trainer:
         counters = self._counters
         counters["num_tokens_trained"] += report.num_tokens_trained
         counters["num_tokens_masked_lag"] += report.num_tokens_masked_lag
-        counters["num_steps_skipped"] += report.skipped_reason is not None
+        counters["num_tokens_rejected"] += report.num_tokens_rejected
+        counters["num_steps_skipped"] += sum(report.steps_skipped.values())
         counters["train_s"] += step_s
         counters["last_update_s"] = time.time()
         first_claimed_s = min(group.timings.claimed_s for group in groups)
@@ -233,6 +235,9 @@ class Trainer:
             "lag_histogram": {str(lag): count for lag, count in sorted(report.lag_histogram.items())},
             "num_tokens_trained": report.num_tokens_trained,
             "num_tokens_masked_lag": report.num_tokens_masked_lag,
+            "num_tokens_rejected": report.num_tokens_rejected,
+            "num_optimizer_steps": report.num_optimizer_steps,
+            "steps_skipped": report.steps_skipped,
             "num_groups_trained": batch.num_groups_trained,
             "num_groups_skipped": batch.num_groups_skipped,
             "queue_depth": len(self._reader.hand),

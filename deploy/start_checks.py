@@ -55,10 +55,11 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless the objective can be made and fits its Protocol. Imports torch."""
+    """Raises ConfigError unless the objective can be made, fits its Protocol and the correction. Imports torch."""
+    from consumers import scoring
     from consumers.interfaces import Objective
 
-    construct(config.objective, "objective", Objective)
+    scoring.check_objective(config, construct(config.objective, "objective", Objective))
 
 
 def _check_model(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from training_groups import VOCABULARY, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -68,6 +69,33 @@ LENGTHS = [13, 12, 7, 7, 5, 2, 1, 1]
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
+def _flash_attention_row_by_row(q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size, enable_gqa):
+    """What torch's varlen_attn is documented to compute, which on CPU it does not."""
+    assert torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
+    assert longest == longest_key == int(bounds.diff().max())
+    before, after = window_size
+    assert after == 0
+    rows = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if before >= 0:
+            seen = seen.triu(-before)
+        heads = (states[start:end].transpose(0, 1) for states in (q, k, v))
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        rows.append(attended.transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture(params=["rectangles", "unpadded"])
+def form(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the attention; the one for CUDA on a stand-in for its kernel."""
+    if request.param == "unpadded":
+        monkeypatch.setattr(attention, "varlen_attn", _flash_attention_row_by_row)
+        monkeypatch.setattr(attention, "_in_rectangles", attention._unpadded)
+    return request.param
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize("one_bucket", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, SLIDING], ids=["grouped", "full", "sliding"])
@@ -122,6 +150,27 @@ def test_padding_inside_a_bucket_is_bounded(monkeypatch) -> None:
     assert sorted(len(row) for bucket in layout.buckets for row in bucket) == sorted(
         bucket.shape[1] for bucket in layout.buckets for _ in bucket
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
+    lengths, shared = LENGTHS[:5], 2
+    *_, layout, _ = _pack(_random_rows(lengths, shared), shared)
+    layout = layout.to(torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    flat = [
+        torch.randn(len(layout.slots), heads * 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    results = []
+    for attend in (attention._unpadded, attention._in_rectangles):
+        attended = attend(flat, layout, 64, 0.125, window)
+        results.append((attended, torch.autograd.grad(attended.float().square().sum(), flat)))
+    (got, got_grads), (wanted, wanted_grads) = results
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got_grads, wanted_grads, rtol=5e-2, atol=5e-2)
 
 
 def test_soft_capping_and_sinks_are_refused() -> None:

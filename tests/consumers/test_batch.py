@@ -55,7 +55,7 @@ def test_every_sampled_token_finds_its_prediction_its_target_and_its_numbers() -
         strict=True,
     )
     assert sorted(got) == sorted(wanted)
-    assert batch.num_tokens == batch.num_tokens_trained == len(wanted)
+    assert batch.minibatches[0].num_tokens == batch.num_tokens_trained == len(wanted)
 
 
 def test_rows_hold_their_tokens_up_to_the_last_prediction() -> None:
@@ -90,7 +90,7 @@ def test_tokens_past_the_lag_bound_are_masked_and_counted() -> None:
     (microbatch,) = batch.microbatches
     assert microbatch.lag.tolist() == [4, 3, 2, 1, 0]
     assert microbatch.loss_mask.tolist() == [False, False, True, True, True]
-    assert (batch.num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (5, 3, 2)
+    assert (batch.minibatches[0].num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (5, 3, 2)
     assert batch.lag_histogram == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
     assert microbatch.rollout_tokens.tolist() == [4, 4, 4, 4, 1]
 
@@ -103,13 +103,13 @@ def test_synchronous_mode_masks_everything_but_lag_0() -> None:
 def test_a_row_that_is_masked_throughout_is_left_out_but_counted() -> None:
     batch = pack([_one_row(1, 1)], lag_from(7), CONFIG)
     assert batch.num_rows == 1
-    assert (batch.num_tokens, batch.num_tokens_masked_lag) == (3, 2)
+    assert (batch.minibatches[0].num_tokens, batch.num_tokens_masked_lag) == (3, 2)
 
 
 def test_a_batch_that_is_masked_throughout_has_no_micro_batch() -> None:
     batch = pack([_one_row(1, 1)], lag_from(17), CONFIG)
     assert batch.microbatches == ()
-    assert (batch.num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (3, 0, 3)
+    assert (batch.minibatches[0].num_tokens, batch.num_tokens_trained, batch.num_tokens_masked_lag) == (3, 0, 3)
 
 
 def _lag_with_unknown(version: int) -> int:
@@ -140,8 +140,8 @@ def test_groups_without_variance_are_left_out_but_counted() -> None:
     flat = random_group(2, 0, rewards=[1.0] * 4)
     batch = pack([_one_row(7, 7), flat], lag_from(7), CONFIG)
     assert (batch.num_groups_trained, batch.num_groups_skipped) == (1, 1)
-    assert batch.num_tokens == 3 + sum(rollout.num_sampled_tokens for rollout in flat.rollouts)
-    assert (batch.num_rollouts, batch.num_tokens_trained, batch.num_rows) == (6, 3, 2)
+    assert batch.minibatches[0].num_tokens == 3 + sum(rollout.num_sampled_tokens for rollout in flat.rollouts)
+    assert (batch.minibatches[0].num_rollouts, batch.num_tokens_trained, batch.num_rows) == (6, 3, 2)
     assert batch.reward_mean == pytest.approx(5 / 6)
     assert batch.indexes == (1, 2)
 
@@ -162,7 +162,7 @@ def test_segments_of_one_rollout_share_its_advantage_and_token_count() -> None:
     batch = pack([group], lag_from(7), CONFIG)
     (microbatch,) = batch.microbatches
     assert batch.num_rows == 3
-    assert batch.num_rollouts == 2
+    assert batch.minibatches[0].num_rollouts == 2
     assert sorted(microbatch.rollout_tokens.tolist()) == [1, 3, 3, 3]
 
 
@@ -188,6 +188,28 @@ def test_a_row_longer_than_the_budget_makes_a_micro_batch_of_its_own() -> None:
     group = group_of(1, [[long], [segment([0, 1], [(1, 2)], [7])]], [1.0, 0.0])
     config = configuration("none", trainer=TrainerConfig(tokens_per_microbatch=8))
     assert [len(m.token_ids) for m in pack([group], lag_from(7), config).microbatches] == [19, 1]
+
+
+def test_mini_batches_split_the_groups_in_their_order_with_denominators_of_their_own() -> None:
+    groups = [random_group(i, 2) for i in range(1, 7)] + [random_group(7, 2, rewards=[1.0] * 4)]
+    config = configuration("none", max_lag=9, trainer=TrainerConfig(num_minibatches=3))
+    batch = pack(groups, lag_from(7), config)
+    assert [minibatch.indexes for minibatch in batch.minibatches] == [(1, 2), (3, 4), (5, 6, 7)]
+    for minibatch in batch.minibatches:
+        own = [group for group in groups if group.index in minibatch.indexes]
+        alone = pack(own, lag_from(7), configuration("none", max_lag=9)).minibatches[0]
+        assert (minibatch.num_tokens, minibatch.num_rollouts) == (alone.num_tokens, alone.num_rollouts)
+        for got, wanted in zip(minibatch.microbatches, alone.microbatches, strict=True):
+            assert torch.equal(got.targets, wanted.targets)
+            assert torch.equal(got.row_ids, wanted.row_ids)
+    assert batch.indexes == (1, 2, 3, 4, 5, 6, 7)
+    assert (batch.num_groups_trained, batch.num_groups_skipped) == (6, 1)
+
+
+def test_fewer_groups_than_mini_batches_make_fewer_of_them() -> None:
+    config = configuration("none", max_lag=9, trainer=TrainerConfig(num_minibatches=4))
+    batch = pack([random_group(1, 2), random_group(2, 2)], lag_from(7), config)
+    assert [minibatch.indexes for minibatch in batch.minibatches] == [(1,), (2,)]
 
 
 def test_the_same_groups_pack_to_the_same_bits() -> None:

@@ -147,7 +147,7 @@ def test_a_report_names_what_the_update_lines_need(folder) -> None:
     config = configuration(folder, max_lag=2)
     batch = pack(_groups(), lag_from(7), config)
     report = Learner(config).step(batch)
-    names = {"reward", "loss", "entropy", "kl", "k3_kl", "chi2", "ess_fraction", "clipped_frac"}
+    names = {"reward", "loss", "entropy", "chi2", "ess_fraction", "rollout_correction/kl", "rollout_correction/k3_kl"}
     names |= {"policy_clipped_frac", "grad_norm", "learning_rate"}
     assert names <= report.metrics.keys()
     assert all(isinstance(value, float) and math.isfinite(value) for value in report.metrics.values())
@@ -197,7 +197,7 @@ def test_a_batch_that_the_correction_rejects_throughout_takes_no_step(folder) ->
     rows = [[segment([1, 2, 3 + s], [(2, 3)], [7], [-50.0])] for s in range(2)]
     report = Learner(config).step(pack([group_of(1, rows, [0.0, 1.0])], lag_from(7), config))
     assert report.skipped_reason == NOTHING_TO_TRAIN
-    assert report.metrics["clipped_frac"] == 1
+    assert report.metrics["rollout_correction/clipped_frac"] == 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch
     learner = Learner(config)
     learner.step(pack(_groups(), lag_from(7), config))
     before, state = _weights(learner), copy.deepcopy(learner.optimizer.state_dict())
-    monkeypatch.setattr(learner, "objective", {"Poisoned": Poisoned, "Steep": Steep}[objective]())
+    monkeypatch.setattr(learner.scorer, "objective", {"Poisoned": Poisoned, "Steep": Steep}[objective]())
     report = learner.step(pack(_groups(seed=1), lag_from(7), config))
     assert report.skipped_reason == reason
     assert (learner.num_steps, learner.num_batches) == (1, 1)
@@ -216,7 +216,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch
     assert str(learner.optimizer.state_dict()) == str(state)
     # The next good batch trains as if nothing had happened.
     monkeypatch.undo()
-    learner.objective = Learner(good).objective
+    learner.scorer.objective = Learner(good).scorer.objective
     assert learner.step(pack(_groups(seed=2), lag_from(7), config)).skipped_reason is None
 
 

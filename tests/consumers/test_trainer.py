@@ -293,6 +293,18 @@ def test_a_step_that_is_not_finite_kills_its_groups_and_never_reaches_the_policy
     assert_balanced(bench, trainer)
 
 
+def test_groups_of_a_mini_batch_that_is_not_finite_die_while_the_rest_of_their_batch_is_trained(bench, redis_client):
+    bench.producer()
+    trainer = bench.trainer()
+    trainer.learner.never_finite = {6, 7, 20}
+    assert trainer.run()
+    books = bench.books()
+    assert (books["num_groups_trained"], books["num_groups_dead"]) == (45, 3)
+    assert {6, 7, 20}.isdisjoint(trainer.learner.trained)
+    assert redis_client.xlen(Keys("test").dead) == 3
+    assert_balanced(bench, trainer)
+
+
 def test_a_run_in_which_every_step_fails_stops_and_keeps_what_it_had_trained(bench):
     bench.producer()
     trainer = bench.trainer()

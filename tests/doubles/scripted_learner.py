@@ -15,7 +15,7 @@ class ScriptedLearner:
 
     `trained` is the list of indexes in the order they were trained: it is saved and loaded with the model, so after a
     resume it holds what the saved policy has seen. `fail_at` maps a step to the reason of a skipped step, or to an
-    exception to raise in place of a crash.
+    exception to raise in place of a crash. Indexes in `never_finite` fail while the rest of their batch is trained.
     """
 
     vocabulary = 100
@@ -26,6 +26,7 @@ class ScriptedLearner:
         self.trained: list[int] = []
         self.lags: list[dict[int, int]] = []
         self.fail_at: dict[int, str | BaseException] = {}
+        self.never_finite: set[int] = set()
 
     def step(self, batch: Batch) -> StepReport:
         failure = self.fail_at.pop(self.num_steps, None)
@@ -34,7 +35,7 @@ class ScriptedLearner:
         skipped = failure or (None if batch.num_tokens_trained else NOTHING_TO_TRAIN)
         if skipped is None:
             self.num_steps += 1
-            self.trained += batch.indexes
+            self.trained += [index for index in batch.indexes if index not in self.never_finite]
             self.lags.append(batch.lag_histogram)
         return StepReport(
             metrics={"reward": batch.reward_mean, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
@@ -42,6 +43,10 @@ class ScriptedLearner:
             num_tokens_trained=batch.num_tokens_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
             skipped_reason=skipped,
+            steps_skipped={skipped: 1} if skipped else {},
+            failed=dict.fromkeys(batch.indexes, failure)
+            if failure
+            else dict.fromkeys(self.never_finite & set(batch.indexes), "loss is not finite"),
         )
 
     def published_weights(self) -> dict[str, torch.Tensor]:
