@@ -114,7 +114,7 @@ class Scorer:
     def logprobs(
         self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of the sampled tokens and entropies, [M] float32 each; of the trained model unless another is given."""
+        """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
         hidden, head = (model or self._model).forward(microbatch)
         support = microbatch.support
         return selected_logprobs(
