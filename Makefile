@@ -5,7 +5,7 @@ MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 export VENV
 
-.PHONY: demo test lint bench bench-peers venv venv-dev clean clean-venv
+.PHONY: demo test lint bench bench-peers study venv venv-dev clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
@@ -21,19 +21,25 @@ lint: venv-dev
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m mypy --strict schemas
 
-bench: venv
+bench: venv venv-peers
 	$(VENV)/bin/python -m deploy.bench
 
-# In an environment of its own: the peer's requirements and the engine's do not go together.
-bench-peers:
-	@VENV=$(VENV)-peers REQUIREMENTS=deploy/bench/peers-requirements.txt deploy/install.sh
+bench-peers: venv-peers
 	$(VENV)-peers/bin/python -m deploy.bench.peers
+
+# Goes on where it was stopped; finished cells are kept under deploy/study/results.
+study: venv
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m deploy.study
 
 venv:
 	@deploy/install.sh
 
 venv-dev:
 	@deploy/install.sh dev
+
+# An environment of its own: the peers' requirements and the engine's do not go together.
+venv-peers:
+	@VENV=$(VENV)-peers REQUIREMENTS=deploy/bench/peers-requirements.txt deploy/install.sh
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,17 +1,19 @@
 """What `fp32_head` is made of: the matmuls, the running log-normalizer, and the loops over tiles of logits."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_TILE = (512, 2048)
-"""Tokens by vocabulary of one tile on CPU: 4 MB, small enough for the passes over it to hit the cache (measured)."""
+_TILE = (1024, 4096)
+"""Tokens by vocabulary of one tile on CPU: 16 MB. Smaller ones make slower matmuls, larger ones no faster ones."""
+_BLOCK_ELEMENTS = 1 << 17
+"""Of a tile on CPU, what is taken through all its elementwise steps at a time: 512 KB, so that it stays in cache."""
 _TILE_CUDA = (4096, 8192)
-"""On CUDA: 128 MB. By arithmetic, not measured."""
-_ROW_ELEMENTS = 1 << 24
-"""Logits held at once where forward computes the gradients, for which whole rows are needed: 64 MB."""
+"""On CUDA: 128 MB, taken whole. By arithmetic, not measured."""
+_ROW_ELEMENTS = 1 << 25
+"""Logits held at once on CPU where forward computes the gradients, for which whole rows are needed: 128 MB."""
 _ROW_ELEMENTS_CUDA = 1 << 28
 _MASKED = -1e30
 """Logit of a token outside the support: exp() of it is 0, and the difference of two of them is no NaN."""
@@ -61,25 +63,27 @@ class Head:
     ) -> None:
         self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
-        on_cuda = hidden.device.type == "cuda"
-        if on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
+        self._on_cuda = hidden.device.type == "cuda"
+        if self._on_cuda and hidden.dtype == weight.dtype == torch.bfloat16:
             self._operands: _Operands = _BfloatOperands(hidden, weight, inverse_temperature)
         else:
             self._operands = _Operands(hidden, weight, inverse_temperature, self._dtype)
-        self._tile_tokens, tile_vocabulary = _TILE_CUDA if on_cuda else _TILE
-        self._row_elements = _ROW_ELEMENTS_CUDA if on_cuda else _ROW_ELEMENTS
+        tile_tokens, tile_vocabulary = _TILE_CUDA if self._on_cuda else _TILE
+        self._row_elements = _ROW_ELEMENTS_CUDA if self._on_cuda else _ROW_ELEMENTS
+        # A vocabulary smaller than a tile makes room for more tokens.
+        self._tile_tokens = tile_tokens * tile_vocabulary // min(tile_vocabulary, len(weight))
         self._vocabulary_tiles = _slices(len(weight), tile_vocabulary)
 
     def forward(self) -> Results:
         running = _Running(len(self._targets), self._hidden, self._dtype)
         token_tiles = _slices(len(self._targets), self._tile_tokens)
-        buffers = self._buffers(2, self._tile_tokens)
+        buffer, scratch = self._buffer(self._tile_tokens), self._scratch(1)
         for vocabulary in self._vocabulary_tiles:
             weight = self._operands.weight_tile(vocabulary)
             for tokens in token_tiles:
-                logits, exp = (_view(buffer, tokens, vocabulary) for buffer in buffers)
+                logits = _view(buffer, tokens, vocabulary)
                 self._fill(logits, tokens, vocabulary, weight)
-                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, logits, exp)
+                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, scratch)
         return running.results(slice(None))
 
     def backward(self, grads: Grads, results: Results, needs: Needs) -> tuple[Tensor | None, Tensor | None]:
@@ -91,17 +95,17 @@ class Head:
         grad_hidden = self._zeros(self._hidden) if needs[0] else None
         grad_weight = torch.empty_like(self._weight) if needs[1] else None
         token_tiles = _slices(len(self._targets), self._tile_tokens)
-        buffers = self._buffers(2, self._tile_tokens)
+        buffer, scratch = self._buffer(self._tile_tokens), self._scratch(1)
         for vocabulary in self._vocabulary_tiles:
             weight = self._operands.weight_tile(vocabulary)
             to_weight = self._zeros(weight) if needs[1] else None
             for tokens in token_tiles:
-                logits, scratch = (_view(buffer, tokens, vocabulary) for buffer in buffers)
+                logits = _view(buffer, tokens, vocabulary)
                 self._fill(logits, tokens, vocabulary, weight)
                 part = Grads(*(None if grad is None else grad[tokens] for grad in grads))
                 part_results = Results(*(result[tokens] for result in results))
-                grad_logits = self._grad_logits(logits, scratch, tokens, vocabulary.start, part, part_results)
-                self._operands.add_gradients(grad_logits, tokens, weight, grad_hidden, to_weight)
+                self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, part_results)
+                self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
             if grad_weight is not None and to_weight is not None:
                 grad_weight[vocabulary] = to_weight
         if grad_hidden is not None:
@@ -119,23 +123,23 @@ class Head:
         # The weight's gradient is read and written once per slice of tokens, so a slice is never made tiny to keep to
         # the budget: rows of a quarter of that gradient's size are no burden beside it.
         size = min(self._tile_tokens, max(self._row_elements // len(self._weight), self._hidden.shape[1] // 4, 1))
-        rows = [self._buffers(1, size, vocabulary)[0] for vocabulary in self._vocabulary_tiles]
-        scratch = self._buffers(2, size)
+        rows = [self._buffer(size, vocabulary) for vocabulary in self._vocabulary_tiles]
+        scratch = self._scratch(2)
         promised: list[Grads] = []
         for tokens in _slices(len(self._targets), size):
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
-                logits, relative, exp = (_view(b, tokens, vocabulary) for b in (buffer, *scratch))
+                logits = _view(buffer, tokens, vocabulary)
                 self._fill(logits, tokens, vocabulary, self._operands.weight_tile(vocabulary))
-                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, relative, exp)
+                running.fold(tokens, vocabulary.start, self._targets[tokens], logits, scratch)
             results = running.results(tokens)
             part = _checked(token_grads(tokens, results.logprobs, results.entropy), results.logprobs)
             promised.append(part)
             for vocabulary, buffer in zip(self._vocabulary_tiles, rows, strict=True):
-                logits, relative = (_view(b, tokens, vocabulary) for b in (buffer, scratch[0]))
-                grad_logits = self._grad_logits(logits, relative, tokens, vocabulary.start, part, results)
+                logits = _view(buffer, tokens, vocabulary)
+                self._to_grad_logits(logits, scratch[0], tokens, vocabulary.start, part, results)
                 to_weight = None if grad_weight is None else grad_weight[vocabulary]
                 weight = self._operands.weight_tile(vocabulary)
-                self._operands.add_gradients(grad_logits, tokens, weight, grad_hidden, to_weight)
+                self._operands.add_gradients(logits, tokens, weight, grad_hidden, to_weight)
         if grad_hidden is not None:
             grad_hidden = self._operands.finish(grad_hidden)
         return running.results(slice(None)), Promise(_joined(promised), grad_hidden, grad_weight)
@@ -145,30 +149,41 @@ class Head:
         if self._support is not None:
             logits.masked_fill_(~self._support[tokens, vocabulary], _MASKED)
 
-    def _grad_logits(
+    def _to_grad_logits(
         self, logits: Tensor, scratch: Tensor, tokens: slice, start: int, grads: Grads, results: Results
-    ) -> Tensor:
-        """d loss / d z of a tile [n, v], z the logits over the temperature; overwrites both tensors.
+    ) -> None:
+        """Turns a tile of z [n, v], the logits over the temperature, into d loss / d z.
 
         g_l (onehot - p) - g_H p (log p + H) = p (-g_l - g_H H - g_H log p) + g_l onehot
         """
-        log_p = logits.sub_(results.log_normalizer[:, None])
-        grad = torch.exp(log_p, out=scratch)
-        if grads.entropy is not None:
-            constant = -grads.entropy * results.entropy
-            if grads.logprobs is not None:
-                constant = constant - grads.logprobs
-            grad.mul_(torch.addcmul(constant[:, None], log_p, grads.entropy[:, None], value=-1.0, out=log_p))
-        elif grads.logprobs is not None:
-            grad.mul_(-grads.logprobs[:, None])
+        constant, slope = None, grads.entropy
+        if slope is not None:
+            constant = -slope * results.entropy
         if grads.logprobs is not None:
-            place, inside = _inside(self._targets[tokens], start, grad.shape[1])
-            grad.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
-        return grad
+            constant = -grads.logprobs if constant is None else constant - grads.logprobs
+        assert constant is not None
+        for rows, block, p in _blocks(logits, scratch):
+            log_p = block.sub_(results.log_normalizer[rows, None])
+            torch.exp(log_p, out=p)
+            if slope is None:
+                torch.mul(p, constant[rows, None], out=block)
+            else:
+                torch.addcmul(constant[rows, None], log_p, slope[rows, None], value=-1.0, out=block).mul_(p)
+        if grads.logprobs is not None:
+            place, inside = _inside(self._targets[tokens], start, logits.shape[1])
+            logits.scatter_add_(1, place, torch.where(inside, grads.logprobs, 0.0)[:, None])
 
-    def _buffers(self, count: int, num_tokens: int, vocabulary: slice | None = None) -> list[Tensor]:
+    def _buffer(self, num_tokens: int, vocabulary: slice | None = None) -> Tensor:
+        """Room for a tile of so many tokens, of the widest one's vocabulary unless another is given."""
         widest = vocabulary or self._vocabulary_tiles[0]
         elements = min(num_tokens, len(self._targets)) * (widest.stop - widest.start)
+        return torch.empty(elements, dtype=self._dtype, device=self._hidden.device)
+
+    def _scratch(self, count: int) -> list[Tensor]:
+        """Room for as many blocks of a tile; on CUDA for as many tiles."""
+        width = self._vocabulary_tiles[0].stop
+        tile = min(self._tile_tokens, max(1, len(self._targets))) * width
+        elements = tile if self._on_cuda else min(tile, max(_BLOCK_ELEMENTS, width))
         return [torch.empty(elements, dtype=self._dtype, device=self._hidden.device) for _ in range(count)]
 
     def _zeros(self, like: Tensor) -> Tensor:
@@ -244,19 +259,23 @@ class _Running:
         self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)
         self._sum, self._weighted, self._target = (torch.zeros_like(self._max) for _ in range(3))
 
-    def fold(self, tokens: slice, start: int, targets: Tensor, logits: Tensor, relative: Tensor, exp: Tensor) -> None:
-        """Adds a tile [n, v] whose vocabulary begins at `start`; overwrites `relative` (may be `logits`) and `exp`."""
+    def fold(self, tokens: slice, start: int, targets: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
+        """Adds a tile [n, v] whose vocabulary begins at `start`; one scratch buffer overwrites it, two leave it."""
         place, inside = _inside(targets, start, logits.shape[1])
         self._target[tokens] = torch.where(inside, logits.gather(1, place).squeeze(1), self._target[tokens])
         old_max, old_sum = self._max[tokens], self._sum[tokens]
         new_max = torch.maximum(old_max, logits.amax(1))
+        tile_sum, tile_weighted = torch.empty_like(new_max), torch.empty_like(new_max)
+        for rows, block, exp, *rest in _blocks(logits, *scratch):
+            relative = torch.sub(block, new_max[rows, None], out=rest[0] if rest else block)
+            torch.exp(relative, out=exp)
+            torch.sum(exp, 1, out=tile_sum[rows])
+            torch.sum(relative.mul_(exp), 1, out=tile_weighted[rows])
+        # Relative to the new maximum, every z - m so far moves by the shift.
         shift = old_max - new_max
         decay = shift.exp()
-        torch.sub(logits, new_max[:, None], out=relative)
-        torch.exp(relative, out=exp)
-        # Relative to the new maximum, every z - m so far moves by the shift.
-        self._weighted[tokens] = (self._weighted[tokens] + shift * old_sum) * decay + relative.mul_(exp).sum(1)
-        self._sum[tokens] = old_sum * decay + exp.sum(1)
+        self._weighted[tokens] = (self._weighted[tokens] + shift * old_sum) * decay + tile_weighted
+        self._sum[tokens] = old_sum * decay + tile_sum
         self._max[tokens] = new_max
 
     def results(self, tokens: slice) -> Results:
@@ -278,6 +297,14 @@ def _inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
 
 def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _blocks(tile: Tensor, *scratch: Tensor) -> Iterator[tuple[Any, ...]]:
+    """(rows, those of the tile, a view of the same shape of each scratch buffer), as many rows as fit the buffers."""
+    num_rows, width = tile.shape
+    for rows in _slices(num_rows, max(1, scratch[0].numel() // width)):
+        shape = (rows.stop - rows.start, width)
+        yield rows, tile[rows], *(buffer[: shape[0] * width].view(shape) for buffer in scratch)
 
 
 def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:

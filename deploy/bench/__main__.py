@@ -3,18 +3,36 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from deploy.bench.head import HEAD_ROWS, QUICK_HEAD, HeadSettings, measure_head
+from deploy.bench.head_chart import draw_head
 from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
-from deploy.bench.result import RESULTS, BenchError, print_result, write_result
+from deploy.bench.result import RESULTS, BenchError, Result, print_result, write_result
 from deploy.producer_pool import PartDied
 from deploy.redis_server import ServerError
 from schemas.config import ConfigError
 
-SECTIONS = {"pipeline": (measure_pipeline, tuple(ROWS))}
-"""Name of a section to the function that measures it and its rows."""
+DOCS = Path(__file__).parent.parent / "docs"
 WORK = Path("runs") / "bench"
+
+
+class Section(NamedTuple):
+    """measure: called with (rows, settings, run file, folder for scratch). draw: makes the picture of a full result."""
+
+    measure: Callable[[Sequence[str], Any, Path, Path], Result]
+    rows: tuple[str, ...]
+    settings: Any
+    quick: Any
+    draw: Callable[[Result, Path], None] | None = None
+
+
+SECTIONS = {
+    "pipeline": Section(measure_pipeline, tuple(ROWS), PipelineSettings(), QUICK),
+    "head": Section(measure_head, tuple(HEAD_ROWS), HeadSettings(), QUICK_HEAD, draw_head),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,17 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Every row starts a server of its own: a user's Redis is no place for a benchmark.
     os.environ.pop("REDIS_URL", None)
-    settings = QUICK if arguments.quick else PipelineSettings()
     try:
-        check_run_file(arguments.run_file)
-        for section in arguments.sections or SECTIONS:
-            measure, all_rows = SECTIONS[section]
-            rows = _chosen_rows(section, all_rows, arguments.only)
-            result = measure(rows, settings, arguments.run_file, WORK)
+        chosen = _chosen(arguments.sections, arguments.only)
+        if "pipeline" in chosen:
+            check_run_file(arguments.run_file)
+        for name, rows in chosen.items():
+            section = SECTIONS[name]
+            settings = section.quick if arguments.quick else section.settings
+            result = section.measure(rows, settings, arguments.run_file, WORK)
             print_result(result)
             if not arguments.quick or arguments.output is not None:
-                part = () if rows == all_rows else rows
-                print(f"\nresult  {write_result(result, arguments.output or RESULTS, rows=part)}")
+                _keep(section, result, rows, arguments.output)
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -42,6 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _keep(section: Section, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
+    """Writes the result file, and the picture where every row was measured."""
+    is_full = rows == section.rows
+    print(f"\nresult  {write_result(result, output or RESULTS, rows=() if is_full else rows)}")
+    if section.draw is not None and is_full:
+        picture = (output or DOCS) / f"{result.section}.svg"
+        section.draw(result, picture)
+        print(f"picture {picture}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ROW",
-        help="measure this row only; repeatable: " + ", ".join(ROWS),
+        help="measure this row only; repeatable: "
+        + "; ".join(f"{', '.join(section.rows)} ({name})" for name, section in SECTIONS.items()),
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds a row: shows that it runs, writes no result"
@@ -64,11 +93,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen_rows(section: str, rows: tuple[str, ...], only: Sequence[str]) -> tuple[str, ...]:
-    unknown = set(only) - set(rows)
-    if unknown:
-        raise ConfigError(f"--only {sorted(unknown)[0]}: no row of {section}; expected one of {', '.join(rows)}")
-    return tuple(row for row in rows if not only or row in only)
+def _chosen(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The rows to measure, by section; a section without a row named is left out where rows are."""
+    for name in sections:
+        if name not in SECTIONS:
+            raise ConfigError(f"{name}: no section; expected {', '.join(SECTIONS)}")
+    names = list(dict.fromkeys(sections)) or list(SECTIONS)
+    known = [row for name in names for row in SECTIONS[name].rows]
+    for row in only:
+        if row not in known:
+            raise ConfigError(f"--only {row}: no row of {', '.join(names)}; expected one of {', '.join(known)}")
+    rows = {name: tuple(row for row in SECTIONS[name].rows if not only or row in only) for name in names}
+    return {name: chosen for name, chosen in rows.items() if chosen}
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def _oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch, tokens: int, vocabulary: int) -> None:
     monkeypatch.setattr(head_kernels, "_TILE", (tokens, vocabulary))
     monkeypatch.setattr(head_kernels, "_ROW_ELEMENTS", 1)
+    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 2 * vocabulary + 1)
 
 
 def _relative(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:

@@ -14,6 +14,7 @@ N, H, V = 23, 6, 17
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_kernels, "_TILE", (5, 7))
+    monkeypatch.setattr(head_kernels, "_BLOCK_ELEMENTS", 14)
 
 
 @pytest.fixture
