@@ -1,5 +1,6 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -141,6 +142,10 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
         vocabulary: rows of the model's head; token ids must be below.
     """
     sampling = group.sampling
+    if not 0 <= sampling.temperature < math.inf:
+        raise RecordError(
+            f"group {group.index}: sampled at temperature {sampling.temperature}, expected a finite number of 0 or more"
+        )
     truncated = sampling.top_p != 1.0 or sampling.top_k not in (0, -1)
     for rollout in group.rollouts:
         for segment in rollout.segments:
@@ -173,12 +178,13 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
     They are split in their order into `trainer.num_minibatches` parts of one optimizer step each.
 
     Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
-    denominators, which changes nothing but the cost. Tokens older than the lag bound are masked; a row with nothing
+    denominators. To the policy term that changes nothing but the cost; an objective's KL and entropy terms, and the
+    diagnostics, are of the groups with variance. Tokens older than the lag bound are masked; a row with nothing
     else is left out likewise.
 
     Args:
         lag_of: the lag of a policy version. Where it raises UnknownVersionError the token counts as the row's oldest
-            known version, without one as the lag bound.
+            known version, without one as the lag bound, and never as less than 1.
 
     Raises:
         FutureVersionError: from `lag_of`.
@@ -267,7 +273,8 @@ def _rows(g: int, group: RolloutGroup, lag: Callable[[int], int | None], config:
             if prefix_length < 1:
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
             spans = [(lag(span.version), span.end - span.start) for span in segment.version_spans]
-            fallback = max((d for d, _ in spans if d is not None), default=config.lag_bound)
+            # Unknown is not fresh: at least 1, also where nothing but fresh tokens stands beside it.
+            fallback = max(1, max((d for d, _ in spans if d is not None), default=config.lag_bound))
             yield _Row(
                 segment=segment,
                 prefix=(g, segment.token_ids[: 4 * prefix_length]),

@@ -61,6 +61,10 @@ def mismatch_metrics(
     for name, tensor in (given | {"advantages": advantages}).items():
         if tensor is not None and tensor.shape != train_logprobs.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(train_logprobs.shape)}")
+    if loss_mask.dtype != torch.bool:
+        raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, expected torch.bool")
+    if lag is not None and lag.is_floating_point():
+        raise ValueError(f"lag has dtype {lag.dtype}, expected an integer type")
     # Packed, every token is a sampled one and its lag counts for its row; here it may be padding.
     lag = None if lag is None else torch.where(loss_mask, lag, torch.zeros_like(lag))
     return MismatchSums.of_packed(
@@ -109,6 +113,7 @@ class MismatchSums:
         threshold: float | None = None,
         advantages: Tensor | None = None,
         keep_mask: Tensor | None = None,
+        corrected_mask: Tensor | None = None,
         current_logprobs: Tensor | None = None,
         level: Level = "token",
     ) -> "MismatchSums":
@@ -124,6 +129,7 @@ class MismatchSums:
             threshold: the importance threshold (of lag 0), at least 1.
             advantages: [M].
             keep_mask: [M] bool, False where the correction rejects; left out, a weight of 0 says so.
+            corrected_mask: [M] bool, True where it rejects or bounds the weight, by the threshold of the token's lag.
             current_logprobs: [M], the policy under update where it has left the proximal one; for kl_new_old alone.
             level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
                 or product of them.
@@ -132,6 +138,7 @@ class MismatchSums:
             ValueError: shapes that differ, a mask that is not bool, a threshold below 1, an unknown level.
         """
         optional = {"weights": weights, "lag": lag, "advantages": advantages, "keep_mask": keep_mask}
+        optional["corrected_mask"] = corrected_mask
         tensors = {"rollout_logprobs": rollout_logprobs, "loss_mask": loss_mask, "row_ids": row_ids, **optional}
         for name, tensor in (tensors | {"current_logprobs": current_logprobs}).items():
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != train_logprobs.shape):
@@ -149,7 +156,7 @@ class MismatchSums:
         rows = row_terms(tokens, level)
         known = {name for name, tensor in optional.items() if tensor is not None}
         return cls(
-            tokens=sums_by_bucket(token_terms(tokens, weights, lag, advantages, keep_mask), lag),
+            tokens=sums_by_bucket(token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask), lag),
             rows=torch.stack([rows[name].sum() for name in ROW_TERMS]),
             maxima=maxima_of(tokens, rows["diff"]),
             threshold=threshold,
@@ -254,6 +261,8 @@ class MismatchSums:
         if "weights" in self.known:
             found["applied_ess_fraction"] = _ess_fraction(sums, "weight")
             found["weight_mean"] = _mean(sums, "weight", 1.0)
+        if "corrected_mask" in self.known:
+            found["corrected_frac"] = _mean(sums, "corrected")
         if self.known & {"weights", "keep_mask"}:
             found["masked_frac"] = _mean(sums, "masked")
             if "advantages" in self.known:

@@ -37,8 +37,8 @@ def selected_logprobs(
     Both results are differentiable in hidden and weight, once. Backward computes the tiles again, which keeps O(N·H)
     alive between the two. `token_grads` saves that second pass where the loss is a sum over tokens: forward asks it
     for the loss's derivatives of a slice of tokens and computes the gradients at once, which keeps a weight's gradient
-    too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling), and computes
-    the gradients again where it does not hold.
+    too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling) and a rounding
+    error of the largest derivative, and computes the gradients again where it does not hold.
 
     Matmuls: float32 operands in float32, except that bfloat16 hidden and weight on CUDA are multiplied as they are and
     accumulated in float32, with the gradient of the logits rounded to bfloat16 in backward. Float32 matmuls follow
@@ -98,6 +98,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Tens
 
 def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     """The temperature as a tensor, scalar or [N]."""
+    if not isinstance(temperature, Tensor | float | int):
+        raise ValueError(f"selected_logprobs: temperature = {temperature!r}, expected a number or a tensor")
     if isinstance(temperature, Tensor) and temperature.requires_grad:
         raise ValueError("selected_logprobs: temperature requires a gradient, which this function does not compute")
     scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)

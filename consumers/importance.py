@@ -52,11 +52,13 @@ class Correction:
     keep_mask: bool, the loss mask less what the correction masks. Denominators are to be counted before it.
     metrics: detached scalar sums over the loss mask: `num_truncated`, the kept tokens whose weight the mode bounded;
         `num_masked`, the tokens not kept; `num_corrected`, both.
+    corrected_mask: bool, those tokens: within the loss mask and either kept with a bounded weight or not kept.
     """
 
     weights: Tensor
     keep_mask: Tensor
     metrics: dict[str, Tensor]
+    corrected_mask: Tensor
 
 
 def correct(
@@ -88,7 +90,9 @@ def correct(
         advantages=None if advantages is None else advantages.flatten(),
         current_logprobs=None if current_logprobs is None else current_logprobs.flatten(),
     )
-    return Correction(packed.weights.view(shape), packed.keep_mask.view(shape), packed.metrics)
+    return Correction(
+        packed.weights.view(shape), packed.keep_mask.view(shape), packed.metrics, packed.corrected_mask.view(shape)
+    )
 
 
 def correct_packed(
@@ -149,6 +153,7 @@ def correct_packed(
         weights=torch.where(keep, weights, 0.0).to(_result_type(proximal_logprobs, behavior_logprobs)),
         keep_mask=keep,
         metrics={"num_truncated": truncated, "num_masked": masked, "num_corrected": truncated + masked},
+        corrected_mask=loss_mask & (bounded | ~keep),
     )
 
 
@@ -246,6 +251,9 @@ def _check_tensors(
                 f"{name} has shape {list(tensor.shape)}, expected that of proximal_logprobs, "
                 f"{list(proximal_logprobs.shape)}"
             )
+    for name, tensor in {"proximal_logprobs": proximal_logprobs, **named}.items():
+        if name not in ("loss_mask", "lag") and not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype}, expected a float type")
     if loss_mask.dtype != torch.bool:
         raise ValueError(f"loss_mask is {loss_mask.dtype}, expected torch.bool")
     if lag.is_floating_point() or lag.is_complex() or lag.dtype == torch.bool:

@@ -1,5 +1,6 @@
 """The trainer's model and optimizer: one batch in, its optimizer steps taken, weights out."""
 
+import logging
 import math
 import time
 from collections import Counter
@@ -20,6 +21,10 @@ from consumers.scoring import FirstRead, Scored, Scorer
 from schemas.config import ConfigError, CorrectionConfig, RunConfig
 from schemas.plug import construct
 
+log = logging.getLogger(__name__)
+
+_OWN_METRICS = frozenset(("reward", "learning_rate", "loss", "grad_norm"))
+
 NOTHING_TO_TRAIN = "nothing left to train"
 """The `skipped_reason` of a batch without an unmasked token; every other one is a failure."""
 
@@ -31,7 +36,8 @@ class StepReport:
     metrics: always reward, learning_rate, loss, grad_norm (means over the optimizer steps taken); with unmasked tokens
         also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the names of
         `MismatchSums.metrics`, of the first epoch. Those of a skipped step may be NaN or infinite.
-    num_tokens_rejected: within the lag bound, but given no weight by the correction in the first epoch.
+    num_tokens_trained: unmasked ones, without those of `failed` groups.
+    num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
     num_optimizer_steps: steps taken.
     skipped_reason: why no optimizer step was taken; None where one was.
     steps_skipped: how many were not taken, by reason.
@@ -66,9 +72,9 @@ class _Steps:
     """Mini-batches that a step was taken for."""
     mismatch: MismatchSums | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Over the unmasked tokens of every step; `num_tokens_rejected` of the first epoch only."""
+    """Over the unmasked tokens of every step but the failed ones; what is trained and rejected, of the first epoch."""
 
-    def add(self, **values: Tensor) -> None:
+    def add(self, values: dict[str, Tensor]) -> None:
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
@@ -101,7 +107,6 @@ class Learner:
         self.num_batches = 0
         """Batches seen, those with nothing left to train included, failed ones not: the learning rate follows it."""
         self._num_updates = num_updates if num_updates is not None else config.num_updates
-        self._check(config)
         trainer = config.trainer
         self.device = choose_device(trainer.device)
         if self.device.type == "cpu":
@@ -151,7 +156,8 @@ class Learner:
             self.num_batches += 1
         metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **steps.means()}
         sums = {name: value.item() for name, value in steps.sums.items()}
-        num_tokens, num_rejected = sums.pop("num_tokens", 0), sums.pop("num_tokens_rejected", 0)
+        num_tokens = sums.pop("num_tokens", 0)
+        num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
         if num_tokens:
             metrics |= {name: value / num_tokens for name, value in sums.items()}
         if steps.mismatch is not None:
@@ -160,9 +166,9 @@ class Learner:
         return StepReport(
             metrics=metrics,
             lag_histogram=batch.lag_histogram,
-            num_tokens_trained=batch.num_tokens_trained,
+            num_tokens_trained=num_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
-            num_tokens_rejected=int(num_rejected),
+            num_tokens_rejected=num_rejected,
             num_optimizer_steps=sum(steps.taken),
             skipped_reason=skipped,
             steps_skipped=dict(steps.skipped),
@@ -218,14 +224,6 @@ class Learner:
         """Token ids that can be trained are below this."""
         return self.model.vocabulary
 
-    @staticmethod
-    def _check(config: RunConfig) -> None:
-        if config.model.dtype != "float32" and config.engine.head_dtype != "float32":
-            raise ConfigError(
-                f"engine.head_dtype = {config.engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
-                "trainer's head is float32, and on one side only it widens the gap; expected 'float32'"
-            )
-
     def _train(
         self,
         place: int,
@@ -238,7 +236,7 @@ class Learner:
         first: bool,
     ) -> None:
         """One optimizer step, unless there is a reason against it."""
-        scored = []
+        scored, sums = [], []
         self.optimizer.zero_grad()
         for cpu_microbatch, read in zip(minibatch.microbatches, reads, strict=True):
             microbatch = cpu_microbatch.to(self.device)
@@ -250,8 +248,7 @@ class Learner:
             if first:
                 self._diagnose(microbatch, part, steps)
                 phases.end("diagnostics")
-            entropy = torch.where(microbatch.loss_mask, part.entropy, part.entropy.new_zeros(())).sum()
-            steps.add(num_tokens=microbatch.loss_mask.sum(), entropy=entropy, **part.metrics)
+            sums.append(self._sums(microbatch, part, first=first))
         grad_norm = torch.nn.utils.get_total_norm(
             [p.grad for p in self.model.parameters() if p.grad is not None], foreach=True
         )
@@ -268,6 +265,10 @@ class Learner:
             steps.skipped[skipped] += 1
             if skipped != NOTHING_TO_TRAIN:
                 steps.failed[place] = skipped
+                log.error("%s: no optimizer step for groups %s", skipped, list(minibatch.indexes))
+        if place not in steps.failed:
+            for part_sums in sums:
+                steps.add(part_sums)
         self.optimizer.zero_grad()
         phases.end("optimizer")
 
@@ -279,13 +280,27 @@ class Learner:
             microbatch.row_ids,
             weights=scored.correction.weights,
             keep_mask=scored.correction.keep_mask,
+            corrected_mask=scored.correction.corrected_mask,
+            current_logprobs=scored.current_logprobs,
             lag=microbatch.lag,
             threshold=self.config.correction.threshold,
             advantages=microbatch.advantages,
             level=_level(self.config.correction),
         )
         steps.mismatch = found if steps.mismatch is None else steps.mismatch.merge(found)
-        steps.add(num_tokens_rejected=(microbatch.loss_mask & ~scored.correction.keep_mask).sum())
+
+    def _sums(self, microbatch: MicroBatch, scored: Scored, *, first: bool) -> dict[str, Tensor]:
+        mask = microbatch.loss_mask
+        own = {"num_tokens": mask.sum(), "entropy": torch.where(mask, scored.entropy, 0.0).sum()}
+        if first:
+            own["num_tokens_trained"] = mask.sum()
+            own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()
+        if taken := (own.keys() | _OWN_METRICS) & scored.metrics.keys():
+            raise ConfigError(
+                f"objective.path = {self.config.objective.path!r}: its metric {min(taken)!r} has a name of the "
+                "trainer's own; expected another"
+            )
+        return own | scored.metrics
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer

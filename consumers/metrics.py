@@ -43,6 +43,7 @@ class TrainerMetrics:
         self._steps_skipped = self._make(Counter, M.STEPS_SKIPPED)
         self._seconds = self._make(Histogram, M.STEP_SECONDS)
         self.accuracy = self._make(Gauge, M.ACCURACY)
+        self.accuracy.set(math.nan)
         self.groups_settled = self._make(Counter, M.GROUPS_SETTLED)
         self.groups_released = self._make(Counter, M.GROUPS_RELEASED)
         self.groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)

@@ -22,7 +22,7 @@ Level = Literal["token", "geometric", "product"]
 TOKEN_TERMS = (
     *("num_tokens", "minus_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
     *("weight", "weight_squared", "bounded", "bounded_squared"),
-    *("masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
+    *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
     *("num_fresh", "fresh_gap", "num_lags_below_0"),
 )
 ROW_TERMS = (
@@ -82,6 +82,7 @@ def token_terms(
     lag: Tensor | None,
     advantages: Tensor | None,
     keep_mask: Tensor | None,
+    corrected_mask: Tensor | None,
 ) -> dict[str, Tensor]:
     """[M] of each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
     mask, rho, clamped = tokens.mask, tokens.rho, tokens.clamped
@@ -102,6 +103,8 @@ def token_terms(
         if tokens.threshold is not None:
             bounded = _where(mask, applied.clamp(1 / tokens.threshold, tokens.threshold))
             terms |= {"bounded": bounded, "bounded_squared": bounded.square()}
+    if corrected_mask is not None:
+        terms["corrected"] = mask & corrected_mask
     if keep_mask is not None or weights is not None:
         rejected = ~keep_mask if keep_mask is not None else weights == 0
         terms["masked"] = masked = mask & rejected

@@ -55,7 +55,7 @@ class PackedModel:
         return list(self.module.parameters())
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H] in `dtype`, and the head's weight [V, H]: the published values in float32.
+        """Hidden states [N, H] and the head's weight [V, H], both in `dtype`: the published values.
 
         Raises:
             ConfigError: some layer goes around the packed attention, so that rows would see each other.
@@ -75,7 +75,7 @@ class PackedModel:
         else:
             rounded = {name: p.to(self._dtype) for name, p in body.named_parameters()}
             outputs = torch.func.functional_call(body, rounded, kwargs=arguments)
-            head = head + (head.to(self._dtype).float() - head).detach()
+            head = head.to(self._dtype)
         if calls.count < self._num_layers:
             raise ConfigError(
                 f"model.path = {self._path!r}: {type(self.module).__name__} has {self._num_layers} layers and called "

@@ -38,11 +38,12 @@ class FirstRead:
 class Scored:
     """The detached per-token results of one micro-batch; M sampled tokens.
 
-    proximal_logprobs: of the trainer's policy when the batch was first read (in bypass mode: when first trained).
+    proximal_logprobs: of the trainer's policy when the batch was first read, in bypass mode too.
     """
 
     loss: Tensor
     proximal_logprobs: Tensor
+    current_logprobs: Tensor
     entropy: Tensor
     correction: Correction
     metrics: dict[str, Tensor]
@@ -82,7 +83,7 @@ class Scorer:
     def read(self, batch: Batch) -> list[list[FirstRead]]:
         """What must be known of a batch before its first optimizer step, by mini-batch and micro-batch."""
         config = self._correction
-        needs_proximal = config.is_batch_level or (self._steps_per_batch > 1 and not config.bypass)
+        needs_proximal = config.is_batch_level or self._steps_per_batch > 1
         reads: list[FirstRead] = []
         for cpu_microbatch in batch.microbatches if needs_proximal or self._reference else ():
             microbatch = cpu_microbatch.to(self._device)
@@ -109,7 +110,8 @@ class Scorer:
         token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
         current, entropy = self.logprobs(microbatch, token_grads=token_grads)
         result, proximal, correction = outputs(_ALL, current, entropy)
-        return result.loss, Scored(result.loss.detach(), proximal, entropy.detach(), correction, result.metrics)
+        scored = Scored(result.loss.detach(), proximal, current.detach(), entropy.detach(), correction, result.metrics)
+        return result.loss, scored
 
     def logprobs(
         self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
@@ -159,13 +161,14 @@ class Scorer:
     def _correct(
         self, microbatch: MicroBatch, read: FirstRead, part: slice, proximal: Tensor, current: Tensor
     ) -> Correction:
+        """Over every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
         advantages, row_ids = microbatch.advantages[part], microbatch.row_ids[part]
-        behavior, loss_mask = microbatch.behavior_logprobs[part], microbatch.loss_mask[part]
+        behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
         if read.correction is None:
             return correct_packed(
                 proximal,
                 behavior,
-                loss_mask,
+                sampled,
                 microbatch.lag[part],
                 row_ids,
                 self._correction,
@@ -175,16 +178,20 @@ class Scorer:
         if self._correction.off_policy_delta is None:
             return read.correction
         # The weights are those of the first read; how far off-policy a row is depends on the policy of this step.
-        kept = off_policy_rows_kept(
-            behavior, current, loss_mask, advantages, row_ids, self._correction.off_policy_delta
-        )
+        kept = off_policy_rows_kept(behavior, current, sampled, advantages, row_ids, self._correction.off_policy_delta)
         whole = read.correction
         return Correction(
-            torch.where(kept, whole.weights, whole.weights.new_zeros(())), whole.keep_mask & kept, whole.metrics
+            torch.where(kept, whole.weights, whole.weights.new_zeros(())),
+            whole.keep_mask & kept,
+            whole.metrics,
+            whole.corrected_mask | ~kept,
         )
 
     def _corrected(self, microbatches: Sequence[MicroBatch], reads: list[FirstRead]) -> list[FirstRead]:
-        """The correction of the whole batch at once, for statistics that no micro-batch has alone."""
+        """The correction of the whole batch at once, for statistics that no micro-batch has alone.
+
+        Off-policy rows are left for `_correct`, which judges them anew at each step.
+        """
         parts = [microbatch.to(self._device) for microbatch in microbatches]
 
         def joined(name: str) -> Tensor:
@@ -197,17 +204,17 @@ class Scorer:
         whole = correct_packed(
             torch.cat([read.proximal_logprobs for read in reads if read.proximal_logprobs is not None]),
             joined("behavior_logprobs"),
-            joined("loss_mask"),
+            torch.ones_like(joined("loss_mask")),
             joined("lag"),
             torch.cat(row_ids),
             replace(self._correction, off_policy_delta=None),
             advantages=joined("advantages"),
         )
         sizes = [len(part.targets) for part in parts]
-        pairs = zip(whole.weights.split(sizes), whole.keep_mask.split(sizes), strict=True)
+        split = (each.split(sizes) for each in (whole.weights, whole.keep_mask, whole.corrected_mask))
         return [
-            FirstRead(read.proximal_logprobs, read.reference_logprobs, Correction(weights, keep, {}))
-            for read, (weights, keep) in zip(reads, pairs, strict=True)
+            FirstRead(read.proximal_logprobs, read.reference_logprobs, Correction(weights, keep, {}, corrected))
+            for read, weights, keep, corrected in zip(reads, *split, strict=True)
         ]
 
 

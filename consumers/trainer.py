@@ -161,9 +161,8 @@ class Trainer:
     def _settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         for group in groups:
             del self._reader.hand[group.index]
-        failed = [group for group in groups if group.index in report.failed]
-        if failed:
-            self._settlement.kill_batch(failed, report.failed[failed[0].index])
+        for reason in sorted(set(report.failed.values())):
+            self._settlement.kill_batch([group for group in groups if report.failed.get(group.index) == reason], reason)
         if report.skipped_reason in (None, NOTHING_TO_TRAIN):
             self._settlement.settle_batch([group for group in groups if group.index not in report.failed])
             self._num_batches += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.config import DEFAULT_OBJECTIVE, ConfigError, RunConfig, load_config
+from schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
 from schemas.endpoint import redis_url
 
 DEFAULT_RUNS = Path("runs")
@@ -133,7 +133,8 @@ def _run(arguments: argparse.Namespace) -> int:
     config, warnings = check(_load(arguments))
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    if arguments.dry_run or config.objective.path != DEFAULT_OBJECTIVE:
+    plain = config.objective == Plug(path=DEFAULT_OBJECTIVE) and config.model.reference is None
+    if arguments.dry_run or not plain:
         check_objective(config)
     if arguments.dry_run:
         print(resolved_toml(config), end="")

@@ -140,9 +140,12 @@ FIGURES = (
     ),
     FigureSpec(
         "weight-by-lag",
-        "Mean importance weight by lag",
-        "Near 1 without bias; a weight that falls with lag is the correction trusting old tokens less.",
+        "Importance weight and share of tokens corrected by lag",
+        "Weights near 1 are without bias; one that falls with lag is the correction trusting old tokens less. Below "
+        "the share of tokens whose weight it bounded or took away.",
         lag_panels.weight_by_lag,
+        num_axes=2,
+        height_in=3.9,
     ),
     FigureSpec(
         "masked-by-lag",

@@ -52,8 +52,13 @@ def chi2_by_lag(telemetry: Telemetry, ax: Axes) -> bool:
     return _lines(telemetry, ax, "chi2", "χ² (per token)", legend=True)
 
 
-def weight_by_lag(telemetry: Telemetry, ax: Axes) -> bool:
-    return _lines(telemetry, ax, "weight_mean", "mean importance weight applied", legend=True)
+def weight_by_lag(telemetry: Telemetry, weight_ax: Axes, corrected_ax: Axes) -> bool:
+    drawn = _lines(telemetry, weight_ax, "weight_mean", "mean weight applied", legend=True)
+    drawn |= _lines(telemetry, corrected_ax, "corrected_frac", "tokens corrected")
+    corrected_ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    corrected_ax.set_ylim(bottom=0, top=max(corrected_ax.get_ylim()[1], 0.01))
+    weight_ax.set_xlabel("")
+    return drawn
 
 
 def masked_by_lag(telemetry: Telemetry, positive_ax: Axes, negative_ax: Axes) -> bool:

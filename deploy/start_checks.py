@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 import tomli_w
 
-from producers.interfaces import Environment
+from producers.engines.settings import engine_arguments
+from producers.interfaces import EngineError, Environment
 from schemas.config import ConfigError, RunConfig
 from schemas.plug import construct, resolve
 from schemas.rollout import MAX_ENTRY_BYTES
@@ -32,6 +33,7 @@ def check(config: RunConfig) -> Checked:
         ConfigError: the run cannot work; names the field, its value and what was expected.
     """
     _check_model(config)
+    _check_engine(config)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     if config.reward is not None and not callable(resolve(config.reward, "reward")):
@@ -60,6 +62,14 @@ def check_objective(config: RunConfig) -> None:
     from consumers.interfaces import Objective
 
     scoring.check_objective(config, construct(config.objective, "objective", Objective))
+
+
+def _check_engine(config: RunConfig) -> None:
+    """What a producer would find out after the engine's start at the earliest."""
+    try:
+        engine_arguments(config, config.seed, cpu=True, backend="", extension="")
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_model(config: RunConfig) -> None:

@@ -216,7 +216,8 @@ class CorrectionConfig(Section, frozen=True):
     batch_normalize: bool = False
     """Divide the weights by their mean over the whole batch (verl, slime)."""
     m2_budget: PositiveFloat | None = None
-    """Mask the tokens of the largest squared log-ratio until the mean over what is left is below this (M2PO)."""
+    """Mask the tokens of the largest squared log-ratio until the mean over what is left is below this (M2PO). In a run
+    once, when the batch is read; off-policy rows are masked on top of it at each step."""
     off_policy_delta: NonNegativeFloat | None = None
     """Mask rows of negative advantage whose mean of behavior - current is above this (DeepSeek-V3.2)."""
     bypass: bool = False
@@ -434,8 +435,8 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: the trainer cannot "
             "reproduce these logprobs; expected top_k = 0 and top_p = 1.0"
         )
-    if sampling.temperature < 0:
-        raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more")
+    if not 0 <= sampling.temperature < math.inf:
+        raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more, and finite")
     if sampling.max_tokens < 1:
         raise ConfigError(f"{file}: sampling.max_tokens = {sampling.max_tokens}: expected 1 or more")
     if config.engine.logprobs_mode != "processed_logprobs" and sampling.temperature != 1.0:
@@ -450,6 +451,11 @@ def _check(config: RunConfig, file: Path) -> None:
             "reproduce the logprobs they lead to; expected it to be left out"
         )
     _check_steps(config, file)
+    if config.model.dtype != "float32" and config.engine.head_dtype != "float32":
+        raise ConfigError(
+            f"{file}: engine.head_dtype = {config.engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
+            "trainer's head is float32, and on one side only it widens the gap; expected 'float32'"
+        )
     for name in ("environment", "objective", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:

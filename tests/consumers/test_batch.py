@@ -128,6 +128,19 @@ def test_a_row_of_unknown_versions_counts_as_the_lag_bound() -> None:
     assert microbatch.lag.tolist() == [2, 2, 0]
 
 
+def test_an_unknown_version_is_never_fresh() -> None:
+    (microbatch,) = pack([_one_row(-1, 7)], _lag_with_unknown, CONFIG).microbatches
+    assert microbatch.lag.tolist() == [1, 0, 0]
+    batch = pack([_one_row(-1, -1)], _lag_with_unknown, configuration("none", max_lag=0))
+    assert (batch.num_tokens_masked_lag, batch.num_tokens_trained) == (2, 1)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_that_nothing_is_sampled_at_is_refused(temperature) -> None:
+    with pytest.raises(RecordError, match=r"group 1: sampled at temperature .*, expected a finite number of 0 or more"):
+        check_trainable(random_group(1, 0, temperature=temperature), VOCABULARY)
+
+
 def test_a_version_from_the_future_is_not_swallowed() -> None:
     def lag_of(version: int) -> int:
         raise FutureVersionError(f"version {version} is ahead")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from consumers.diagnostics import MismatchSums, mismatch_metrics
-from consumers.importance import correct
+from consumers.importance import correct, correct_packed
 from schemas.config import CorrectionConfig
 
 SEEDS = "rollout_correction/"
@@ -297,6 +297,34 @@ def test_what_the_correction_rejects_may_come_as_a_mask() -> None:
     got = MismatchSums.of_packed(tokens, tokens, mask, row_ids, keep_mask=keep).metrics()
     assert got["masked_frac"] == pytest.approx(1 / 3)
     assert "weight_mean" not in got
+
+
+def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:
+    rho = 0.55  # e^0.55 is below the threshold of lag 0 and above that of lag 4
+    mask, row_ids, lag = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 4, 4])
+    config = CorrectionConfig("token_truncate", schedule="power")
+    corrected = correct_packed(torch.full((4,), rho), torch.zeros(4), mask, lag, row_ids, config)
+    got = MismatchSums.of_packed(
+        torch.full((4,), rho), torch.zeros(4), mask, row_ids, lag=lag, threshold=2.0,
+        weights=corrected.weights, corrected_mask=corrected.corrected_mask,
+    ).metrics()  # fmt: skip
+    assert got["rollout_correction/clipped_frac"] == 0
+    assert got["corrected_frac"] == 0.5
+    assert (got["corrected_frac/lag_0"], got["corrected_frac/lag_4-7"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": torch.ones(1, 2)}, "loss_mask has dtype torch.float32, expected torch.bool"),
+        ({"lag": torch.full((1, 2), 0.5)}, "lag has dtype torch.float32, expected an integer type"),
+    ],
+)
+def test_padded_tensors_of_the_wrong_type_are_named(change, message) -> None:
+    values = torch.zeros(1, 2)
+    given = {"loss_mask": torch.ones(1, 2, dtype=torch.bool), "lag": torch.zeros(1, 2, dtype=torch.int64)} | change
+    with pytest.raises(ValueError, match=message):
+        mismatch_metrics(values, values, **given)
 
 
 def test_a_fresh_token_in_a_row_of_older_weights_is_no_pure_engine_mismatch() -> None:

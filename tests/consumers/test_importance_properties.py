@@ -103,7 +103,15 @@ def assert_same(found: Correction, expected: Correction) -> None:
     """Equal up to the order in which a row or the batch was added up."""
     assert torch.equal(found.keep_mask, expected.keep_mask)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-12, atol=0)
+    assert torch.equal(found.corrected_mask, expected.corrected_mask)
     assert found.metrics == expected.metrics
+
+
+def cut(correction: Correction, *index: Any) -> Correction:
+    """Its tokens at `index`; the sums are those of all of them."""
+    parts = (correction.weights, correction.keep_mask, correction.corrected_mask)
+    weights, keep_mask, corrected_mask = (part[index] for part in parts)
+    return Correction(weights, keep_mask, correction.metrics, corrected_mask)
 
 
 many = settings(deadline=None, derandomize=True, max_examples=100)
@@ -175,8 +183,8 @@ def test_the_order_of_rows_and_padding_change_nothing(rows, config, seed, width)
     length = expected.weights.shape[1]
     assert not found.keep_mask[:, length:].any()
     assert_same(
-        Correction(found.weights[:, :length], found.keep_mask[:, :length], found.metrics),
-        Correction(expected.weights[order], expected.keep_mask[order], expected.metrics),
+        cut(found, slice(None), slice(length)),
+        cut(expected, order),
     )
 
 
@@ -188,7 +196,7 @@ def test_packed_tokens_are_corrected_as_padded_ones(rows, config) -> None:
     row_ids = torch.arange(len(rows))[:, None].expand(mask.shape)[mask]
     packed = correct_packed(config=config, row_ids=row_ids, **{name: t[mask] for name, t in inputs.items()})
     padded = correct(config=config, **inputs)
-    assert_same(packed, Correction(padded.weights[mask], padded.keep_mask[mask], padded.metrics))
+    assert_same(packed, cut(padded, mask))
 
 
 @given(rows=batches(), config=configs(batch_level=False))

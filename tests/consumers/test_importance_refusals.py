@@ -127,3 +127,14 @@ def test_trust_in_a_negative_lag_is_refused() -> None:
 def test_a_schedule_named_after_the_bound_is_refused_without_one() -> None:
     with pytest.raises(ValueError, match=r"config\.max_lag is None, expected the largest lag to keep"):
         correct(config=CorrectionConfig(schedule="max_lag"), **GOOD)
+
+
+@pytest.mark.parametrize("name", ["proximal_logprobs", "behavior_logprobs", "advantages"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_tensors_that_hold_no_logprobs_are_named(name, dtype) -> None:
+    zeros = torch.zeros(1, 3)
+    given = {"proximal_logprobs": zeros, "behavior_logprobs": zeros, "advantages": zeros}
+    given[name] = zeros.to(dtype)
+    mask, lag = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"{name} is {dtype}, expected a float type"):
+        correct(loss_mask=mask, lag=lag, config=CorrectionConfig(), **given)

@@ -228,8 +228,10 @@ def test_bfloat16_runs_on_the_published_values_with_gradients_for_the_masters(fo
     loss = grpo_loss(rounded, groups, lag_from(7), lag_bound=4, threshold=2.0)
     loss.backward()
     learner = Learner(config)
-    _, head = learner.model.forward(pack(groups, lag_from(7), config).microbatches[0])
-    assert torch.equal(head, learner.published_weights()["model.embed_tokens.weight"].float())
+    hidden, head = learner.model.forward(pack(groups, lag_from(7), config).microbatches[0])
+    # What the head's 16-bit products on CUDA take: both operands as they are published.
+    assert hidden.dtype == head.dtype == torch.bfloat16
+    assert torch.equal(head, learner.published_weights()["model.embed_tokens.weight"])
     gradients, report = _gradients(learner, pack(groups, lag_from(7), config))
     assert all(p.dtype == torch.float32 for p in learner.model.parameters())
     # The body computes in bfloat16: a regression alarm, not a proof.

@@ -15,6 +15,8 @@ from training_groups import VOCABULARY, configuration, group_of, lag_from, rando
 from transformers import AutoModelForCausalLM
 
 from consumers.batch import Batch, check_trainable, pack
+from consumers.head_kernels import Head
+from consumers.importance import correct_packed
 from consumers.interfaces import LossInputs, LossOutputs
 from consumers.learner import NOTHING_TO_TRAIN, Learner
 from schemas.config import ConfigError, CorrectionConfig, ModelConfig, Plug, TrainerConfig
@@ -277,15 +279,91 @@ def test_gradients_taken_in_the_forward_pass_are_those_recomputed_in_backward(fo
         trainer=_trainer(tokens_per_microbatch=60, num_epochs=epochs),
         objective=Plug(path="consumers.objectives.grpo:Grpo", kwargs={"entropy_coefficient": 0.01}),
     )
+    recomputed = []
+    backward = Head.backward
+    monkeypatch.setattr(Head, "backward", lambda *args: recomputed.append(1) or backward(*args))
     results = []
     for token_level in (True, False):
         learner = Learner(config)
-        assert learner.scorer.objective.token_level is True
         monkeypatch.setattr(type(learner.scorer.objective), "token_level", token_level)
-        report = learner.step(pack(_groups(), lag_from(7), config))
-        results.append((_weights(learner), report.metrics["grad_norm"]))
-        monkeypatch.undo()
-    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+        gradients: list[dict[str, Tensor]] = []
+
+        def note(learner=learner, gradients=gradients) -> None:
+            gradients.append({name: p.grad.clone() for name, p in learner.model.module.named_parameters()})
+
+        learner.optimizer.step = note
+        learner.step(pack(_groups(), lag_from(7), config))
+        results.append(gradients)
+        # The promise holds in every micro-batch, or there is none.
+        assert bool(recomputed) != token_level
+    for in_forward, in_backward in zip(*results, strict=True):
+        for name, wanted in in_backward.items():
+            torch.testing.assert_close(in_forward[name], wanted, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_row_statistics_of_a_run_are_those_of_the_whole_row_as_correct_has_them(folder) -> None:
+    correction = CorrectionConfig(mode="sequence_truncate")
+    config = configuration(folder, correction=correction, max_lag=2)
+    learner, recorder = _recording(config)
+    batch = pack(_groups(), lag_from(7), config)
+    (proximal,), (part,) = learner.proximal_logprobs(batch), batch.microbatches
+    learner.step(batch)
+    whole = torch.ones_like(part.loss_mask)
+    expected = correct_packed(
+        proximal, part.behavior_logprobs, whole, part.lag, part.row_ids, msgspec.structs.replace(correction, max_lag=2)
+    )
+    assert torch.equal(recorder.seen[0].loss_mask, expected.keep_mask)
+    torch.testing.assert_close(recorder.seen[0].importance_weights, expected.weights, rtol=1e-5, atol=1e-7)
+    cut = correct_packed(proximal, part.behavior_logprobs, part.loss_mask, part.lag, part.row_ids, correction)
+    assert not torch.allclose(cut.weights, expected.weights, rtol=1e-2)
+
+
+def test_the_new_old_divergence_is_of_the_policy_at_each_step(folder) -> None:
+    config = configuration(folder, trainer=_trainer(num_minibatches=3))
+    learner, recorder = _recording(config)
+    batch = pack(_groups(), lag_from(7), config)
+    metrics = learner.step(batch).metrics
+    means = []
+    for inputs, part in zip(recorder.seen, batch.microbatches, strict=True):
+        x = (inputs.current_logprobs.detach() - inputs.behavior_logprobs).double()
+        for row in range(int(part.row_ids.max()) + 1):
+            own = x[(part.row_ids == row) & part.loss_mask]
+            if len(own):
+                means.append((own.exp() - own - 1).mean().item())
+    assert metrics["kl_new_old"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+
+
+def test_bypass_measures_the_mismatch_at_the_first_read_too(folder) -> None:
+    bypass = CorrectionConfig(mode="none", bypass=True)
+    found = []
+    for steps in (1, 3):
+        config = configuration(folder, correction=bypass, trainer=_trainer(num_minibatches=steps))
+        found.append(Learner(config).step(pack(_groups(), lag_from(7), config)).metrics["chi2"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["entropy", "loss", "num_tokens"])
+def test_a_metric_of_the_objective_may_not_take_a_name_of_the_trainers(folder, name) -> None:
+    class Greedy(Recorder):
+        def __call__(self, inputs: LossInputs) -> LossOutputs:
+            return LossOutputs(loss=super().__call__(inputs).loss, metrics={name: torch.ones(())})
+
+    config = configuration(folder)
+    learner = Learner(config)
+    learner.scorer.objective = Greedy()
+    with pytest.raises(ConfigError, match=f"objective.path = .*its metric '{name}' has a name of the trainer's own"):
+        learner.step(pack(_groups(), lag_from(7), config))
+
+
+def test_tokens_of_a_step_that_was_not_finite_are_not_counted_as_trained(folder) -> None:
+    config = configuration(folder, trainer=_trainer(num_minibatches=2))
+    whole = Learner(config).step(pack(_groups(), lag_from(7), config)).num_tokens_trained
+    learner, _ = _recording(config, poison_at=(1,))
+    batch = pack(_groups(), lag_from(7), config)
+    report = learner.step(batch)
+    second = sum(int(part.loss_mask.sum()) for part in batch.minibatches[1].microbatches)
+    assert report.num_tokens_trained == second < whole
+    assert math.isfinite(report.metrics["entropy"])
 
 
 def test_recorded_groups_train_to_the_same_bits_without_a_stream(folder) -> None:

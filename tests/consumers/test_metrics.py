@@ -10,7 +10,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from consumers.diagnostics import mismatch_metrics
+from consumers.diagnostics import MismatchSums
 from consumers.metrics import TrainerMetrics
 from schemas.config import MetricsConfig
 from schemas.metrics import (
@@ -27,17 +27,19 @@ PROMTOOL = shutil.which("promtool")
 
 def diagnostics(lags: list[int], *, advantage: float = 1.0) -> dict[str, float]:
     """Of one row with a token of each lag."""
-    lag = torch.tensor([lags])
-    train = -torch.linspace(0.5, 1.5, len(lags))[None]
-    return mismatch_metrics(
+    lag = torch.tensor(lags)
+    train = -torch.linspace(0.5, 1.5, len(lags))
+    return MismatchSums.of_packed(
         train,
         train + 0.1 * (lag + 1),
         torch.ones_like(lag, dtype=torch.bool),
+        torch.zeros_like(lag),
         weights=torch.ones_like(train),
+        corrected_mask=lag > 4,
         lag=lag,
         threshold=2.0,
-        advantages=torch.tensor([advantage]),
-    )
+        advantages=torch.full_like(train, advantage),
+    ).metrics()
 
 
 def line(**fields: object) -> dict:

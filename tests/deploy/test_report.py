@@ -66,6 +66,7 @@ def diagnostics(tokens: list[int], chance: random.Random) -> dict[str, float]:
                 "ess_fraction": 1 / (1 + 2 * k3),
                 "applied_ess_fraction": 1 / (1 + 1.5 * k3),
                 "weight_mean": 1 - 2 * k3 + chance.gauss(0, variance**0.5 / 10),
+                "corrected_frac": 4 * k3,
                 "masked_frac": 2.5 * k3,
                 "masked_frac_positive": 2 * k3,
                 "masked_frac_negative": 3 * k3,
@@ -259,7 +260,7 @@ def drawn(name: str, telemetry: Telemetry) -> list[Axes]:
         ("ess-by-lag", ["ess_fraction", "applied_ess_fraction"]),
         ("kl-by-lag", ["kl", "k3_kl"]),
         ("chi2-by-lag", ["chi2"]),
-        ("weight-by-lag", ["weight_mean"]),
+        ("weight-by-lag", ["weight_mean", "corrected_frac"]),
         ("masked-by-lag", ["masked_frac_positive", "masked_frac_negative"]),
     ],
 )
@@ -320,7 +321,7 @@ def test_a_noisy_line_is_the_telemetry_itself(telemetry: Telemetry, figure: str,
 def test_a_run_without_correction_shows_its_mismatch_just_as_well(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo", num_updates=6)
     lines = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
-    applied = ("applied_", "weight_", "masked_", "reference_")
+    applied = ("applied_", "weight_", "corrected_", "masked_", "reference_")
     lines = [{key: value for key, value in line.items() if not key.startswith(applied)} for line in lines]
     write_lines(folder / "updates.jsonl", lines)
     page = Page(write_report(folder).read_text(encoding="utf-8"))

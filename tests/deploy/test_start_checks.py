@@ -9,6 +9,8 @@ from wire_examples import FINGERPRINT
 from deploy.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
 from schemas.config import (
     ConfigError,
+    CorrectionConfig,
+    EngineConfig,
     EvaluationConfig,
     ModelConfig,
     Plug,
@@ -134,3 +136,29 @@ def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
     assert check(changed(config, evaluation=EvaluationConfig(num_prompts=3))).config.evaluation.num_prompts == 3
     with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
         check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"sampling": SamplingConfig(temperature=0.005)},
+            r"sampling.temperature = 0.005: vLLM does not sample groups so",
+        ),
+        (
+            {"engine": EngineConfig(args={"logprobs_mode": "raw_logprobs"})},
+            r"engine.args.logprobs_mode = .*expected engine",
+        ),
+    ],
+)
+def test_what_the_engine_would_refuse_is_said_before_it_starts(config, fields, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(changed(config, **fields))
+
+
+def test_an_objective_that_forms_the_correction_itself_is_refused_beside_one(config) -> None:
+    kwargs = {"proximal": "loglinear", "total_weight_cap": 5.0}
+    objective = Plug(path="consumers.objectives.decoupled_ppo:DecoupledPpo", kwargs=kwargs)
+    with pytest.raises(ConfigError, match="counted twice"):
+        check_objective(changed(config, objective=objective))
+    check_objective(changed(config, objective=objective, correction=CorrectionConfig(mode="none")))

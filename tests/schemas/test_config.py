@@ -68,6 +68,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("correction.max_lag=2", r"correction.max_lag = 2: the run has one bound; expected max_lag to be set"),
         ("sampling.top_p=0.9", r"sampling.top_p = 0.9: the trainer cannot reproduce"),
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
+        ("sampling.temperature=nan", r"sampling.temperature = nan: expected 0 or more, and finite"),
         ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
         ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` <= 1"),
         ("mode=serial", r"mode = 'serial': Invalid enum value 'serial'"),
