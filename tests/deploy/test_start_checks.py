@@ -143,11 +143,11 @@ def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
     [
         (
             {"sampling": SamplingConfig(temperature=0.005)},
-            r"sampling.temperature = 0.005: vLLM does not sample groups so",
+            r"temperature = 0.005: vLLM does not sample groups so",
         ),
         (
             {"engine": EngineConfig(args={"logprobs_mode": "raw_logprobs"})},
-            r"engine.args.logprobs_mode = .*expected engine",
+            r"args.logprobs_mode = .*expected engine",
         ),
     ],
 )
