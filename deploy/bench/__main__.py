@@ -3,17 +3,24 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
-from deploy.bench.result import RESULTS, BenchError, print_result, write_result
+from deploy.bench.result import RESULTS, BenchError, Result, print_result, write_result
+from deploy.bench.stream import STREAM_ROWS, measure_stream
+from deploy.bench.stream_setup import QUICK_STREAM, StreamSettings
 from deploy.producer_pool import PartDied
 from deploy.redis_server import ServerError
 from schemas.config import ConfigError
 
-SECTIONS = {"pipeline": (measure_pipeline, tuple(ROWS))}
+SECTIONS: dict[str, tuple[Callable[..., Result], tuple[str, ...]]] = {
+    "pipeline": (measure_pipeline, tuple(ROWS)),
+    "stream": (measure_stream, tuple(STREAM_ROWS)),
+}
 """Name of a section to the function that measures it and its rows."""
+SETTINGS = {"pipeline": (PipelineSettings(), QUICK), "stream": (StreamSettings(), QUICK_STREAM)}
+"""Name of a section to its settings and those of `--quick`."""
 WORK = Path("runs") / "bench"
 
 
@@ -22,13 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     # Every row starts a server of its own: a user's Redis is no place for a benchmark.
     os.environ.pop("REDIS_URL", None)
-    settings = QUICK if arguments.quick else PipelineSettings()
     try:
         check_run_file(arguments.run_file)
-        for section in arguments.sections or SECTIONS:
+        for section in arguments.sections or _sections_of(arguments.only):
             measure, all_rows = SECTIONS[section]
             rows = _chosen_rows(section, all_rows, arguments.only)
-            result = measure(rows, settings, arguments.run_file, WORK)
+            result = measure(rows, SETTINGS[section][arguments.quick], arguments.run_file, WORK)
             print_result(result)
             if not arguments.quick or arguments.output is not None:
                 part = () if rows == all_rows else rows
@@ -54,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="ROW",
-        help="measure this row only; repeatable: " + ", ".join(ROWS),
+        help="measure this row only; repeatable: "
+        + "; ".join(f"of {section} {', '.join(rows)}" for section, (_, rows) in SECTIONS.items()),
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds a row: shows that it runs, writes no result"
@@ -62,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-file", type=Path, default=RUN_FILE, metavar="RUN.toml", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"folder of the results (default: {RESULTS.name})")
     return parser
+
+
+def _sections_of(only: Sequence[str]) -> list[str]:
+    """The sections that have one of these rows; all of them where none has, or where none is asked for."""
+    return [section for section, (_, rows) in SECTIONS.items() if set(only) & set(rows)] or list(SECTIONS)
 
 
 def _chosen_rows(section: str, rows: tuple[str, ...], only: Sequence[str]) -> tuple[str, ...]:
