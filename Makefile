@@ -5,7 +5,7 @@ MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 export VENV
 
-.PHONY: demo test lint bench bench-peers study venv venv-dev clean clean-venv
+.PHONY: demo test chaos lint bench bench-peers study venv venv-dev clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
@@ -14,6 +14,11 @@ demo: venv
 # Tests that boot the engine share one worker: two engines that start at the same moment can fail.
 test: venv-dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Under twenty minutes; the results and the page made of them (deploy/docs/faults.md is a copy) are in runs/chaos.
+# SEED=3 replays one seed.
+chaos: venv-dev
+	$(VENV)/bin/python -m tests.chaos --out runs/chaos $(if $(SEED),--seed $(SEED))
 
 lint: venv-dev
 	$(VENV)/bin/python -m ruff check .

@@ -1,17 +1,18 @@
 """Starts the trainer of a run."""
 
 import logging
-import os
 import signal
-import uuid
 from pathlib import Path
+
+import redis
 
 from consumers.checkpoints import CheckpointError, Checkpoints, CheckpointState
 from consumers.connection import Connection, RedisGoneError
 from consumers.learner import Learner
 from consumers.metrics import TrainerMetrics
-from consumers.scripts import FencedError, Scripts, announced_of, forks_of
+from consumers.scripts import FencedError, announced_of, forks_of
 from consumers.settlement import RunFailedError
+from consumers.tenure import Tenure
 from consumers.trainer import Trainer
 from schemas.config import ConfigError, RunConfig
 from schemas.endpoint import redis_url
@@ -20,8 +21,11 @@ from schemas.keys import Commit, Keys
 log = logging.getLogger(__name__)
 
 
-def main(config: RunConfig, *, runs: Path, resume: bool = False) -> int:
-    """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status."""
+def main(config: RunConfig, *, runs: Path, resume: bool = False, standby: bool = False) -> int:
+    """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status.
+
+    standby: wait until the run has no trainer any more, and continue it then.
+    """
     connection = None
     try:
         metrics = TrainerMetrics()
@@ -30,10 +34,14 @@ def main(config: RunConfig, *, runs: Path, resume: bool = False) -> int:
             config.redis.outage_s,
             on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
         )
-        trainer = open_trainer(config, runs, connection, metrics, resume=resume)
+        trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby)
+        if trainer is None:
+            log.info("the run is finished: nothing to stand by for")
+            return 0
         metrics.serve(config.metrics, config.folder(runs))
+        stop = trainer.stop
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(trainer, "stopping", True))
+            signal.signal(number, lambda *_: stop())
         try:
             finished = trainer.run()
         finally:
@@ -46,15 +54,26 @@ def main(config: RunConfig, *, runs: Path, resume: bool = False) -> int:
     except (RedisGoneError, FencedError, CheckpointError, RunFailedError, OSError) as error:
         log.error("%s", error)
         return 1
+    except redis.RedisError as error:
+        log.error("Redis refuses a command: %s", error)
+        return 1
     finally:
         if connection is not None:
             connection.close()
 
 
 def open_trainer(
-    config: RunConfig, runs: Path, connection: Connection, metrics: TrainerMetrics, *, resume: bool
-) -> Trainer:
+    config: RunConfig,
+    runs: Path,
+    connection: Connection,
+    metrics: TrainerMetrics,
+    *,
+    resume: bool,
+    standby: bool = False,
+) -> Trainer | None:
     """A trainer of a new epoch, from the committed checkpoint when resuming.
+
+    With `standby` it waits until the run has no trainer any more, then continues the run; None where it is finished.
 
     Raises:
         ConfigError: the run exists and `resume` is not set, or a setting does not fit.
@@ -63,14 +82,39 @@ def open_trainer(
     if config.evaluation.num_prompts is None:
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
     keys = Keys(config.name)
-    commit = connection.call(lambda client: client.hgetall(keys.commit))
+    connection.restarted()  # from here on a restart of Redis is one
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
-    epoch = checkpoints.claim_epoch(int(commit.get(Commit.EPOCH, -1)) + 1)
-    if epoch and not resume:
-        raise ConfigError(f"name = {config.name!r}: this run exists; continue it with --resume or choose another name")
+    tenure = Tenure(connection, keys, checkpoints, config.trainer.lease_s)
+    try:
+        if standby and not tenure.stand_by():
+            return None
+        return _open(config, runs, connection, metrics, checkpoints, tenure, resume=resume or standby)
+    except BaseException:
+        tenure.end()
+        raise
+
+
+def _open(
+    config: RunConfig,
+    runs: Path,
+    connection: Connection,
+    metrics: TrainerMetrics,
+    checkpoints: Checkpoints,
+    tenure: Tenure,
+    *,
+    resume: bool,
+) -> Trainer:
+    keys = Keys(config.name)
+    known = int(connection.call(lambda client: client.hget(keys.commit, Commit.EPOCH)) or -1)
+    exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
+    if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
+        raise ConfigError(exists)
     learner = _load_learner(config)
-    owner = f"{os.getpid()}-{uuid.uuid4().hex}"
-    commit = connection.call(lambda client: Scripts(client, keys).open_epoch(epoch, owner))
+    # Claimed late: a trainer that ends before it opens its epoch leaves no sign of a newer one.
+    epoch = checkpoints.claim_epoch(known + 1)
+    if epoch and not resume:
+        raise ConfigError(exists)
+    commit = tenure.open(epoch)
     pointer = commit.get(Commit.CHECKPOINT)
     state = checkpoints.load(pointer.decode() if pointer else None, learner) if epoch else None
     if state is None:
@@ -83,7 +127,7 @@ def open_trainer(
     state.announced.update(announced_of(commit))
     if epoch:
         state.forks[epoch] = state.policy_version
-    trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, epoch=epoch, state=state)
+    trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, tenure=tenure, state=state)
     trainer.adopt_release_cursor(int(commit.get(Commit.RELEASED, 0)))
     return trainer
 

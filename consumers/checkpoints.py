@@ -4,17 +4,22 @@ import hashlib
 import json
 import logging
 import os
+import random
+import re
 import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
+from safetensors import SafetensorError
 
 log = logging.getLogger(__name__)
 
 _SUMS = "checksums.json"
+_NAME = re.compile(r"\d+-[0-9a-f]+")
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -29,6 +34,10 @@ class CheckpointError(RuntimeError):
     """No checkpoint can be used; the message says what was found wrong with each."""
 
 
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written. Nothing of it is left, and those before it stay."""
+
+
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer must know, beside model and optimizer, to continue."""
 
@@ -39,6 +48,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     announced: dict[int, int]
     counters: dict[str, int | float]
     """Running totals of the whole run: tokens, seconds."""
+    rng: dict[str, Any] = {}
+    """Random generators beside the learner's own: Python's and NumPy's global ones."""
 
 
 class Checkpoints:
@@ -52,11 +63,13 @@ class Checkpoints:
         self._base_model = base_model
         self._keep = keep
         self._committed: list[str] = []
+        self._obsolete: set[str] = set()
+        """Folders that were there when the last checkpoint was written."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def claim_epoch(self, at_least: int) -> int:
         """Creates the file of a new epoch, above every epoch that the disk or Redis (`at_least`) knows."""
-        epoch = max([at_least, *(int(file.name[6:]) + 1 for file in self._folder.glob("epoch-*"))])
+        epoch = max(at_least, self.newest_epoch() + 1)
         while True:
             try:
                 os.close(os.open(self._folder / f"epoch-{epoch}", os.O_CREAT | os.O_EXCL))
@@ -66,14 +79,40 @@ class Checkpoints:
             _fsync(self._folder)
             return epoch
 
+    def newest_epoch(self) -> int:
+        """The newest epoch that any trainer claimed here; -1 where none did."""
+        return max((int(file.name[6:]) for file in self._folder.glob("epoch-*")), default=-1)
+
+    @property
+    def pointer(self) -> str | None:
+        """The newest committed checkpoint that this trainer knows of."""
+        return self._committed[-1] if self._committed else None
+
     def write(self, learner: Any, state: CheckpointState) -> str:
-        """Writes and fsyncs a checkpoint under a unique name, which is returned. Nothing points to it yet."""
+        """Writes and fsyncs a checkpoint under a unique name, which is returned. Nothing points to it yet.
+
+        Raises:
+            CheckpointWriteError: the disk is full, say.
+        """
         name = f"{state.policy_version}-{uuid.uuid4().hex[:8]}"
         partial = self._folder / f"partial-{name}"
+        try:
+            self._write(partial, learner, state)
+            partial.rename(self._folder / name)
+            _fsync(self._folder)
+        except (OSError, SafetensorError) as error:
+            for folder in (partial, self._folder / name):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointWriteError(f"checkpoint {self._folder / name} cannot be written: {error}") from error
+        # Listed before the commit: what a newer trainer writes once this one is fenced is never deleted here.
+        self._obsolete = {folder.name for folder in self._folder.iterdir() if folder.is_dir()}
+        return name
+
+    def _write(self, partial: Path, learner: Any, state: CheckpointState) -> None:
         partial.mkdir()
         learner.save_model(partial / "model")
         self._copy_tokenizer(partial / "model")
-        torch.save(learner.state_dict(), partial / "learner.pt")
+        _save(learner.state_dict(), partial / "learner.pt")
         (partial / "state.json").write_bytes(msgspec.json.encode(state))
         sums = {}
         for file in sorted(path for path in partial.rglob("*") if path.is_file()):
@@ -83,9 +122,6 @@ class Checkpoints:
         _fsync(partial / _SUMS)
         for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
             _fsync(folder)
-        partial.rename(self._folder / name)
-        _fsync(self._folder)
-        return name
 
     def _copy_tokenizer(self, folder: Path) -> None:
         if self._base_model is None:
@@ -95,12 +131,16 @@ class Checkpoints:
                 shutil.copyfile(file, folder / file.name)
 
     def committed(self, name: str) -> None:
-        """Notes that Redis points to `name`, and deletes all but the last committed ones."""
+        """Notes that Redis points to `name`, and deletes all but the last committed of those that were there when it
+        was written."""
         self._committed.append(name)
         self._committed = self._committed[-self._keep :]
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and folder.name not in self._committed:
-                shutil.rmtree(folder, ignore_errors=True)
+        for obsolete in self._obsolete.difference(self._committed):
+            shutil.rmtree(self._folder / obsolete, ignore_errors=True)
+
+    def discard(self, name: str) -> None:
+        """Deletes a checkpoint that was written and will not be committed."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
         """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None where there is none at all.
@@ -109,7 +149,7 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none is whole.
         """
         names = sorted(
-            (folder.name for folder in self._folder.iterdir() if folder.is_dir() and folder.name[0].isdigit()),
+            (folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)),
             key=lambda name: (name == pointer, int(name.partition("-")[0])),
             reverse=True,
         )
@@ -135,6 +175,32 @@ class Checkpoints:
         return None
 
 
+def rng_state() -> dict[str, Any]:
+    """The state of Python's and NumPy's global generators, as JSON takes it."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Sets the generators to what `rng_state` said, after a way through JSON or not."""
+    if state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _save(state: dict[str, Any], file: Path) -> None:
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except RuntimeError as error:
+        # What torch makes of a full disk: it trips over the position at which the write has failed.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def _problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
@@ -143,10 +209,13 @@ def _problem(folder: Path) -> str | None:
         return f"{_SUMS}: {error}"
     for name, expected in sums.items():
         file = folder / name
-        if not file.is_file():
+        try:
+            if _digest(file) != expected:
+                return f"{name}: checksum differs"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if _digest(file) != expected:
-            return f"{name}: checksum differs"
+        except OSError as error:
+            return f"{name}: {error}"
     return None if "state.json" in sums else "state.json is not listed"
 
 

@@ -44,13 +44,12 @@ class Evaluator:
             return
         self._last_requested = policy_version
         self._pending[policy_version] = {}
-        self._ask(policy_version)
+        self._ask()
 
     def request_again(self) -> None:
         """Asks for what is unanswered once more, after Redis may have lost it. Answers to both count once."""
         self._cursor = START
-        for version in self._pending:
-            self._ask(version)
+        self._ask()
 
     def collect(self) -> list[EvaluationResult]:
         """The evaluations that became complete since the last call, oldest policy first."""
@@ -76,8 +75,8 @@ class Evaluator:
         milliseconds, sequence = entry_key(self._cursor)
         return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
 
-    def _ask(self, version: int) -> None:
-        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, version, self._num_prompts))
+    def _ask(self) -> None:
+        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._num_prompts))
 
     def _receive(self, fields: dict[bytes, bytes]) -> None:
         version, _, n = fields.get(Field.EVALUATION, b"").partition(b"-")

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 OUTCOMES = ("trained", "skipped", "dead")
 
@@ -49,6 +50,23 @@ class IndexRanges:
             self._ends.insert(at, index + 1)
         return True
 
+    def discard(self, index: int) -> bool:
+        """Takes `index` out; False when it was not there."""
+        at = bisect_right(self._starts, index) - 1
+        if at < 0 or index >= self._ends[at]:
+            return False
+        end = self._ends[at]
+        if self._starts[at] == index:
+            self._starts[at] = index + 1
+        else:
+            self._ends[at] = index
+            at += 1
+            self._starts.insert(at, index + 1)
+            self._ends.insert(at, end)
+        if self._starts[at] == end:
+            del self._starts[at], self._ends[at]
+        return True
+
     def __contains__(self, index: int) -> bool:
         at = bisect_right(self._starts, index)
         return at > 0 and index < self._ends[at - 1]
@@ -78,14 +96,30 @@ class IndexRanges:
         return self._ends[-1] - 1 if self._ends else 0
 
 
+class Requeued(NamedTuple):
+    """A dead letter that an operator has had released again, and the trainer has."""
+
+    letter: str
+    """Entry id of the letter. The index may die again and leave another one."""
+    after: str
+    """The last entry of the rollout stream when the index was opened again: what died stands at or before it."""
+
+
 class Ledger:
-    """Every released index is settled exactly once: trained, skipped or dead."""
+    """Every released index is settled exactly once: trained, skipped or dead.
+
+    A dead one is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
+    request opens an index once, and once more exactly where a rollback has undone it.
+    """
 
     def __init__(self) -> None:
         self.settled = IndexRanges()
         self.by_outcome = {outcome: IndexRanges() for outcome in OUTCOMES}
-        self.dead_reasons: Counter[str] = Counter()
+        self.dead_by_reason: dict[str, IndexRanges] = {}
         self.released_again: Counter[str] = Counter()
+        self.requeued: dict[int, Requeued] = {}
+        self.postponed: dict[int, str] = {}
+        """Released, unsettled indexes that are nowhere, by reason: to be released again as the credit lasts."""
         self.num_duplicates_dropped = 0
         self.num_released = 0
         """The release cursor: indexes 1 to this one were released."""
@@ -100,10 +134,34 @@ class Ledger:
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.by_outcome[outcome].add(index)
         if outcome == "dead":
-            self.dead_reasons[reason.partition(":")[0]] += 1
+            self.dead_by_reason.setdefault(reason.partition(":")[0], IndexRanges()).add(index)
+
+    def may_reopen(self, index: int, letter: str) -> bool:
+        """True where `index` is dead and was not opened again for this very letter before."""
+        known = self.requeued.get(index)
+        return index in self.by_outcome["dead"] and (known is None or known.letter != letter)
+
+    def reopen(self, index: int, letter: str, after: str) -> None:
+        """Takes a dead index off the books: it is open again, and what the stream holds of it up to `after` is void.
+
+        Raises:
+            ValueError: it is not dead.
+        """
+        if not self.by_outcome["dead"].discard(index):
+            raise ValueError(f"index {index} is not dead; it cannot be opened again")
+        self.settled.discard(index)
+        for reason, indexes in list(self.dead_by_reason.items()):
+            if indexes.discard(index) and not indexes:
+                del self.dead_by_reason[reason]
+        self.requeued[index] = Requeued(letter, after)
 
     def count(self, outcome: str) -> int:
         return len(self.by_outcome[outcome])
+
+    @property
+    def dead_reasons(self) -> dict[str, int]:
+        """Dead indexes by the part of their reason before the first colon."""
+        return {reason: len(indexes) for reason, indexes in self.dead_by_reason.items()}
 
     @property
     def num_open(self) -> int:
@@ -111,10 +169,13 @@ class Ledger:
         return self.num_released - len(self.settled)
 
     def to_state(self) -> dict:
+        """What a checkpoint holds. `postponed` is for those outside who look: a resume finds its indexes by itself."""
         return {
             **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
-            "dead_reasons": dict(self.dead_reasons),
+            "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},
             "released_again": dict(self.released_again),
+            "requeued": {str(index): list(requeued) for index, requeued in self.requeued.items()},
+            "postponed": sorted(self.postponed),
             "num_duplicates_dropped": self.num_duplicates_dropped,
             "num_released": self.num_released,
         }
@@ -125,8 +186,9 @@ class Ledger:
         for outcome in OUTCOMES:
             ledger.by_outcome[outcome] = IndexRanges(state[outcome])
         ledger.settled = IndexRanges.union(ledger.by_outcome.values())
-        ledger.dead_reasons.update(state["dead_reasons"])
+        ledger.dead_by_reason = {reason: IndexRanges(runs) for reason, runs in state["dead_by_reason"].items()}
         ledger.released_again.update(state["released_again"])
+        ledger.requeued = {int(index): Requeued(*requeued) for index, requeued in state["requeued"].items()}
         ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
         ledger.num_released = state["num_released"]
         return ledger

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from consumers.connection import BLOCK_S, Connection
@@ -15,6 +15,10 @@ log = logging.getLogger(__name__)
 
 START = b"0-0"
 ENTRIES_PER_READ = 64
+FIRST_READ_ENTRIES = 8
+"""Nothing is known yet of how large they are."""
+READ_BYTES = 2 * 1024 * 1024
+"""What one read aims at: a reply that outgrows the processor's caches is slower to take in by half."""
 LagOf = Callable[[int], int]
 
 
@@ -32,6 +36,9 @@ class Refused:
     index: int | None
     reason: str
     payload: bytes
+    entry_id: bytes = b""
+    num_received: int = 0
+    """Good groups that came into hand before it."""
 
 
 class Reader:
@@ -57,10 +64,13 @@ class Reader:
         self._group_size = group_size
         self._check = check
         self.cursor = START
+        self._count = FIRST_READ_ENTRIES
         self.hand: dict[int, Held] = {}
         """By index, in order of arrival."""
         self._refused: list[Refused] = []
         self._refused_indexes: set[int] = set()
+        self._refused_entries: set[bytes] = set()
+        """Entries refused so far that name no released index."""
         self.num_received = 0
         """Groups that came into hand so far."""
 
@@ -68,16 +78,19 @@ class Reader:
         """Takes new entries into hand; returns how many the stream held. Blocks at most `BLOCK_S` for the first."""
         block_ms = int(BLOCK_S * 1000) if block else None
         reply = self._connection.call(
-            lambda client: client.xread({self._stream: self.cursor}, count=ENTRIES_PER_READ, block=block_ms)
+            lambda client: client.xread({self._stream: self.cursor}, count=self._count, block=block_ms)
         )
         entries = reply[0][1] if reply else []
+        if entries:
+            num_bytes = sum(len(fields.get(Field.PAYLOAD, b"")) for _, fields in entries)
+            self._count = max(1, min(ENTRIES_PER_READ, READ_BYTES * len(entries) // max(1, num_bytes)))
         for entry_id, fields in entries:
             self._receive(entry_id, fields, lag_of)
             self.cursor = entry_id
         return len(entries)
 
     def read_to_end(self, lag_of: LagOf) -> None:
-        while self.read(lag_of, block=False) == ENTRIES_PER_READ:
+        while self.read(lag_of, block=False):
             pass
 
     def rewind(self) -> None:
@@ -85,34 +98,40 @@ class Reader:
         self.cursor = START
 
     def first_unsettled(self) -> bytes:
-        """The entry id up to which the stream may be trimmed: the first in hand, else the one after the cursor."""
-        if self.hand:
-            return min((held.entry_id for held in self.hand.values()), key=entry_key)
+        """The entry id up to which the stream may be trimmed: the first in hand, never past the cursor.
+
+        On a server that was emptied and whose clock is behind, ids in hand lie above what is still to be read.
+        """
         milliseconds, sequence = entry_key(self.cursor)
-        return f"{milliseconds}-{sequence + 1}".encode()
+        ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.hand.values())]
+        return min(ids, key=entry_key)
 
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")
         try:
             index = int(fields[Field.INDEX])
         except (KeyError, ValueError):
-            self._refuse(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload))
+            self._refuse(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload, entry_id))
             return
         if index in self._ledger.settled or index in self.hand or index in self._refused_indexes:
             self._ledger.num_duplicates_dropped += 1
             return
+        requeued = self._ledger.requeued.get(index)
+        if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
+            self._ledger.num_duplicates_dropped += 1  # read again after a resume: what the index had died of
+            return
         if not 1 <= index <= self._ledger.num_released:
-            self._refuse(Refused(None, f"poison: index {index} was never released", payload))
+            self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
         if fields.get(Field.KIND) == Kind.DEAD:
             reason = fields.get(Field.REASON, b"unknown").decode(errors="replace")
-            self._refuse(Refused(index, reason, payload))
+            self._refuse(Refused(index, reason, payload, entry_id))
             return
         try:
             self.hand[index] = Held(entry_id, self._decode(payload, index, lag_of))
             self.num_received += 1
         except RecordError as error:
-            self._refuse(Refused(index, f"poison: {error}", payload))
+            self._refuse(Refused(index, f"poison: {error}", payload, entry_id))
 
     def take_refused(self) -> list[Refused]:
         """What was refused since the last call, to be settled now."""
@@ -126,9 +145,13 @@ class Reader:
         return self._refused_indexes
 
     def _refuse(self, record: Refused) -> None:
-        self._refused.append(record)
         if record.index is not None:
             self._refused_indexes.add(record.index)
+        elif record.entry_id in self._refused_entries:
+            return  # read again after `rewind`: with no index to tell it by, it would leave a letter each time
+        else:
+            self._refused_entries.add(record.entry_id)
+        self._refused.append(replace(record, num_received=self.num_received))
 
     def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
         group = decode_group(payload)

@@ -4,6 +4,7 @@
 Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters are the rare exception.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import redis
@@ -16,12 +17,15 @@ _FENCE = (
     _HEAD
     + """
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
-if epoch ~= tonumber(ARGV[1]) then
+if epoch > tonumber(ARGV[1]) then
   return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
+elseif epoch < tonumber(ARGV[1]) then
+  return redis.error_reply('GONE this trainer is of epoch ' .. ARGV[1] .. ', redis knows of epoch ' .. epoch)
 end
 """
 )
 
+# ARGV: epoch, owner, lease in ms. KEYS: commit, lease
 _OPEN_EPOCH = (
     _HEAD
     + """
@@ -31,9 +35,40 @@ if tonumber(ARGV[1]) < epoch or (tonumber(ARGV[1]) == epoch and redis.call('HGET
 end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2])
 redis.call('HDEL', KEYS[1], 'finished')
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 return redis.call('HGETALL', KEYS[1])
 """
 )
+
+# ARGV: epoch, owner, release cursor, field, value, field, value...
+_PUT_BACK = (
+    _HEAD
+    + """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+if epoch > tonumber(ARGV[1]) or (epoch == tonumber(ARGV[1]) and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
+  return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
+end
+local released = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'released', released)
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return epoch
+"""
+)
+
+_CHECK = _FENCE + "return epoch"
+
+# ARGV: owner, lease in ms
+_HOLD_LEASE = (
+    _HEAD
+    + """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+
+_LEAVE_LEASE = _HEAD + "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 # ARGV: epoch, target, floor (the highest index the trainer knows to be released), policy version
 _RELEASE = (
@@ -50,48 +85,59 @@ return cursor
 """
 )
 
-# ARGV: epoch, policy version, index...
+# ARGV: epoch, policy version, index... A letter that a requeue or a rollback has voided makes room for the next one.
 _RELEASE_AGAIN = (
     _FENCE
     + """
 for i = 3, #ARGV do
+  redis.call('HDEL', KEYS[3], ARGV[i])
   redis.call('XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2])
 end
 return #ARGV - 2
 """
 )
 
-# ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''
+# ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''.
+# Announcing the newest once more (after a lost reply) adds nothing.
 _ANNOUNCE = (
     _FENCE
     + """
-redis.call('XADD', KEYS[2], '*', 'manifest', ARGV[3])
-redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[4])
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if not newest or newest[2][2] ~= ARGV[3] then
+  redis.call('XADD', KEYS[2], '*', 'manifest', ARGV[3])
+  redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[4])
+end
 redis.call('HSET', KEYS[1], 'policy_version', ARGV[2], 'announced:' .. ARGV[1], ARGV[2])
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'fork:' .. ARGV[1], ARGV[5]) end
 return ARGV[2]
 """
 )
 
-# ARGV: epoch, policy version, first n, last n. A prompt asked for twice (after a lost reply) is there already.
+# ARGV: epoch, prompts of each, policy version... (ascending). A prompt asked for twice is there already. All in one
+# script: on a stream that was emptied meanwhile, ids of an older version could not follow those of a newer one.
 _EVALUATE = (
     _FENCE
     + """
 local added = 0
-for n = tonumber(ARGV[3]), tonumber(ARGV[4]) do
-  local reply = redis.pcall('XADD', KEYS[2], ARGV[2] .. '-' .. n, 'n', n)
-  if type(reply) ~= 'table' then added = added + 1 end
+for i = 3, #ARGV do
+  for n = 1, tonumber(ARGV[2]) do
+    local reply = redis.pcall('XADD', KEYS[2], ARGV[i] .. '-' .. n, 'n', n)
+    if type(reply) ~= 'table' then added = added + 1 end
+  end
 end
 return added
 """
 )
 
-# ARGV: epoch, index, reason, payload
+# ARGV: epoch, index or '', reason, payload, rollout entry or ''. A letter repeated after a lost reply is the newest.
 _DEAD_LETTER = (
     _FENCE
     + """
 if ARGV[2] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then return 0 end
-local id = redis.call('XADD', KEYS[2], '*', 'index', ARGV[2], 'reason', ARGV[3], 'payload', ARGV[4])
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if ARGV[5] ~= '' and newest and newest[2][8] == ARGV[5] then return 0 end
+local fields = {'index', ARGV[2], 'reason', ARGV[3], 'payload', ARGV[4], 'entry', ARGV[5]}
+local id = redis.call('XADD', KEYS[2], '*', unpack(fields))
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], id) end
 return 1
 """
@@ -120,15 +166,27 @@ class FencedError(RuntimeError):
     """A newer trainer has taken the run over; this one must stop."""
 
 
-class Scripts:
-    """One method per script. Each takes a client so that the connection's retry loop stays the only one."""
+class GoneError(RuntimeError):
+    """Redis has lost this trainer's epoch: it was emptied, or has fallen back to an older state."""
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+
+class Scripts:
+    """One method per script. Each takes a client so that the connection's retry loop stays the only one.
+
+    Where Redis has lost the epoch, `put_back` is called to restore it, and the script runs once more.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, put_back: Callable[[], None] | None = None) -> None:
         self._keys = keys
+        self._put_back = put_back
         self._scripts = {
             name: client.register_script(text)
             for name, text in {
                 "open_epoch": _OPEN_EPOCH,
+                "put_back": _PUT_BACK,
+                "check": _CHECK,
+                "hold_lease": _HOLD_LEASE,
+                "leave_lease": _LEAVE_LEASE,
                 "release": _RELEASE,
                 "release_again": _RELEASE_AGAIN,
                 "announce": _ANNOUNCE,
@@ -139,10 +197,28 @@ class Scripts:
             }.items()
         }
 
-    def open_epoch(self, epoch: int, owner: str) -> dict[bytes, bytes]:
-        """Raises the run's epoch and returns the commit hash. `owner` makes a repeated call after a lost reply safe."""
-        flat = self._run("open_epoch", [self._keys.commit], epoch, owner)
+    def open_epoch(self, epoch: int, owner: str, lease_s: float = 1.0) -> dict[bytes, bytes]:
+        """Raises the run's epoch, takes the lease whoever holds it, and returns the commit hash. `owner` makes a
+        repeated call after a lost reply safe."""
+        keys = [self._keys.commit, self._keys.lease]
+        flat = self._run("open_epoch", keys, epoch, owner, int(lease_s * 1000))
         return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def put_back(self, epoch: int, owner: str, released: int, fields: Mapping[str, str | int]) -> int:
+        """Restores `fields` of the commit hash; returns the epoch that was there, -1 for none."""
+        flat = [part for field in fields.items() for part in field]
+        return self._run("put_back", [self._keys.commit], epoch, owner, released, *flat)
+
+    def check(self, epoch: int) -> None:
+        """Raises FencedError where a newer epoch is open."""
+        self._run("check", [self._keys.commit], epoch)
+
+    def hold_lease(self, owner: str, lease_s: float) -> bool:
+        """Takes the lease where it is free, or renews `owner`'s; False where another holds it."""
+        return bool(self._run("hold_lease", [self._keys.lease], owner, int(lease_s * 1000)))
+
+    def leave_lease(self, owner: str) -> None:
+        self._run("leave_lease", [self._keys.lease], owner)
 
     def release(self, epoch: int, target: int, floor: int, version: int) -> int:
         """Releases indexes up to `target`; returns the release cursor."""
@@ -152,7 +228,7 @@ class Scripts:
         for start in range(0, len(indexes), 1000):
             self._run(
                 "release_again",
-                [self._keys.commit, self._keys.prompts],
+                [self._keys.commit, self._keys.prompts, self._keys.dead_index],
                 epoch,
                 version,
                 *indexes[start : start + 1000],
@@ -162,13 +238,14 @@ class Scripts:
         fork = "" if parent is None else parent
         self._run("announce", [self._keys.commit, self._keys.policy], epoch, version, manifest, keep, fork)
 
-    def evaluate(self, epoch: int, version: int, num_prompts: int) -> int:
-        """Asks for evaluation prompts 1 to `num_prompts`; returns how many were not asked for before."""
-        return self._run("evaluate", [self._keys.commit, self._keys.evaluations], epoch, version, 1, num_prompts)
+    def evaluate(self, epoch: int, versions: Iterable[int], num_prompts: int) -> int:
+        """Asks for prompts 1 to `num_prompts` of each version; returns how many were not asked for before."""
+        keys = [self._keys.commit, self._keys.evaluations]
+        return self._run("evaluate", keys, epoch, num_prompts, *sorted(versions))
 
-    def dead_letter(self, epoch: int, index: int | None, reason: str, payload: bytes) -> None:
+    def dead_letter(self, epoch: int, index: int | None, reason: str, payload: bytes, entry_id: bytes = b"") -> None:
         keys = [self._keys.commit, self._keys.dead, self._keys.dead_index]
-        self._run("dead_letter", keys, epoch, "" if index is None else index, reason, payload)
+        self._run("dead_letter", keys, epoch, "" if index is None else index, reason, payload, entry_id)
 
     def commit(self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes) -> int:
         """Points the run at `checkpoint` and trims what it no longer needs; returns the rollout entries trimmed."""
@@ -181,10 +258,20 @@ class Scripts:
 
     def _run(self, name: str, keys: list[str], *args: Any) -> Any:
         try:
+            return self._call(name, keys, args)
+        except GoneError:
+            if self._put_back is None:
+                raise
+            self._put_back()
+            return self._call(name, keys, args)
+
+    def _call(self, name: str, keys: list[str], args: tuple[Any, ...]) -> Any:
+        try:
             return self._scripts[name](keys=keys, args=args)
         except redis.ResponseError as error:
-            if "FENCED" in str(error):
-                raise FencedError(str(error).partition("FENCED ")[2]) from error
+            for kind, code in ((FencedError, "FENCED "), (GoneError, "GONE ")):
+                if str(error).startswith(code):
+                    raise kind(str(error).removeprefix(code)) from error
             raise
 
 

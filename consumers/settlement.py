@@ -11,7 +11,7 @@ from schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
-SendLetter = Callable[[int | None, str, bytes], None]
+SendLetter = Callable[[int | None, str, bytes, bytes], None]
 
 
 MAX_FAILED_STEPS_IN_A_ROW = 8
@@ -24,7 +24,7 @@ class RunFailedError(RuntimeError):
 class Settlement:
     """Books what became of groups. The letter goes first: a crash in between repeats it, which changes nothing.
 
-    send_letter: (index or None, reason, payload), onto the dead-letter stream.
+    send_letter: (index or None, reason, payload, id of the rollout entry), onto the dead-letter stream.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Settlement:
         """
         log.error("%s: groups %s are dead", reason, [group.index for group in groups])
         for group in groups:
-            self._send_letter(group.index, reason, b"")
+            self._send_letter(group.index, reason, b"", b"")
             self._book(group.index, "dead", reason)
         self._failed_steps_in_a_row += 1
         if self._failed_steps_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
@@ -60,20 +60,20 @@ class Settlement:
                 f"{self._failed_steps_in_a_row} optimizer steps in a row failed; the last one: {reason}"
             )
 
-    def settle_refused(self, refused: list[Refused], num_received: int) -> None:
+    def settle_refused(self, refused: list[Refused]) -> None:
         """Records that cannot be trained, and what producers gave up.
 
-        num_received: good groups that the reader has had so far; a new one ends a row of dead ones.
+        A good group that came in between ends a row of dead ones.
 
         Raises:
             RunFailedError: more groups have died in a row than the run file allows.
         """
-        if num_received > self._num_received:
-            self._num_received = num_received
-            self._dead_in_a_row = 0
         for record in refused:
+            if record.num_received > self._num_received:
+                self._num_received = record.num_received
+                self._dead_in_a_row = 0
             log.warning("group %s is dead: %s", record.index, record.reason)
-            self._send_letter(record.index, record.reason, record.payload)
+            self._send_letter(record.index, record.reason, record.payload, record.entry_id)
             if record.index is None:
                 continue
             self._book(record.index, "dead", record.reason)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from consumers.batch import Batch, check_trainable, pack
-from consumers.checkpoints import Checkpoints, CheckpointState
+from consumers.checkpoints import Checkpoints, CheckpointState, CheckpointWriteError, restore_rng, rng_state
+from consumers.commit_schedule import CommitSchedule
 from consumers.connection import Connection
 from consumers.evaluation import Evaluator
 from consumers.learner import NOTHING_TO_TRAIN, Learner, StepReport
@@ -16,19 +17,18 @@ from consumers.ledger import OUTCOMES, Ledger
 from consumers.metrics import Lines, TrainerMetrics
 from consumers.reader import Reader
 from consumers.release import Releaser
-from consumers.scripts import Scripts
+from consumers.scripts import FencedError
 from consumers.settlement import RunFailedError, Settlement
 from consumers.staleness import LagTable, is_stale
+from consumers.tenure import Standing, Tenure
 from consumers.weights import Publisher
 from schemas.config import RunConfig
-from schemas.keys import Keys
+from schemas.keys import Commit, Keys
 from schemas.policy import make_version
 from schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
-MEMORY_HIGH = 0.7
-"""Share of Redis' maxmemory at which a checkpoint is due, since only a commit trims the stream."""
 WAITING_LOG_S = 30.0
 
 
@@ -44,26 +44,27 @@ class Trainer:
         checkpoints: Checkpoints,
         metrics: TrainerMetrics,
         *,
-        epoch: int,
+        tenure: Tenure,
         state: CheckpointState,
     ) -> None:
         self.config = config
         self.learner = learner
-        self.epoch = epoch
-        self.stopping = False
+        self.epoch = epoch = tenure.epoch
         self._folder = config.folder(runs)
         self._connection = connection
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._keys = Keys(config.name)
-        self._scripts = Scripts(connection.client, self._keys)
+        self._tenure = tenure
+        self._scripts = tenure.scripts
         self._ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
         self._num_batches = state.num_batches
         self._counters: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
             "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
         }  # fmt: skip
-        self._committed_at = -1
+        restore_rng(state.rng)
+        self._commits = CommitSchedule(connection, config.checkpoint.every)
         self._parent_version = state.policy_version
         self._steps_before = learner.num_steps
         self.policy_version = make_version(epoch, 0)
@@ -81,6 +82,7 @@ class Trainer:
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts or 0)
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
+        tenure.standing = self._standing
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
 
@@ -88,20 +90,36 @@ class Trainer:
         """Takes over what Redis knows to be released, where the checkpoint is older."""
         self._ledger.num_released = max(self._ledger.num_released, released)
 
+    def stop(self) -> None:
+        """Ends `run` after the update under way. May be called by a signal handler."""
+        self._connection.stop()
+
+    @property
+    def stopping(self) -> bool:
+        return self._connection.stopping
+
     def run(self) -> bool:
-        """Trains until the run is complete (True) or `stopping` is set (False); commits in either case.
+        """Trains until the run is complete (True) or `stop` is called (False); commits in either case.
 
         Waits for groups on the rollout stream; a producer that appends one unblocks it.
 
         Raises:
             RunFailedError: the run cannot go on; what was trained is committed.
-            FencedError, RedisGoneError, OSError: it cannot be committed either.
+            FencedError: a newer trainer has the run. Nothing was written that it could notice.
+            RedisGoneError, OSError: what was trained since the last checkpoint cannot be committed.
         """
         try:
-            return self._train()
+            finished = self._train()
+            self._tenure.end(hand_over=True)
+            return finished
         except RunFailedError:
-            self._commit(reconcile=False)
+            try:
+                self._commit(reconcile=False)
+            except CheckpointWriteError as error:
+                log.error("%s", error)
             raise
+        finally:
+            self._tenure.end()
 
     def _train(self) -> bool:
         self._publish(first=True)
@@ -124,8 +142,7 @@ class Trainer:
             published_s = time.monotonic()
             self._record(groups, batch, report, took_s - began_s, stepped_s - took_s, published_s - stepped_s)
             self._evaluate()
-            if self._num_batches % self.config.checkpoint.every == 0 or self._memory_is_high():
-                self._commit()
+            self._commit_if_due(busy=True)
         self._finish()
         return True
 
@@ -137,17 +154,12 @@ class Trainer:
         waiting_since = time.monotonic()
         while not self.stopping:
             if len(self._reader.hand) < num_groups:
-                num_read = self._reader.read(self._lag_of, block=True)
-                if not num_read and self._memory_is_high():
-                    self._commit()
+                if not self._reader.read(self._lag_of, block=True):
+                    self._commit_if_due(busy=False)
                 if time.monotonic() - waiting_since > WAITING_LOG_S:
                     waiting_since = time.monotonic()
                     log.info("waiting for rollouts: %d of %d in hand", len(self._reader.hand), num_groups)
-            if self._connection.restarted():
-                log.warning("redis is another process now: reading the stream from its start and reconciling")
-                self._reader.rewind()
-                self._evaluator.request_again()
-                self._heal()
+            self._notice_losses()
             self._settle_refused()
             if len(self._reader.hand) >= num_groups:
                 self._drop_stale()
@@ -168,10 +180,10 @@ class Trainer:
             self._num_batches += 1
 
     def _settle_refused(self) -> None:
-        self._settlement.settle_refused(self._reader.take_refused(), self._reader.num_received)
+        self._settlement.settle_refused(self._reader.take_refused())
 
-    def _dead_letter(self, index: int | None, reason: str, payload: bytes) -> None:
-        self._connection.call(lambda _: self._scripts.dead_letter(self.epoch, index, reason, payload))
+    def _dead_letter(self, index: int | None, reason: str, payload: bytes, entry_id: bytes) -> None:
+        self._connection.call(lambda _: self._scripts.dead_letter(self.epoch, index, reason, payload, entry_id))
 
     def _drop_stale(self) -> None:
         """A group that only holds tokens past the lag bound would be trained fully masked: sample it again instead."""
@@ -179,19 +191,42 @@ class Trainer:
         stale = [index for index, held in self._reader.hand.items() if is_stale(held.group, self._lag_of, bound)]
         for index in stale:
             del self._reader.hand[index]
-        self._releaser.release_again(stale, "stale", self.policy_version)
-        if stale:
-            self._metrics.groups_released_again.labels("stale").inc(len(stale))
+        self._releaser.postpone(stale, "stale")
 
     def _release(self) -> None:
+        again = self._releaser.release_postponed(self._reader, self.policy_version)
+        again["requeued"] += self._releaser.release_requeued(self.policy_version)
+        for reason, count in again.items():
+            self._metrics.groups_released_again.labels(reason).inc(count)
         self._metrics.groups_released.inc(self._releaser.top_up(self.policy_version))
 
     def _heal(self) -> None:
         """Releases what was lost between Redis and the books, then what the credit allows."""
-        lost = self._releaser.reconcile(self._reader, self._lag_of, self.policy_version)
-        self._metrics.groups_released_again.labels("lost").inc(lost)
+        self._releaser.reconcile(self._reader, self._lag_of)
         self._settle_refused()
         self._release()
+
+    def _notice_losses(self) -> None:
+        """Ends a trainer that was replaced; puts back what a Redis has lost that was emptied, restarted or replaced by
+        a replica, and has lost work done again."""
+        self._tenure.check()
+        restarted = self._connection.restarted()
+        if restarted:
+            log.warning("redis is another process now: reading the stream from its start and reconciling")
+            self._connection.call(lambda _: self._tenure.put_back())
+        if self._tenure.has_put_back() or restarted:
+            self._publisher.announce_again()
+            self._reader.rewind()
+            self._evaluator.request_again()
+            self._heal()
+
+    def _standing(self) -> Standing:
+        fields: dict[str, str | int] = {}
+        for prefix, by_epoch in ((Commit.FORK, self._lag_of.forks), (Commit.ANNOUNCED, self._lag_of.announced)):
+            fields |= {f"{prefix.decode()}{epoch}": version for epoch, version in by_epoch.items()}
+        if self._checkpoints.pointer is not None:
+            fields[Commit.CHECKPOINT.decode()] = self._checkpoints.pointer
+        return Standing(self._ledger.num_released, fields)
 
     def _publish(self, *, first: bool = False) -> None:
         if not first:
@@ -268,13 +303,21 @@ class Trainer:
             )
             log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
 
-    def _memory_is_high(self) -> bool:
-        memory = self._connection.call(lambda client: client.info("memory"))
-        limit = memory.get("maxmemory", 0)
-        return bool(limit) and memory["used_memory"] > MEMORY_HIGH * limit
+    def _commit_if_due(self, *, busy: bool) -> None:
+        """A full disk is no reason to lose what was trained since the last checkpoint: a new try follows."""
+        if not self._commits.is_due(self._num_batches, len(self._ledger.settled), busy=busy):
+            return
+        try:
+            self._commit()
+        except CheckpointWriteError as error:
+            log.error("%s; training goes on, next try in %.0f s", error, self._commits.failed())
 
     def _commit(self, *, reconcile: bool = True) -> None:
-        """Checkpoints, and only then acknowledges: the stream is trimmed to the first entry not settled in it."""
+        """Checkpoints, and only then acknowledges: the stream is trimmed to the first entry not settled in it.
+
+        Raises:
+            CheckpointWriteError: nothing has changed.
+        """
         began_s = time.monotonic()
         state = CheckpointState(
             policy_version=self.policy_version,
@@ -283,12 +326,19 @@ class Trainer:
             forks=self._lag_of.forks,
             announced={**self._lag_of.announced, self.epoch: self.policy_version},
             counters=self._counters,
+            rng=rng_state(),
         )
         name = self._checkpoints.write(self.learner, state)
         keep_rollouts, keep_results = self._reader.first_unsettled(), self._evaluator.first_needed()
-        trimmed = self._connection.call(lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results))
+        try:
+            trimmed = self._connection.call(
+                lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results)
+            )
+        except FencedError:
+            self._checkpoints.discard(name)
+            raise
         self._checkpoints.committed(name)
-        self._committed_at = self._num_batches
+        self._commits.committed(self._num_batches, len(self._ledger.settled), time.monotonic() - began_s)
         if reconcile:
             self._heal()
         self._write_books(finished=False)
@@ -301,10 +351,9 @@ class Trainer:
         log.info("trained %d updates; waiting for the last evaluation", self._num_batches)
         while self._evaluator.pending and not self.stopping:
             self._collect_evaluations()
-            if self._connection.restarted():
-                self._evaluator.request_again()
+            self._notice_losses()
             time.sleep(0.05)
-        if self._committed_at != self._num_batches:
+        if self._commits.num_batches != self._num_batches:
             self._commit()
         open_prompts = self._connection.call(lambda _: self._scripts.finish(self.epoch))
         if open_prompts:
@@ -332,5 +381,6 @@ class Trainer:
         partial.replace(self._folder / "trainer.json")
 
     def close(self) -> None:
+        self._tenure.end()
         self._updates.close()
         self._evaluations.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.operator_commands import add_operator_commands
 from schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
 from schemas.endpoint import redis_url
 
@@ -73,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     trainer = _command(commands, "trainer", _trainer, "the trainer of a run whose Redis is up (REDIS_URL)")
     _add_run_file(trainer)
     trainer.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    trainer.add_argument(
+        "--standby", action="store_true", help="wait until the run has no trainer any more, and continue it then"
+    )
 
     make_model = _command(commands, "make-model", _make_model, "make the demo's small model and save it in FOLDER")
     make_model.add_argument("folder", type=Path, metavar="FOLDER")
@@ -90,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
     )
+    add_operator_commands(commands, _command, DEFAULT_RUNS)
     return parser
 
 
@@ -208,7 +213,7 @@ def _trainer(arguments: argparse.Namespace) -> int:
     if not (folder / RUN_FILE).exists():  # started by hand, not by `penstock run`; the report reads it
         save_run_file(config, folder)
 
-    return train(config, runs=arguments.runs, resume=arguments.resume)
+    return train(config, runs=arguments.runs, resume=arguments.resume, standby=arguments.standby)
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from redis.retry import Retry
 
 from deploy.child import Child, describe_status
 from schemas.config import ConfigError, RunConfig
-from schemas.endpoint import connection_file
+from schemas.endpoint import configured_url, connection_file
 from schemas.keys import Keys
 
 MIN_MAJOR_VERSION = 7
@@ -45,13 +45,17 @@ def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
         return redis.Redis.from_url(
             url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S
         )
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
+    except ValueError:  # its message may quote a part of the password
+        raise ConfigError(f"{name} is no Redis URL") from None
 
 
-def external_url(config: RunConfig) -> str | None:
-    """Where the user has put Redis; None where the run needs a server of its own."""
-    return os.environ.get("REDIS_URL") or config.redis.url
+def external_url(config: RunConfig | None) -> str | None:
+    """Where the user has put Redis, the password included; None where the run needs a server of its own.
+
+    Raises:
+        ConfigError: not a Redis URL, or no password where one should be.
+    """
+    return configured_url(config)
 
 
 def check_redis(config: RunConfig, *, resume: bool) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -28,16 +29,18 @@ CONNECT_TIMEOUT_S = 5.0
 FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 2.0
 
-# Answers of a server that will serve again: loading, a replica in the middle of a failover, a full disk, and a blocking
-# read whose stream was deleted. Anything else that is an answer is a bug or a missing permission.
+# Answers of a server that will serve again: loading, a replica in the middle of a failover, a full disk, a script that
+# takes long, a blocking read whose stream was deleted, and a transaction of which nothing was executed for one of these
+# reasons. Anything else that is an answer is a bug or a missing permission.
 _PASSING = (
     exceptions.BusyLoadingError,
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
     exceptions.TryAgainError,
+    exceptions.ExecAbortError,
 )
 _REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-_PASSING_CODES = ("MISCONF", "NOREPLICAS", "UNBLOCKED")
+_PASSING_CODES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "BUSY")
 
 
 class RedisGoneError(RuntimeError):
@@ -65,7 +68,8 @@ class Connection:
 
     @classmethod
     def open(cls, url: str, *, outage_s: float, metrics: ProducerMetrics) -> "Connection":
-        """Connects at the first command. User, password and TLS come with the URL (`rediss://user:password@host`).
+        """Connects at the first command. User, password and TLS come with the URL (`rediss://user:password@host`); one
+        from outside has gone through `schemas.endpoint`, which refuses options that would undo what is set here.
 
         Raises:
             ConfigError: not a Redis URL.
@@ -96,7 +100,7 @@ class Connection:
             started = time.monotonic()
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    result = await command()
+                    result = await _awaited(command)
             except exceptions.OutOfMemoryError as error:
                 self._metrics.stream_errors.labels("oom").inc()
                 if not wait_at_memory_limit:
@@ -109,13 +113,15 @@ class Connection:
             except exceptions.NoPermissionError as error:
                 raise RedisGoneError(f"{self._where} refuses a command: {error}") from error
             except (exceptions.RedisError, OSError) as error:
-                # While connecting, redis-py reports a refusal as a ConnectionError caused by it.
-                if isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS):
-                    raise RedisGoneError(f"{self._where} refuses the credentials: {error}") from error
+                self._unless_refused(error)
                 if not _is_passing(error):
                     self._metrics.stream_errors.labels("response").inc()
                     raise
                 self._note_away(error)
+                if isinstance(error, exceptions.ResponseError):
+                    # The address may lead to another server by now, and this connection to one that was demoted.
+                    await self.commands.connection_pool.disconnect(inuse_connections=False)
+                    await self.blocking.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._note_here(started)
                 if full_since is not None:
@@ -127,6 +133,14 @@ class Connection:
     async def close(self) -> None:
         await self.blocking.aclose()
         await self.commands.aclose()
+
+    def _unless_refused(self, error: Exception) -> None:
+        """Raises for what no time will cure. While connecting, redis-py wraps it in a ConnectionError."""
+        reasons = (error, error.__cause__, error.__context__)
+        if any(isinstance(reason, _REFUSALS) for reason in reasons):
+            raise RedisGoneError(f"{self._where} refuses the credentials: {error}") from error
+        if any(isinstance(reason, ssl.SSLCertVerificationError) for reason in reasons):
+            raise RedisGoneError(f"{self._where} shows a certificate that cannot be verified: {error}") from error
 
     def _note_away(self, error: Exception) -> None:
         timed_out = isinstance(error, (exceptions.TimeoutError, TimeoutError))
@@ -148,6 +162,15 @@ class Connection:
             log.info("%s is back after %.1f s", self._where, time.monotonic() - self._away_since)
             self._away_since = None
             self.num_recoveries += 1
+
+
+async def _awaited(command: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await command()
+    except exceptions.ExecAbortError as error:
+        if "OOM " in str(error):  # the limit was reached between the transaction's commands and its EXEC
+            raise exceptions.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def _client(url: str) -> Redis:

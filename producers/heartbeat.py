@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from redis.exceptions import OutOfMemoryError
@@ -23,8 +24,8 @@ class ProducerIdTakenError(RuntimeError):
     """Another live producer of this run has the same id."""
 
 
-async def check_id_is_free(connection: Connection, keys: Keys, producer_id: str) -> None:
-    """Returns once no live producer has this id.
+async def check_id_is_free(connection: Connection, keys: Keys, producer_id: str) -> bytes | None:
+    """Returns once no live producer has this id: the heartbeat that a dead one has left, or None.
 
     Two of one id would take each other's claims for lost replies of their own, so the second does not start. It is not
     given another name either: who starts `producer-0` twice has made a mistake that a suffix would hide. A heartbeat
@@ -37,16 +38,16 @@ async def check_id_is_free(connection: Connection, keys: Keys, producer_id: str)
     seen: Heartbeat | None = None
     deadline = time.monotonic() + HEARTBEAT_TTL_S + HEARTBEAT_S
     while time.monotonic() < deadline:
-        data = await connection.retrying(lambda: connection.commands.get(key))
+        data: Any = await connection.retrying(lambda: connection.commands.get(key))
         if data is None:
-            return
+            return None
         try:
             found = decode_heartbeat(data)
         except msgspec.DecodeError as error:
             log.warning("%s holds no heartbeat (%s): taken over", key, error)
-            return
+            return data
         if _is_dead(found):
-            return
+            return data
         if seen is not None and found.sent_s != seen.sent_s:
             break
         if seen is None:
@@ -54,8 +55,12 @@ async def check_id_is_free(connection: Connection, keys: Keys, producer_id: str)
         seen = found
         await asyncio.sleep(HEARTBEAT_S / 4)
     assert seen is not None
-    raise ProducerIdTakenError(
-        f"producer id {producer_id!r}: process {seen.pid} on {seen.host} runs under it in run {keys.run!r}; "
+    raise _taken(seen, keys, producer_id)
+
+
+def _taken(by: Heartbeat, keys: Keys, producer_id: str) -> ProducerIdTakenError:
+    return ProducerIdTakenError(
+        f"producer id {producer_id!r}: process {by.pid} on {by.host} runs under it in run {keys.run!r}; "
         "stop that one or choose another --id"
     )
 
@@ -76,7 +81,11 @@ def _is_dead(heartbeat: Heartbeat) -> bool:
 
 
 class Beat:
-    """Sends what `describe` says every `HEARTBEAT_S`, and hears in the same round trip whether the run is finished."""
+    """Sends what `describe` says every `HEARTBEAT_S`, and hears whether the run is finished.
+
+    Two that start under one id at the same moment, or one that was stopped for longer than a heartbeat lives, find the
+    other's heartbeat in place of their own: whoever does so ends, and the one that wrote last goes on.
+    """
 
     def __init__(
         self,
@@ -92,6 +101,7 @@ class Beat:
         self._producer_id = producer_id
         self._describe = describe
         self._on_finished = on_finished
+        self._left_by_another: bytes | None = None
 
     async def claim_id(self) -> None:
         """The first heartbeat, unless another process has sent one under this id meanwhile.
@@ -99,11 +109,15 @@ class Beat:
         Raises:
             ProducerIdTakenError: it has.
         """
-        await check_id_is_free(self._connection, self._keys, self._producer_id)
+        self._left_by_another = await check_id_is_free(self._connection, self._keys, self._producer_id)
         await self._send()
 
     async def run(self) -> None:
-        """Waits `HEARTBEAT_S`, sends, and again; runs until cancelled."""
+        """Waits `HEARTBEAT_S`, sends, and again; runs until cancelled.
+
+        Raises:
+            ProducerIdTakenError: another process sends heartbeats under this id.
+        """
         while True:
             await self._send()
             await asyncio.sleep(HEARTBEAT_S)
@@ -124,5 +138,18 @@ class Beat:
     async def _exchange(self) -> bytes | None:
         pipeline = self._connection.commands.pipeline(transaction=False)
         pipeline.hget(self._keys.commit, Commit.FINISHED)
-        pipeline.set(self._key, encode_heartbeat(self._describe()), ex=HEARTBEAT_TTL_S)
-        return (await pipeline.execute())[0]
+        pipeline.get(self._key)
+        finished, held = await pipeline.execute()
+        mine = self._describe()
+        if held is not None and held != self._left_by_another:
+            self._check_own(held, mine)
+        await self._connection.commands.set(self._key, encode_heartbeat(mine), ex=HEARTBEAT_TTL_S)
+        return finished
+
+    def _check_own(self, held: bytes, mine: Heartbeat) -> None:
+        try:
+            found = decode_heartbeat(held)
+        except msgspec.DecodeError:
+            return  # nobody's: written over
+        if (found.host, found.pid) != (mine.host, mine.pid):
+            raise _taken(found, self._keys, self._producer_id)

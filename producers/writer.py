@@ -11,13 +11,15 @@ from producers.episode import Dead
 from producers.in_flight import Claim, InFlightTable
 from producers.metrics import ProducerMetrics
 from schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
-from schemas.rollout import RecordError, RolloutGroup, encode_group
+from schemas.rollout import RecordError, RolloutGroup, encode_group, one_line
 
 log = logging.getLogger(__name__)
 
-MAX_APPEND_BYTES = 8 * 1024 * 1024
-"""Payload of one round trip, unless a single group is larger."""
+MAX_APPEND_BYTES = 1024 * 1024
+"""Payload of one round trip, unless a single group is larger. Much more leaves the processors' caches on both sides."""
 MAX_APPEND_GROUPS = 64
+APPENDS_AT_ONCE = 2
+"""While the server takes one in, the next is packed and sent on a connection of its own."""
 
 
 class _Entry(NamedTuple):
@@ -37,6 +39,8 @@ class Writer:
         self._table = table
         self._metrics = metrics
         self._waiting: deque[_Entry] = deque()
+        self._num_appending = 0
+        """Batches that are on their way."""
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
@@ -47,11 +51,13 @@ class Writer:
         if isinstance(outcome, RolloutGroup):
             try:
                 payload = encode_group(outcome)
-            except RecordError as error:
+            except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}")
         if isinstance(outcome, Dead):
-            log.error("%s is dead: %s", claim, outcome.reason)
-            entry = _Entry(claim, Kind.DEAD, Field.REASON, outcome.reason.encode())
+            # It may quote an environment's error, of any length and with any character.
+            reason = one_line(outcome.reason)
+            log.error("%s is dead: %s", claim, reason)
+            entry = _Entry(claim, Kind.DEAD, Field.REASON, reason.encode())
         else:
             entry = _Entry(claim, Kind.GROUP, Field.PAYLOAD, payload)
         self._waiting.append(entry)
@@ -60,29 +66,42 @@ class Writer:
 
     async def run(self) -> None:
         """Waits for finished groups and appends all that are there; Redis taking them unblocks it. Until cancelled."""
+        appending = [asyncio.create_task(self._append_batches()) for _ in range(APPENDS_AT_ONCE)]
+        try:
+            await asyncio.gather(*appending)
+        finally:
+            for task in appending:
+                task.cancel()
+            await asyncio.wait(appending)
+
+    async def _append_batches(self) -> None:
+        """Waits for a group to be put; then for Redis to take the batch that begins with it."""
         while True:
             await self._wake.wait()
-            self._wake.clear()
-            while self._waiting:
-                batch = self._next_batch()
-                await self._connection.retrying(partial(self._append, batch))
-                for entry in batch:
-                    self._waiting.popleft()
-                    self._settle(entry)
-            self._drained.set()
+            if not self._waiting:
+                self._wake.clear()
+                continue
+            batch = self._next_batch()
+            self._num_appending += 1
+            await self._connection.retrying(partial(self._append, batch))
+            self._num_appending -= 1
+            for entry in batch:
+                self._settle(entry)
+            if not self._waiting and not self._num_appending:
+                self._drained.set()
 
     async def drain(self) -> None:
         """Waits until everything put so far is appended."""
         await self._drained.wait()
 
     def _next_batch(self) -> list[_Entry]:
-        batch: list[_Entry] = []
-        size = 0
-        for entry in self._waiting:
-            size += len(entry.value)
-            if batch and (size > MAX_APPEND_BYTES or len(batch) == MAX_APPEND_GROUPS):
+        batch = [self._waiting.popleft()]
+        size = len(batch[0].value)
+        while self._waiting and len(batch) < MAX_APPEND_GROUPS:
+            size += len(self._waiting[0].value)
+            if size > MAX_APPEND_BYTES:
                 break
-            batch.append(entry)
+            batch.append(self._waiting.popleft())
         return batch
 
     async def _append(self, batch: list[_Entry]) -> None:

@@ -1,6 +1,7 @@
 """The run file: one TOML document, checked once, frozen afterwards."""
 
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`onednn` computes float32 products by oneDNN, twice as fast as MKL on AMD; tested for accuracy at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
+    lease_s: PositiveFloat = 5.0
+    """A trainer not heard of for this long may be replaced by one that stands by."""
     max_dead_in_a_row: Positive = 64
     """Stop the run with the last reason once so many groups have died with no good one arriving in between."""
 
@@ -279,10 +282,10 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 
 
 class RedisConfig(Section, frozen=True, kw_only=True):
-    """Where the streams live. A URL belongs into the environment variable REDIS_URL, which wins over `url`."""
+    """Where the streams live. The environment variable REDIS_URL wins over `url`."""
 
     url: str | None = None
-    """None: REDIS_URL, else a server of the run's own."""
+    """None: REDIS_URL, else a server of the run's own. A password comes with REDIS_URL or REDIS_PASSWORD_FILE only."""
     maxmemory_mb: Positive = 1024
     """Limit of the run's own server (noeviction)."""
     outage_s: PositiveFloat = 600.0
@@ -429,6 +432,12 @@ def _check(config: RunConfig, file: Path) -> None:
         Keys(config.name)
     except ValueError as error:
         raise ConfigError(f"{file}: name: {error}") from None
+    if config.redis.url and re.search(r"//[^@]*:[^@]+@", config.redis.url):
+        # A run file is printed, copied into the run's folder and compared with it.
+        raise ConfigError(
+            f"{file}: redis.url holds a password; expected it in the environment variable REDIS_URL or in the file "
+            "that REDIS_PASSWORD_FILE names"
+        )
     sampling = config.sampling
     if sampling.top_k not in (0, -1) or sampling.top_p != 1.0:
         raise ConfigError(

@@ -3,8 +3,13 @@
 import json
 import os
 from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from schemas.config import ConfigError, RunConfig
+
+URL = "REDIS_URL"
+PASSWORD_FILE = "REDIS_PASSWORD_FILE"
+_CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
 def connection_file(run_folder: Path) -> Path:
@@ -16,9 +21,9 @@ def redis_url(config: RunConfig, runs: Path) -> str:
     """REDIS_URL, else the run file's `redis.url`, else the run's own server.
 
     Raises:
-        ConfigError: none of them is there.
+        ConfigError: none of them is there, or see `configured_url`.
     """
-    url = os.environ.get("REDIS_URL") or config.redis.url
+    url = configured_url(config)
     if url:
         return url
     file = connection_file(config.folder(runs))
@@ -29,6 +34,64 @@ def redis_url(config: RunConfig, runs: Path) -> str:
             f"no Redis: REDIS_URL and redis.url are not set and {file} does not exist; "
             "start the run with `penstock run`, or set REDIS_URL"
         ) from None
+
+
+def configured_url(config: RunConfig | None) -> str | None:
+    """Where the user has put Redis: REDIS_URL, else the run file's `redis.url`; None without either.
+
+    A URL that names no password gets the one in the file that REDIS_PASSWORD_FILE names. What is returned is a secret.
+
+    Raises:
+        ConfigError: not a Redis URL, an option that this program sets itself, or a file that cannot be read. The
+            message quotes neither URL nor password.
+    """
+    name, url = URL, os.environ.get(URL)
+    if not url and config is not None:
+        name, url = "redis.url", config.redis.url
+    if not url:
+        return None
+    parts = _split(url, name)
+    file = os.environ.get(PASSWORD_FILE)
+    if not file or parts.password:
+        return url
+    userinfo = f"{parts.username or ''}:{quote(_read_password(Path(file)), safe='')}"
+    return parts._replace(netloc=f"{userinfo}@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def _split(url: str, name: str) -> SplitResult:
+    expected = (
+        f"{name} is no Redis URL; expected redis://[user[:password]@]host[:port][/database], rediss://... for TLS, or "
+        "unix://[user[:password]@]/path, with special characters of the password percent-encoded"
+    )
+    try:
+        parts = urlsplit(url)
+        is_place = bool(parts.path) and not parts.hostname if parts.scheme == "unix" else bool(parts.hostname)
+        is_database = parts.scheme == "unix" or parts.path.strip("/").isdigit() or parts.path in ("", "/")
+        if parts.scheme not in ("redis", "rediss", "unix") or not is_place or not is_database or parts.fragment:
+            raise ValueError
+        _ = parts.port
+    except ValueError:  # its own message may quote a part of the password
+        raise ConfigError(expected) from None
+    for option, value in parse_qsl(parts.query, keep_blank_values=True):
+        # redis-py lets a URL overrule its arguments: timeouts below a blocking read, its own retries, another protocol.
+        if not option.isidentifier():  # a password with an unescaped question mark, most likely
+            raise ConfigError(expected)
+        if option != "db" and not option.startswith("ssl_"):
+            raise ConfigError(f"{name}: option {option!r}, expected only db and those of TLS (ssl_ca_certs, ...)")
+        if option in _CERTIFICATES and not os.access(value, os.R_OK):
+            raise ConfigError(f"{name}: {option} = {value!r}: no such file, or not readable")
+    return parts
+
+
+def _read_password(file: Path) -> str:
+    try:
+        password = file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: cannot be read: {reason}") from None
+    if not password:
+        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: the file is empty, expected a password")
+    return password
 
 
 def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:

@@ -32,10 +32,14 @@ class Keys:
         """Stream: weight manifests, the last few; the newest is the current policy."""
         self.commit = f"{tag}:commit"
         """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
+        self.lease = f"{tag}:lease"
+        """String with a time to live: the trainer that holds the run, for those that stand by."""
         self.dead = f"{tag}:dead"
         """Stream: dead letters (`index`, `reason`, `payload`)."""
         self.dead_index = f"{tag}:dead_index"
         """Hash: index to dead-letter entry id."""
+        self.requeued = f"{tag}:requeued"
+        """Hash: index to the dead-letter entry id that an operator wants released again. Fields are never removed."""
         self._producer_prefix = f"{tag}:producers:"
 
     def producer(self, producer_id: str) -> str:
@@ -60,6 +64,8 @@ class Field:
     """Of a prompt that was handed back: the attempts it had before; absent from a fresh release."""
     EVALUATION = b"evaluation"
     MANIFEST = b"manifest"
+    ENTRY = b"entry"
+    """Of a dead letter: id of the rollout entry it was made of; empty where there was none."""
 
 
 class Kind:

@@ -1,9 +1,10 @@
 """Rollouts as they cross the stream: one record per prompt group, dense numbers as packed bytes."""
 
 import math
+import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,11 @@ from schemas.prompt import Prompt, Reward
 SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
 """The largest encoded group a stream entry may hold."""
+MAX_ITEMS = 4096
+"""The most entries of a table or list beside the numbers: reward parts, metadata, messages, stop tokens."""
+MAX_REWARD = 1e9
+"""Beyond it sums and squares over a batch may overflow, and one record would cost the whole batch."""
+MAX_REASON_CHARACTERS = 500
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -23,7 +29,20 @@ if sys.byteorder != "little" or array("i").itemsize != 4:
 
 
 class RecordError(ValueError):
-    """A record that breaks the contract; the message names the field, what it holds and what was expected."""
+    """A record that breaks the contract; the message names the field, what it holds and what was expected.
+
+    It goes into logs and dead letters and may quote the record: one line, cut at `MAX_REASON_CHARACTERS`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` of it."""
+    if len(text) > MAX_REASON_CHARACTERS:
+        text = f"{text[:MAX_REASON_CHARACTERS]}... ({len(text):,} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -131,18 +150,22 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+_ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])
+"""Highest bytes of the float32 numbers from 0 to 2^-11 and of those below, but not far below: finite, at most 1e-3."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RolloutGroup)
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as int32 little-endian bytes."""
-    return array("i", token_ids).tobytes()
+    # Three times as fast as an array of the same list; native `i` is what the check at the top makes sure of.
+    return struct.Struct(f"{len(token_ids)}i").pack(*token_ids)
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """Numbers as float32 little-endian bytes."""
-    return array("f", values).tobytes()
+    return struct.Struct(f"{len(values)}f").pack(*values)
 
 
 def unpack_ids(data: bytes) -> "array[int]":
@@ -172,6 +195,8 @@ def encode_group(group: RolloutGroup) -> bytes:
 def decode_group(payload: bytes) -> RolloutGroup:
     """Decodes and checks one group.
 
+    Whatever the bytes claim, it takes time and memory for those that are there: at most about 35 times their size.
+
     Raises:
         RecordError: not msgpack of this schema, a schema version from the future, lengths that disagree, or numbers
             that are no ids and no logprobs.
@@ -183,6 +208,7 @@ def decode_group(payload: bytes) -> RolloutGroup:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"payload: not a rollout group: {error}") from error
     _check_structure(group)
+    _check_context(group)
     for r, rollout in enumerate(group.rollouts):
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
@@ -198,29 +224,61 @@ def _check_structure(group: RolloutGroup) -> None:
         raise RecordError(f"group {group.index}: rollouts is empty, expected at least one")
     for r, rollout in enumerate(group.rollouts):
         where = f"group {group.index}: rollouts[{r}]"
-        if not math.isfinite(rollout.reward.value):
-            raise RecordError(f"{where}.reward.value: {rollout.reward.value}, expected a finite number")
+        reward = rollout.reward.value
+        if not -MAX_REWARD <= reward <= MAX_REWARD:
+            raise RecordError(f"{where}.reward.value: {reward}, expected a finite number of at most {MAX_REWARD:g}")
         if not rollout.segments:
             raise RecordError(f"{where}.segments is empty, expected at least one")
         for s, segment in enumerate(rollout.segments):
             _check_segment(segment, f"{where}.segments[{s}]")
 
 
+def _check_context(group: RolloutGroup) -> None:
+    """What the group says beside its rollouts."""
+    where, prompt = f"group {group.index}", group.prompt
+    temperature, top_p = group.sampling.temperature, group.sampling.top_p
+    if not 0 <= temperature < math.inf:
+        raise RecordError(f"{where}: sampling.temperature: {temperature}, expected a finite number, 0 or more")
+    if not 0 <= top_p <= 1:
+        raise RecordError(f"{where}: sampling.top_p: {top_p}, expected 0 to 1")
+    for name in ("claimed_s", "generated_s", "appended_s"):
+        if not math.isfinite(getattr(group.timings, name)):
+            raise RecordError(f"{where}: timings.{name}: {getattr(group.timings, name)}, expected a finite number")
+    tables: dict[str, Sized] = {
+        "prompt.messages": prompt.messages or (),
+        "prompt.metadata": prompt.metadata,
+        "fingerprint.other": group.fingerprint.other,
+        "sampling.stop_token_ids": group.sampling.stop_token_ids,
+    }
+    for r, rollout in enumerate(group.rollouts):
+        tables[f"rollouts[{r}].reward.parts"] = rollout.reward.parts
+        for name, value in rollout.reward.parts.items():
+            if not math.isfinite(value):
+                raise RecordError(f"{where}: rollouts[{r}].reward.parts[{name!r}]: {value}, expected a finite number")
+    for name, table in tables.items():
+        if len(table) > MAX_ITEMS:
+            raise RecordError(f"{where}: {name}: {len(table):,} entries, expected at most {MAX_ITEMS:,}")
+
+
 def _check_segment(segment: Segment, where: str) -> None:
-    for name in ("token_ids", "behavior_logprobs"):
-        if len(getattr(segment, name)) % 4:
-            raise RecordError(f"{where}.{name}: {len(getattr(segment, name))} bytes, expected a multiple of 4")
-    num_tokens, num_sampled = segment.num_tokens, segment.num_sampled_tokens
-    covered = _check_runs(segment.loss_mask, num_tokens, f"{where}.loss_mask")
+    ids_bytes, logprobs_bytes = len(segment.token_ids), len(segment.behavior_logprobs)
+    if ids_bytes % 4:
+        raise RecordError(f"{where}.token_ids: {ids_bytes} bytes, expected a multiple of 4")
+    if logprobs_bytes % 4:
+        raise RecordError(f"{where}.behavior_logprobs: {logprobs_bytes} bytes, expected a multiple of 4")
+    num_tokens, num_sampled = ids_bytes // 4, logprobs_bytes // 4
+    sampled = _merge(segment.loss_mask, num_tokens, where, "loss_mask")
+    covered = 0
+    for start, end in sampled:
+        covered += end - start
     if covered != num_sampled:
         raise RecordError(
             f"{where}: loss_mask covers {covered} tokens but behavior_logprobs holds {num_sampled}; "
             "expected equal lengths"
         )
-    runs = tuple((span.start, span.end) for span in segment.version_spans)
-    _check_runs(runs, num_tokens, f"{where}.version_spans")
-    if _merge(runs) != _merge(segment.loss_mask):
-        raise RecordError(f"{where}: version_spans {runs} do not tile loss_mask {segment.loss_mask}")
+    spans = [(span.start, span.end) for span in segment.version_spans]
+    if _merge(spans, num_tokens, where, "version_spans") != sampled:
+        raise RecordError(f"{where}: version_spans {tuple(spans)} do not tile loss_mask {segment.loss_mask}")
     for span in segment.version_spans:
         if span.version < -1:
             raise RecordError(f"{where}.version_spans: version {span.version}, expected -1 (unknown) or more")
@@ -231,16 +289,20 @@ def _check_segment(segment: Segment, where: str) -> None:
 
 
 def _check_values(segment: Segment, where: str) -> None:
-    ids, logprobs = unpack_ids(segment.token_ids), unpack_floats(segment.behavior_logprobs)
-    if ids and min(ids) < 0:
-        raise RecordError(f"{where}.token_ids: {min(ids)}, expected 0 or more")
+    # The highest bytes tell at the speed of a copy that nothing is wrong; numbers are looked at one by one otherwise.
+    if not segment.token_ids[3::4].isascii():
+        raise RecordError(f"{where}.token_ids: {min(unpack_ids(segment.token_ids))}, expected 0 or more")
+    if segment.sampling_mask is not None:
+        ids = unpack_ids(segment.token_ids)
+        _check_sampling_mask(segment.sampling_mask, ids, segment.loss_mask, where)
+    if not segment.behavior_logprobs[3::4].translate(None, _ORDINARY_HIGH_BYTES):
+        return
+    logprobs = unpack_floats(segment.behavior_logprobs)
     # A sum is finite exactly when every term is, as far as float32 values in a Python float go: one C loop, no scan.
     if not math.isfinite(sum(logprobs)):
         raise RecordError(f"{where}.behavior_logprobs holds a value that is not finite")
-    if logprobs and max(logprobs) > 1e-3:
+    if max(logprobs) > 1e-3:
         raise RecordError(f"{where}.behavior_logprobs: {max(logprobs)}, expected at most 0")
-    if segment.sampling_mask is not None:
-        _check_sampling_mask(segment.sampling_mask, ids, segment.loss_mask, where)
 
 
 def _check_sampling_mask(
@@ -261,22 +323,20 @@ def _check_sampling_mask(
             raise RecordError(f"{where}.sampling_mask[{n}]: id {min(choices)}, expected 0 or more")
 
 
-def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int, where: str) -> int:
-    """The number of tokens that `runs` cover; raises unless they ascend, are disjoint and lie in [0, num_tokens)."""
-    covered = previous_end = 0
+def _merge(runs: Sequence[tuple[int, int]], num_tokens: int, where: str, name: str) -> list[tuple[int, int]]:
+    """`runs` with those that touch made one; raises unless they ascend, are disjoint and lie in [0, num_tokens)."""
+    merged: list[tuple[int, int]] = []
+    first = previous_end = 0
     for start, end in runs:
         if not previous_end <= start < end <= num_tokens:
-            raise RecordError(f"{where}: run ({start}, {end}), expected {previous_end} <= start < end <= {num_tokens}")
-        covered += end - start
+            raise RecordError(
+                f"{where}.{name}: run ({start}, {end}), expected {previous_end} <= start < end <= {num_tokens}"
+            )
+        if start != previous_end:
+            if previous_end:
+                merged.append((first, previous_end))
+            first = start
         previous_end = end
-    return covered
-
-
-def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, end in runs:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
+    if previous_end:
+        merged.append((first, previous_end))
     return merged

@@ -11,6 +11,8 @@ from deploy.bench.head import HEAD_ROWS, QUICK_HEAD, HeadSettings, measure_head
 from deploy.bench.head_chart import draw_head
 from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
 from deploy.bench.result import RESULTS, BenchError, Result, print_result, write_result
+from deploy.bench.stream import STREAM_ROWS, measure_stream
+from deploy.bench.stream_setup import QUICK_STREAM, StreamSettings
 from deploy.producer_pool import PartDied
 from deploy.redis_server import ServerError
 from schemas.config import ConfigError
@@ -31,6 +33,7 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "pipeline": Section(measure_pipeline, tuple(ROWS), PipelineSettings(), QUICK),
+    "stream": Section(measure_stream, tuple(STREAM_ROWS), StreamSettings(), QUICK_STREAM),
     "head": Section(measure_head, tuple(HEAD_ROWS), HeadSettings(), QUICK_HEAD, draw_head),
 }
 
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop("REDIS_URL", None)
     try:
         chosen = _chosen(arguments.sections, arguments.only)
-        if "pipeline" in chosen:
+        if {"pipeline", "stream"} & set(chosen):
             check_run_file(arguments.run_file)
         for name, rows in chosen.items():
             section = SECTIONS[name]

@@ -67,8 +67,12 @@ class _Until(View):
             signal.raise_signal(signal.SIGINT)
 
 
-def run_mode(config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None = None) -> ModeRun:
+def run_mode(
+    config: RunConfig, runs: Path, *, limit_s: float, accuracy: float | None = None, pinned: bool = True
+) -> ModeRun:
     """Runs `config` until `accuracy` on the held-out prompts, its last update or `limit_s` seconds of training.
+
+    pinned: the trainer and the producers have a core each.
 
     Raises:
         KeyboardInterrupt: somebody else stopped it.
@@ -76,7 +80,9 @@ def run_mode(config: RunConfig, runs: Path, *, limit_s: float, accuracy: float |
     """
     folder = config.folder(runs)
     cores = usable_cores()
-    core_of = {"trainer": cores[0], "producer": cores[1]} if len(cores) > 1 else {"trainer": -1, "producer": -1}
+    core_of = (
+        {"trainer": cores[0], "producer": cores[1]} if pinned and len(cores) > 1 else {"trainer": -1, "producer": -1}
+    )
 
     def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
         role = part.partition("-")[0]

@@ -74,7 +74,7 @@ def measure_pipeline(rows: Sequence[str], settings: PipelineSettings, run_file: 
     machine, date, began = describe_machine(), now(), time.monotonic()
     figures: list[Figure] = []
     breakdowns: list[Breakdown] = []
-    with _scratch(work) as folder:
+    with scratch(work) as folder:
         bench = _Bench(settings, run_file, folder)
         for row in rows:
             print(f"pipeline: {row} ...", flush=True)
@@ -93,9 +93,10 @@ def measure_pipeline(rows: Sequence[str], settings: PipelineSettings, run_file: 
 
 
 @contextmanager
-def _scratch(work: Path) -> Iterator[Path]:
+def scratch(work: Path) -> Iterator[Path]:
+    """A new folder under `work`, removed at the end; kept, and named, where something failed."""
     work.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="pipeline-", dir=work)).absolute()
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=work)).absolute()
     try:
         yield folder
     except Exception:

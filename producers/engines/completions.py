@@ -1,10 +1,9 @@
 """vLLM's finished outputs as `Completion`s: lists become packed bytes here, once."""
 
-from array import array
 from typing import Any
 
 from producers.interfaces import Completion, EngineError
-from schemas.rollout import VersionSpan
+from schemas.rollout import VersionSpan, pack_floats, pack_ids
 
 
 def pack(output: Any, request_id: str) -> Completion:
@@ -26,8 +25,8 @@ def pack(output: Any, request_id: str) -> Completion:
             "expected the same tokens in both"
         )
     return Completion(
-        token_ids=array("i", output.token_ids).tobytes(),
-        behavior_logprobs=array("f", output.logprobs.logprobs).tobytes(),
+        token_ids=pack_ids(output.token_ids),
+        behavior_logprobs=pack_floats(output.logprobs.logprobs),
         version_spans=spans,
         finish_reason=output.finish_reason,
     )

@@ -1,9 +1,26 @@
 """A checkpoint is whole or not used."""
 
-import pytest
-from scripted_learner import ScriptedLearner
+import random
 
-from consumers.checkpoints import CheckpointError, Checkpoints, CheckpointState
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from scripted_learner import ScriptedLearner
+from training_groups import configuration, lag_from, random_group, tiny_model
+
+from consumers.batch import pack
+from consumers.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointState,
+    CheckpointWriteError,
+    restore_rng,
+    rng_state,
+)
+from consumers.learner import Learner
+from schemas.config import TrainerConfig
 
 
 def state(version: int) -> CheckpointState:
@@ -98,3 +115,67 @@ def test_a_checkpoint_s_model_folder_holds_the_tokenizer(tmp_path):
     name = write(checkpoints, 1)
     files = {file.name for file in (tmp_path / "checkpoints" / name / "model").iterdir()}
     assert files == {"trained.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_trainer_that_sleeps_through_its_replacement_deletes_nothing_newer(tmp_path):
+    sleeping, successor = Checkpoints(tmp_path, keep=2), Checkpoints(tmp_path, keep=2)
+    write(sleeping, 1)
+    last = write(sleeping, 2, commit=False)
+    newer = write(successor, 9, commit=False)  # under way, and not yet committed
+    sleeping.committed(last)
+    assert (tmp_path / newer / "state.json").is_file()
+
+
+def test_the_state_of_every_random_generator_is_kept(checkpoints, tmp_path):
+    random.seed(7)
+    np.random.seed(7)
+    np.random.normal()  # leaves the second of a pair behind
+    saved = msgspec.structs.replace(state(1), rng=rng_state())
+    name = checkpoints.write(ScriptedLearner(None), saved)
+    drawn = [random.random(), np.random.normal(), np.random.rand()]
+    random.seed(8)
+    np.random.seed(8)
+    loaded, _ = load(tmp_path, name)
+    restore_rng(loaded.rng)
+    assert [random.random(), np.random.normal(), np.random.rand()] == drawn
+
+
+def test_a_real_learner_continues_from_its_checkpoint_with_equal_bits(checkpoints, tmp_path):
+    # Warm-up and decay, moments of the optimizer, torch's generator: all of it decides what the next steps do.
+    tiny_model(tmp_path / "tiny")
+    trainer = TrainerConfig(device="cpu", learning_rate=1e-2, warmup_steps=4, decay="linear")
+    config = configuration(tmp_path / "tiny", trainer=trainer, num_updates=8)
+    batches = [pack([random_group(i, seed) for i in (1, 2, 3)], lag_from(7), config) for seed in range(6)]
+    learner = Learner(config)
+    for batch in batches[:3]:
+        learner.step(batch)
+    torch.rand(5)
+    (tmp_path / "checkpoints").mkdir()
+    folder = Checkpoints(tmp_path / "checkpoints", keep=2)
+    name = folder.write(learner, state(3))
+    resumed = Learner(config)
+    torch.manual_seed(99)
+    assert folder.load(name, resumed) == state(3)
+    drawn = torch.rand(3)
+    torch.set_rng_state(torch.load(tmp_path / "checkpoints" / name / "learner.pt", weights_only=True)["rng"])
+    assert torch.equal(torch.rand(3), drawn)
+    for batch in batches[3:]:
+        expected, got = learner.step(batch), resumed.step(batch)
+        assert got.metrics == expected.metrics
+    weights = resumed.published_weights()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.published_weights().items())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("os error 28")])
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(checkpoints, tmp_path, error):
+    before = write(checkpoints, 1)
+
+    class Full(ScriptedLearner):
+        def save_model(self, folder):
+            super().save_model(folder)
+            raise error
+
+    with pytest.raises(CheckpointWriteError, match=r"checkpoint .* cannot be written: .*28"):
+        checkpoints.write(Full(None), state(2))
+    assert [path.name for path in tmp_path.iterdir()] == [before]
+    assert load(tmp_path, before)[0].policy_version == 1

@@ -61,7 +61,7 @@ def test_every_write_of_an_older_epoch_is_refused(scripts):
         lambda: scripts.release(0, 5, 0, 0),
         lambda: scripts.release_again(0, 0, [1]),
         lambda: scripts.announce(0, 1, b"{}", 4, None),
-        lambda: scripts.evaluate(0, 0, 3),
+        lambda: scripts.evaluate(0, [0], 3),
         lambda: scripts.dead_letter(0, 1, "poison", b""),
         lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
         lambda: scripts.finish(0),
@@ -189,10 +189,11 @@ def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scri
     ledger.settle(1, "trained")
     redis_client.xadd(KEYS.rollouts, group_fields(2, 0))
     redis_client.xadd(KEYS.rollouts, dead_fields(3, "deadline"))
-    assert releaser.reconcile(reader, lag_table(), 0) == 1
+    assert releaser.reconcile(reader, lag_table()) == 1
+    assert releaser.release_postponed(reader, 0) == {"lost": 1}
     prompts = [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)]
     assert prompts == [5, 6, 7, 8, 9, 10, 11, 12, 4]
-    assert releaser.reconcile(reader, lag_table(), 0) == 0
+    assert releaser.reconcile(reader, lag_table()) == 0
     assert ledger.released_again == {"lost": 1}
 
 
@@ -273,6 +274,15 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
     redis_client.delete(KEYS.evaluations)
     evaluator.request_again()
     assert redis_client.xlen(KEYS.evaluations) == 3, "what an emptied server lost is asked for anew"
+
+
+def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=2)
+    evaluator.request(5)
+    redis_client.delete(KEYS.evaluations)
+    evaluator.request(7)
+    evaluator.request_again()
+    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"7-1", b"7-2"]
 
 
 def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):

@@ -1,109 +1,20 @@
 """The trainer's loop on a real server: every released index is settled once, whatever happens to the trainer."""
 
-import json
 import threading
 import time
 
 import pytest
-from mini_producer import MiniProducer, dead_fields, group_fields
+from mini_producer import dead_fields, group_fields
 from real_server import RealServer
-from scripted_learner import ScriptedLearner
+from trainer_bench import KilledError, assert_balanced
 
 import consumers.__main__ as entry
-from consumers.connection import Connection
-from consumers.metrics import TrainerMetrics
 from consumers.settlement import RunFailedError
-from consumers.trainer import Trainer
-from schemas.config import ConfigError, load_config
+from schemas.config import ConfigError
 from schemas.keys import Field, Keys
 from schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = pytest.mark.redis
-
-RUN_FILE = """
-name = "test"
-num_updates = 12
-groups_per_step = 4
-group_size = 2
-max_lag = 2
-[model]
-path = "none"
-[environment]
-path = "none:None"
-[evaluation]
-every = 5
-num_prompts = 3
-[checkpoint]
-every = 4
-[metrics]
-port = 0
-"""
-
-
-class Bench:
-    """A run's folder and server, from which trainers and producers can be started again and again."""
-
-    def __init__(self, url: str, folder) -> None:
-        self.url = url
-        self.runs = folder
-        self.file = folder / "run.toml"
-        self.file.write_text(RUN_FILE)
-        self.overrides: list[str] = []
-        self.producers: list[MiniProducer] = []
-        self.connections: list[Connection] = []
-        self.trainers: list[Trainer] = []
-        self.metrics: TrainerMetrics | None = None
-
-    @property
-    def config(self):
-        return load_config(self.file, self.overrides)
-
-    def trainer(self, *, resume: bool = False) -> Trainer:
-        connection = Connection(self.url, outage_s=20)
-        self.connections.append(connection)
-        self.metrics = TrainerMetrics()
-        trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume)
-        self.trainers.append(trainer)
-        return trainer
-
-    def producer(self, answer=None) -> MiniProducer:
-        producer = MiniProducer(self.url, "test", answer)
-        producer.start()
-        self.producers.append(producer)
-        return producer
-
-    def books(self) -> dict:
-        return json.loads((self.runs / "test" / "trainer.json").read_text())
-
-    def lines(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in (self.runs / "test" / name).read_text().splitlines()]
-
-    def close(self) -> None:
-        for producer in self.producers:
-            producer.stop.set()
-            producer.join()
-            producer.client.close()
-        for trainer in self.trainers:
-            trainer.close()
-        for connection in self.connections:
-            connection.close()
-
-
-@pytest.fixture
-def bench(redis_url, tmp_path, monkeypatch):
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
-    bench = Bench(redis_url, tmp_path)
-    yield bench
-    bench.close()
-
-
-def assert_balanced(bench: Bench, trainer: Trainer) -> None:
-    """Every released index is settled once, and those booked as trained are those the saved policy was trained on."""
-    books = bench.books()
-    settled = books["num_groups_trained"] + books["num_groups_skipped"] + books["num_groups_dead"]
-    assert books["num_groups_released"] == settled + books["num_groups_cancelled"] + books["num_groups_open"]
-    trained = trainer.learner.trained
-    assert len(set(trained)) == len(trained), "an index was trained twice in the saved policy"
 
 
 def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
@@ -138,10 +49,6 @@ def test_metrics_count_what_the_books_count(bench):
     assert value("penstock_token_lag_steps_count") == value("penstock_tokens_trained_total") == 48 * 6
     assert value("penstock_policy_version") == 12
     assert value("penstock_evaluation_reward") == 1.0
-
-
-class KilledError(Exception):
-    """Stands for a kill -9: nothing is written after it."""
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 9])
@@ -194,7 +101,7 @@ def test_a_stopped_trainer_commits_and_is_continued(bench):
     def stop_soon() -> None:
         while first.learner.num_steps < 6:
             time.sleep(0.001)
-        first.stopping = True
+        first.stop()
 
     stopper = threading.Thread(target=stop_soon)
     stopper.start()

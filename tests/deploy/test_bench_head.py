@@ -210,7 +210,7 @@ def test_rows_choose_their_sections():
     assert bench._chosen(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
     with pytest.raises(bench.ConfigError, match="--only records: no row of head; expected one of accuracy"):
         bench._chosen(["head"], ["records"])
-    with pytest.raises(bench.ConfigError, match="heads: no section; expected pipeline, head"):
+    with pytest.raises(bench.ConfigError, match="heads: no section; expected pipeline, stream, head"):
         bench._chosen(["heads"], [])
 
 

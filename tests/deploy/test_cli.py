@@ -143,12 +143,40 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     assert "runs/demo/report.html" in capsys.readouterr().out
 
 
+COMMANDS = ("run", "producer", "trainer", "make-model", "report", "audit", "dead", "producers")
+
+
+@pytest.mark.parametrize("command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers"])
+def test_a_command_about_a_run_that_nobody_knows_is_refused(capsys, command, tmp_path):
+    name, *rest = command.split(" ")
+    words = [name, *(rest[:1] if name == "dead" else []), "nothing", *rest[1:]]
+    assert "nothing: neither a folder nor a run in runs" in refused(capsys, *words)
+    (tmp_path / "runs" / "nothing").mkdir(parents=True)
+    assert "nothing: a folder without run.toml, so no run" in refused(capsys, *words)
+
+
+def test_a_run_that_never_had_a_server_has_nobody_to_list(capsys, tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(Path(DEMO).read_text())
+    assert cli.main(["producers", "demo"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "penstock: runs/demo/redis holds no data: this run has had no server of its own"
+
+
+def test_a_run_file_that_cannot_be_read_is_named(capsys, tmp_path):
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text("name = ")
+    assert "runs/demo/run.toml: not TOML" in refused(capsys, "audit", "demo")
+
+
 def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("run", "producer", "trainer", "make-model", "report"))
+    assert all(command in shown for command in COMMANDS)
 
 
 def test_a_surprise_keeps_its_traceback(monkeypatch):

@@ -196,7 +196,7 @@ def test_redis_url_comes_first_and_must_answer(monkeypatch):
 
 def test_a_url_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("REDIS_URL", "http://x")
-    with pytest.raises(ConfigError, match="REDIS_URL: Redis URL must specify"):
+    with pytest.raises(ConfigError, match="REDIS_URL is no Redis URL; expected redis://"):
         check_redis(make_config(), resume=False)
 
 

@@ -7,6 +7,7 @@ variable SCRIPTED_ENGINE.
 import asyncio
 import json
 import os
+import signal
 import time
 import zlib
 from array import array
@@ -42,6 +43,7 @@ class ScriptedEngine:
     pause_s: how long a weight load stops sampling.
     die_after: raises EngineError from the request on that follows so many.
     die_on_prompt: raises EngineError for a prompt that starts with these ids.
+    kill_on_prompt: kills its own process with SIGKILL for a prompt that starts with these ids.
     hang_on_prompt: never finishes a prompt that starts with these ids.
     refuse_prompt: raises ValueError for a prompt that starts with these ids.
     refuse_versions: WeightLoadError for these.
@@ -58,6 +60,7 @@ class ScriptedEngine:
         pause_s: float = 0.0,
         die_after: int | None = None,
         die_on_prompt: tuple[int, ...] = (),
+        kill_on_prompt: tuple[int, ...] = (),
         hang_on_prompt: tuple[int, ...] = (),
         refuse_prompt: tuple[int, ...] = (),
         refuse_versions: tuple[int, ...] = (),
@@ -80,6 +83,7 @@ class ScriptedEngine:
         self._pause_s = pause_s
         self._die_after = die_after
         self._die_on_prompt = list(die_on_prompt)
+        self._kill_on_prompt = list(kill_on_prompt)
         self._hang_on_prompt = list(hang_on_prompt)
         self._refuse_prompt = list(refuse_prompt)
         self._refuse_versions = set(refuse_versions)
@@ -98,6 +102,8 @@ class ScriptedEngine:
             raise EngineError("the scripted engine has died")
         if _starts_with(prompt_token_ids, self._die_on_prompt):
             raise EngineError("the scripted engine died of a prompt")
+        if _starts_with(prompt_token_ids, self._kill_on_prompt):
+            os.kill(os.getpid(), signal.SIGKILL)
         if _starts_with(prompt_token_ids, self._refuse_prompt):
             raise ValueError("the scripted engine refuses this prompt")
         self.num_active += 1

@@ -1,5 +1,6 @@
 """What the producer's tests share: a server that can be stopped and started, a tokenizer, and a trainer by hand."""
 
+import asyncio
 import hashlib
 import json
 import time
@@ -11,9 +12,14 @@ import fakeredis
 import msgspec
 import pytest
 import redis
+from producer_process import ProducerProcesses
+from producer_run import QUICK, Numbers, Run
 from real_server import RealServer, installed_servers
+from scripted_engine import ScriptedEngine
 
 from producers.connection import Connection
+from producers.episode import load_tokenizer
+from producers.loop import Producer
 from producers.metrics import ProducerMetrics
 from schemas.config import ModelConfig, Plug, RunConfig
 from schemas.keys import Field, Keys
@@ -180,3 +186,44 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
     await connection.close()
     if server is not None:
         server.remove()
+
+
+@pytest.fixture
+async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_path) -> AsyncIterator[Callable[..., Run]]:
+    """`run(**changes)` is a server with policy 0 announced, for producers in this event loop."""
+    started: list[Run] = []
+
+    def begin(*arguments: str, **changes: object) -> Run:
+        server, config = redis_server(*arguments), make_config(**{"producers": QUICK, **changes})
+        tokenizer, environment = load_tokenizer(config), Numbers()
+
+        def build(engine: ScriptedEngine, producer_id: str, address: Any) -> Producer:
+            return Producer(
+                config,
+                runs=tmp_path,
+                producer_id=producer_id,
+                connection=connect(address),
+                engine=engine,
+                environment=environment,
+                reward=environment.reward,
+                tokenizer=tokenizer,
+                metrics=metrics,
+            )
+
+        started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
+        started[-1].trainer.announce(0)
+        return started[-1]
+
+    yield begin
+    for one in started:
+        for task in one.tasks:
+            task.cancel()
+        await asyncio.gather(*one.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def start_producer(tmp_path: Path) -> Iterator[ProducerProcesses]:
+    """Starts producer processes: `start_producer(config, url, "producer-0", token_s=60)`."""
+    processes = ProducerProcesses(tmp_path)
+    yield processes
+    processes.kill_all()

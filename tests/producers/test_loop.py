@@ -2,110 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
+from producer_run import KEYS, ids, until
 from scripted_engine import ScriptedEngine
 
 from producers import loop as module
-from producers.episode import load_tokenizer
 from producers.interfaces import EngineError
-from producers.loop import Producer
-from schemas.config import ProducersConfig, RunConfig
-from schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, Kind
-from schemas.prompt import Prompt
+from schemas.config import ProducersConfig
+from schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from schemas.rollout import decode_group
 
 pytestmark = pytest.mark.redis
-
-KEYS = Keys("test")
-QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)
-
-
-class Numbers:
-    """Task n is the text `n`; task 13 has none, and the reward of task 14 fails."""
-
-    num_evaluation_prompts = 8
-
-    def prompt(self, index: int) -> Prompt:
-        if index == 13:
-            raise LookupError("task 13 is missing")
-        return Prompt(text=str(index))
-
-    def evaluation_prompt(self, n: int) -> Prompt:
-        return Prompt(text=f"e{n}")
-
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        return 1 / 0 if prompt.text == "14" else 1.0
-
-
-def ids(text: str) -> tuple[int, ...]:
-    return tuple("0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text)
-
-
-class Run:
-    """One server, one hand-played trainer, and the producers that the test starts."""
-
-    def __init__(self, server, config: RunConfig, trainer, build: Callable[..., Producer]) -> None:
-        self.server = server
-        self.config = config
-        self.trainer = trainer
-        self.client = server.client
-        self._build = build
-        self.tasks: list[asyncio.Task] = []
-
-    async def producer(self, engine: ScriptedEngine | None = None, producer_id: str = "a") -> tuple[Producer, Any]:
-        """A producer that serves, and its task."""
-        producer = self._build(engine or ScriptedEngine(), producer_id)
-        await producer.open()
-        task = asyncio.create_task(producer.serve())
-        self.tasks.append(task)
-        return producer, task
-
-    async def read(self, num_entries: int) -> list[dict[bytes, bytes]]:
-        return await asyncio.to_thread(self.trainer.read, num_entries, 20.0)
-
-    def num_open(self) -> int:
-        return self.client.xlen(KEYS.prompts)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110, the conditions are Redis's
-            await asyncio.sleep(0.01)
-
-
-@pytest.fixture
-async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_path) -> AsyncIterator[Callable[..., Run]]:
-    started: list[Run] = []
-
-    def begin(**changes: object) -> Run:
-        server, config = redis_server(), make_config(**{"producers": QUICK, **changes})
-        tokenizer, environment = load_tokenizer(config), Numbers()
-
-        def build(engine: ScriptedEngine, producer_id: str) -> Producer:
-            return Producer(
-                config,
-                runs=tmp_path,
-                producer_id=producer_id,
-                connection=connect(server),
-                engine=engine,
-                environment=environment,
-                reward=environment.reward,
-                tokenizer=tokenizer,
-                metrics=metrics,
-            )
-
-        started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
-        started[-1].trainer.announce(0)
-        return started[-1]
-
-    yield begin
-    for one in started:
-        for task in one.tasks:
-            task.cancel()
-        await asyncio.gather(*one.tasks, return_exceptions=True)
 
 
 async def test_two_producers_answer_every_prompt_once_between_them(run) -> None:

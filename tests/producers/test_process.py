@@ -1,65 +1,19 @@
 """A whole producer process against a real server, with the engine scripted and the trainer played by the test."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from producer_process import wait_for
 
-from schemas.config import ModelConfig, ProducersConfig, RunConfig
+from schemas.config import ModelConfig, ProducersConfig
 from schemas.heartbeat import decode_heartbeat
 from schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from schemas.rollout import decode_group
 
 pytestmark = pytest.mark.redis
-
-ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import sys
-import time
-from pathlib import Path
-import msgspec
-import scripted_engine
-from producers.__main__ import main
-from schemas.config import RunConfig
-config = msgspec.json.decode(sys.argv[1], type=RunConfig)
-sys.exit(main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3], engine_factory=scripted_engine.start))
-"""
-
-
-@pytest.fixture
-def start_producer(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts producer processes; output goes to `<id>.log` in tmp_path. Those still alive are killed at the end."""
-    processes: list[subprocess.Popen] = []
-
-    def start(
-        config: RunConfig, url: str, producer_id: str = "producer-0", *, log: str = "", **engine: Any
-    ) -> subprocess.Popen:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
-            "REDIS_URL": url,
-            "SCRIPTED_ENGINE": json.dumps(engine),
-        }
-        arguments = [msgspec.json.encode(config).decode(), str(tmp_path), producer_id]
-        with (tmp_path / f"{log or producer_id}.log").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *arguments], env=environment, stdout=output, stderr=output
-            )
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
 
 
 def test_released_prompts_become_groups_and_sigterm_ends_with_status_0(
@@ -89,17 +43,6 @@ def test_released_prompts_become_groups_and_sigterm_ends_with_status_0(
     assert {"start", "weights"} <= {event["event"] for event in events}
 
 
-def log_of(tmp_path: Path, producer_id: str = "producer-0") -> str:
-    return (tmp_path / f"{producer_id}.log").read_text()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
-        time.sleep(0.05)
-
-
 def test_a_killed_producers_prompts_are_answered_by_a_second_one(
     redis_server, make_config, hand_trainer, start_producer, tmp_path: Path
 ) -> None:
@@ -116,7 +59,7 @@ def test_a_killed_producers_prompts_are_answered_by_a_second_one(
     assert sorted(int(fields[Field.INDEX]) for fields in trainer.read(8)) == list(range(1, 9))
     server.client.hset(trainer.keys.commit, Commit.FINISHED, b"1")
     assert quick.wait(timeout=90) == 0
-    assert "the run is finished" in log_of(tmp_path, "producer-1")
+    assert "the run is finished" in start_producer.log("producer-1")
 
 
 def test_a_server_that_is_down_at_start_is_waited_for_and_a_signal_ends_the_wait(
@@ -132,12 +75,12 @@ def test_a_server_that_is_down_at_start_is_waited_for_and_a_signal_ends_the_wait
         start_producer(config, server.url, "producer-1"),
     )
     for name in ("producer-0", "producer-1"):
-        wait_for(lambda name=name: "is away" in log_of(tmp_path, name))
+        wait_for(lambda name=name: "is away" in start_producer.log(name))
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(timeout=90) == 0
     server.start()
     assert len(trainer.read(4)) == 4
-    assert "is back after" in log_of(tmp_path)
+    assert "is back after" in start_producer.log()
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(timeout=90) == 0
 
@@ -161,7 +104,7 @@ def test_what_cannot_start_ends_with_its_status_and_one_line(
     }
     for name, (process, status, message) in cases.items():
         assert process.wait(timeout=90) == status
-        assert message in log_of(tmp_path, name) and "Traceback" not in log_of(tmp_path, name)
+        assert message in start_producer.log(name) and "Traceback" not in start_producer.log(name)
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=90) == 0
 
@@ -175,8 +118,8 @@ def test_an_engine_that_dies_ends_the_process_with_status_1_and_one_line(
     trainer.release(1, 1)
     process = start_producer(config, server.url, die_after=0)
     assert process.wait(timeout=90) == 1
-    assert "producer producer-0 ends: the scripted engine has died" in log_of(tmp_path)
-    assert "Traceback" not in log_of(tmp_path)
+    assert "producer producer-0 ends: the scripted engine has died" in start_producer.log()
+    assert "Traceback" not in start_producer.log()
     assert server.client.xlen(trainer.keys.prompts) == 1
 
 
@@ -189,9 +132,9 @@ def test_a_frozen_server_and_a_signal_meanwhile_still_end_with_status_0(
     trainer.announce(0)
     trainer.release(1, 2)
     process = start_producer(config, server.url, token_s=60)
-    wait_for(lambda: server.client.xlen(trainer.keys.prompts) == 2 and "ready to serve" in log_of(tmp_path))
+    wait_for(lambda: server.client.xlen(trainer.keys.prompts) == 2 and "ready to serve" in start_producer.log())
     server.freeze()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 0
-    assert "stopped without Redis: 2 claims are others' in 30 s" in log_of(tmp_path)
+    assert "stopped without Redis: 2 claims are others' in 30 s" in start_producer.log()
     server.thaw()

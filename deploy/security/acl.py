@@ -1,0 +1,105 @@
+"""ACL users of a run, with the least rights that its parts need.
+
+A user's rights are selectors: each names keys and the commands that may touch them, and a command is allowed when one
+selector allows all of it. What a script does is checked command by command like everything else.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from schemas.keys import Keys
+
+ADMIN = "admin"
+ROLES = ("producer", "trainer", "observer", "operator")
+
+
+class Right(NamedTuple):
+    """`commands` on `keys` (what follows the run's tag, with `*` at most at the end)."""
+
+    keys: str
+    commands: str
+    read_only: bool = False
+
+
+# What every client sends around its commands. None of them touches a key.
+_CONNECTION = "ping select echo multi exec discard"
+
+_PRODUCER = (
+    Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),
+    # A prompt that is handed back is a new entry.
+    Right("prompts rollouts evaluation_results", "xadd"),
+    Right("policy", "xread xrevrange", read_only=True),
+    Right("commit", "hget", read_only=True),
+    Right("producers:*", "get set del"),
+)
+
+_READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xpending get mget exists type ttl pttl"
+_TRAINER = (
+    Right("*", _READING, read_only=True),
+    Right("*", "evalsha"),
+    Right("commit dead_index requeued", "hset hdel"),
+    Right("prompts evaluations policy dead", "xadd"),
+    Right("rollouts evaluation_results policy", "xtrim"),
+    Right("lease", "set del"),
+)
+_OBSERVER = (
+    # A script that only reads (`penstock audit` has one) may call what its user may call, and nothing that writes.
+    Right("*", f"{_READING} xinfo|stream xinfo|groups xinfo|consumers eval_ro", read_only=True),
+)
+_RIGHTS: Mapping[str, tuple[str, tuple[Right, ...]]] = {
+    # role: (commands without a key, rights). SCAN shows the names of all keys of the server, whoever asks.
+    "producer": ("", _PRODUCER),
+    "trainer": ("script|load info scan", _TRAINER),
+    "observer": ("info scan", _OBSERVER),
+    # `penstock run` starts both sides with one URL; `penstock dead requeue` writes into the run.
+    "operator": ("script|load info scan", (*_PRODUCER, *_TRAINER, *_OBSERVER)),
+}
+
+
+def user_name(run: str, role: str) -> str:
+    return f"{run}-{role}"
+
+
+def user_line(run: str, role: str, password: str) -> str:
+    """The line of an ACL file (after `ACL SETUSER`, without its first word, the command) that makes this user.
+
+    Raises:
+        ValueError: not a run name.
+    """
+    tag = Keys(run).prompts.removesuffix("prompts")
+    bare, rights = _RIGHTS[role]
+    # `reset` first: the line says all, whatever the server knew of the user before.
+    rules = ["reset", "on", _hash(password), "-@all", *_allowed(f"{_CONNECTION} {bare}")]
+    for right in rights:
+        keys = [f"{'%R' if right.read_only else ''}~{tag}{key}" for key in right.keys.split()]
+        rules.append(f"({' '.join([*keys, *_allowed(right.commands)])})")
+    return f"user {user_name(run, role)} {' '.join(rules)}"
+
+
+def acl_file(runs: Iterable[str], passwords: Mapping[str, str]) -> str:
+    """The ACL file of a server for these runs: an administrator, four users a run, and nobody without a password.
+
+    It holds hashes of the passwords only.
+
+    Args:
+        passwords: by user name; `ADMIN` and every `user_name(run, role)`.
+    """
+    lines = [
+        "user default reset off",
+        f"user {ADMIN} reset on {_hash(passwords[ADMIN])} ~* &* +@all",
+        *(user_line(run, role, passwords[user_name(run, role)]) for run in runs for role in ROLES),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def user_names(runs: Iterable[str]) -> list[str]:
+    return [ADMIN, *(user_name(run, role) for run in runs for role in ROLES)]
+
+
+def _hash(password: str) -> str:
+    return f"#{hashlib.sha256(password.encode()).hexdigest()}"
+
+
+def _allowed(commands: str) -> list[str]:
+    return [f"+{command}" for command in commands.split()]

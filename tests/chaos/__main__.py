@@ -1,0 +1,103 @@
+"""`python -m tests.chaos`: seeded faults against real processes; exit status 1 when the promise was broken.
+
+A seed decides the order, kinds, times and amounts of the faults. What the processes are doing when one arrives is the
+machine's own affair, so a replay (`--seed N`) is as hard, not identical.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported, which happens further down.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "doubles")]
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+
+SEEDS = (1, 2, 3, 4, 5)
+VLLM_SEED, VLLM_FAULTS = 7, 18
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    from tests.chaos.disk import enter_namespace
+
+    with_disk = enter_namespace()  # before anything can have started a thread
+    if not with_disk:
+        print("chaos: no mount namespace to be had here: the checkpoint folder's disk will not fill up")
+    out = (arguments.out or Path(tempfile.mkdtemp(prefix="chaos-out-"))).resolve()
+    began = time.monotonic()
+    if arguments.self_test:
+        from tests.chaos.self_test import self_test
+
+        num_failed = self_test(out, with_disk=with_disk)
+    else:
+        from tests.chaos.campaign import campaign
+        from tests.chaos.report import write_report
+
+        results = campaign(_legs(arguments), out, with_disk=with_disk)
+        write_report(out / "results.json", out / "faults.md")
+        num_failed = sum(bool(result.verdict.problems) for result in results)
+    print(f"chaos: {time.monotonic() - began:.0f} s, {num_failed} failed")
+    if num_failed or arguments.out is not None:
+        print(f"chaos: logs and results.json are in {out}")
+    else:
+        shutil.rmtree(out)
+    return 1 if num_failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--seed",
+        type=int,
+        action="append",
+        help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, and {VLLM_SEED} with vLLM)",
+    )
+    parser.add_argument("--faults", type=int, default=44, help="faults per seed (default: 44)")
+    parser.add_argument("--gap", type=float, default=1.6, help="mean seconds between two faults (default: 1.6)")
+    parser.add_argument("--vllm", action="store_true", help="one producer has the real engine")
+    parser.add_argument("--server", choices=["redis", "valkey"], help="(default: by seed)")
+    parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
+    parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds a run may need to end (default: 90)")
+    parser.add_argument("--self-test", action="store_true", help="break the protocol on purpose, and see it noticed")
+    parser.add_argument("--out", type=Path, help="folder for logs and results (default: temporary, kept on failure)")
+    return parser
+
+
+def _legs(arguments: argparse.Namespace) -> list[Any]:
+    from tests.chaos.leg import Leg
+
+    def leg(seed: int, num_faults: int, *, with_vllm: bool) -> Leg:
+        return Leg(
+            seed=seed,
+            num_faults=num_faults,
+            mean_gap_s=arguments.gap,
+            with_vllm=with_vllm,
+            server=arguments.server,
+            only=arguments.only,
+            broken=arguments.broken,
+            patience_s=arguments.patience,
+        )
+
+    if arguments.seed:
+        return [leg(seed, arguments.faults, with_vllm=arguments.vllm) for seed in arguments.seed]
+    legs = [leg(seed, arguments.faults, with_vllm=False) for seed in SEEDS]
+    if importlib.util.find_spec("vllm") is None:
+        print("chaos: vLLM is not installed: its leg is left out")
+        return legs
+    return [*legs, leg(VLLM_SEED, VLLM_FAULTS, with_vllm=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

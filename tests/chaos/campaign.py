@@ -1,0 +1,144 @@
+"""Legs one after another, and the file that says what happened."""
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from real_server import installed_servers
+from transformers import AutoTokenizer
+
+from deploy.make_model import ModelRecipe, make_model
+from schemas.config import (
+    CheckpointConfig,
+    EngineConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    ModelConfig,
+    Plug,
+    ProducersConfig,
+    RedisConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from tests.chaos.judge import Verdict, judge
+from tests.chaos.leg import Leg
+from tests.chaos.storm import Done, Storm
+
+FOREVER = 10**6
+RECIPE = ModelRecipe(
+    train=False, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1, max_tokens=64
+)
+
+
+class LegResult(msgspec.Struct, kw_only=True):
+    leg: Leg
+    server: str
+    seconds: float
+    faults: list[Done]
+    verdict: Verdict
+    ends: dict[str, int]
+    """How often a process ended by itself with a line that says why, by that line."""
+
+
+class Results(msgspec.Struct, kw_only=True):
+    date: str
+    machine: str
+    with_disk: bool
+    legs: list[LegResult]
+
+
+def campaign(legs: Sequence[Leg], out: Path, *, with_disk: bool) -> list[LegResult]:
+    """Runs the legs; `results.json` in `out` says after each what happened so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    make_model(out / "model", RECIPE, progress=lambda line: None)
+    # Imported lazily, and then anew in every child.
+    AutoTokenizer.from_pretrained(out / "model", local_files_only=True)
+    results = Results(date=time.strftime("%Y-%m-%d"), machine=_machine(), with_disk=with_disk, legs=[])
+    for leg in legs:
+        results.legs.append(_run(leg, out, with_disk=with_disk))
+        (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    return results.legs
+
+
+def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
+    folder = out / leg.name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    say = _speaker(folder / "storm.log")
+    servers = installed_servers()
+    server = leg.server or sorted(servers)[leg.seed // 2 % len(servers)]
+    trainers = "a trainer and one that stands by" if leg.with_standby else "one trainer"
+    engine = ", one producer with vLLM" if leg.with_vllm else ""
+    say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{engine}, {leg.num_faults} faults")
+    began = time.monotonic()
+    config = _config(leg, out / "model", folder / "notes")
+    storm = Storm(leg, config, folder, servers[server], with_disk=with_disk, say=say)
+    try:
+        storm.run()
+        verdict = judge(storm)
+        verdict.problems = storm.problems + verdict.problems
+        if verdict.problems and with_disk:  # the small disk goes with the suite
+            shutil.copytree(storm.run_folder / "checkpoints", folder / "checkpoints")
+    finally:
+        storm.close()
+    seconds = time.monotonic() - began
+    say(
+        f"{leg.name}: {seconds:.0f} s, {len(storm.done)} faults, {verdict.num_epochs} trainers; released "
+        f"{verdict.num_released}: {verdict.num_trained} trained, {verdict.num_skipped} skipped, {verdict.num_dead} "
+        f"dead, {verdict.num_lost} lost, {verdict.num_trained_twice} trained twice; posed {verdict.num_generated} "
+        f"times; {verdict.num_steps_in_policy} steps in the policy, {verdict.num_steps_undone} undone"
+    )
+    for problem in verdict.problems:
+        say(f"{leg.name}: BROKEN: {problem}")
+    if verdict.problems:
+        say(f"{leg.name}: once more: python -m tests.chaos {leg.arguments}")
+    return LegResult(
+        leg=leg, server=server, seconds=round(seconds, 1), faults=storm.done, verdict=verdict, ends=dict(storm.ends)
+    )
+
+
+def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
+    """A run that never ends by itself, with steps of milliseconds and claims that go stale within a second."""
+    return RunConfig(
+        name="chaos",
+        seed=leg.seed,
+        num_updates=FOREVER,
+        group_size=2,
+        groups_per_step=4,
+        max_lag=2,
+        model=ModelConfig(path=str(model)),
+        environment=Plug(path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(notes)}),
+        sampling=SamplingConfig(max_tokens=4),
+        engine=EngineConfig(max_model_len=64, kv_cache_gib=0.1),
+        producers=ProducersConfig(
+            count=2 if leg.with_vllm else 3,
+            groups_in_flight=8,
+            claim_idle_s=1.0,
+            claim_refresh_s=0.25,
+            max_attempts=16,
+        ),
+        trainer=TrainerConfig(learning_rate=1e-5, device="cpu", lease_s=1.0),
+        evaluation=EvaluationConfig(every=50, num_prompts=4),
+        checkpoint=CheckpointConfig(every=5),
+        redis=RedisConfig(outage_s=60.0),
+        metrics=MetricsConfig(port=0),
+    )
+
+
+def _speaker(log: Path) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        print(text, flush=True)
+        with log.open("a") as file:
+            file.write(text + "\n")
+
+    return say
+
+
+def _machine() -> str:
+    return f"{platform.system()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"

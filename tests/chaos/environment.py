@@ -1,0 +1,89 @@
+"""The suite's environment: it decides what must become of each index, and notes on its own which ones it has posed."""
+
+import os
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+
+from schemas.prompt import Prompt
+
+
+class Fate(StrEnum):
+    """What must become of an index: no other outcome is right, whatever is killed."""
+
+    TRAINED = "trained"
+    SKIPPED = "skipped"
+    """Every completion gets the same reward."""
+    DEAD = "dead"
+    """The reward, or the prompt itself, raises."""
+
+
+def fate(index: int) -> Fate:
+    if index % 29 == 11 or index % 31 == 7:
+        return Fate.DEAD
+    return Fate.SKIPPED if index % 7 == 3 else Fate.TRAINED
+
+
+END = "="
+
+
+def text_of(index: int) -> str:
+    return f"#{index}{END}"
+
+
+def index_of(text: str) -> int:
+    """The inverse of `text_of`. Held-out prompts are the negative ones."""
+    return int(text.removeprefix("#").removesuffix(END))
+
+
+class ChaosEnvironment:
+    """Poses `#<index>=`. Notes `posed <index>` and `scored <index>` in `notes`, one write a line, before it answers.
+
+    A prompt's completions get 0, 1, 0, 1, ... in the order they are scored, a whole group on one thread: every group
+    of an even size has variance, whatever was sampled, unless its fate is to have none.
+    """
+
+    num_evaluation_prompts = 4
+
+    def __init__(self, *, notes: str, seed: int = 0) -> None:
+        self._notes = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._num_scored: Counter[int] = Counter()
+
+    def prompt(self, index: int) -> Prompt:
+        self._note("posed", index)
+        if index % 31 == 7:
+            raise ValueError("this prompt is meant to fail")
+        return Prompt(text=text_of(index), answer=str(index))
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return Prompt(text=text_of(-n), answer=str(-n))
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        index = int(prompt.answer)
+        if index <= 0:
+            return 1.0
+        self._note("scored", index)
+        if fate(index) is Fate.DEAD:
+            raise ValueError("this reward is meant to fail")
+        if fate(index) is Fate.SKIPPED:
+            return 1.0
+        self._num_scored[index] += 1
+        return float(self._num_scored[index] % 2)
+
+    def _note(self, what: str, index: int) -> None:
+        os.write(self._notes, f"{what} {index}\n".encode())
+
+
+class Notes:
+    """What the environments of all producers have noted."""
+
+    def __init__(self, file: Path) -> None:
+        self.posed: Counter[int] = Counter()
+        self.scored: Counter[int] = Counter()
+        for line in file.read_text().splitlines() if file.exists() else []:
+            what, index = line.split(" ")
+            (self.posed if what == "posed" else self.scored)[int(index)] += 1
+
+    @property
+    def last_index(self) -> int:
+        return max(self.posed, default=0)

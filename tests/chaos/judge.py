@@ -1,0 +1,132 @@
+"""The verdict: what witness and environment have seen, held against each other and against the run's own books."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from schemas.keys import Commit, Field
+from tests.chaos.environment import Fate, Notes, fate
+from tests.chaos.storm import Storm
+from tests.chaos.witness import Chain, ChainError, digest_of_base, digest_of_checkpoint
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """problems: what must not be; empty for a run that kept the promise. The rest are figures for the report."""
+
+    problems: list[str] = []
+    num_released: int = 0
+    num_trained: int = 0
+    num_skipped: int = 0
+    num_dead: int = 0
+    num_lost: int = 0
+    num_trained_twice: int = 0
+    num_generated: int = 0
+    """Prompts posed to an engine, those included that were posed again."""
+    num_steps_in_policy: int = 0
+    num_steps_undone: int = 0
+    """Optimizer steps that a rollback took back, or that a replaced trainer took in vain."""
+    num_epochs: int = 0
+    num_duplicates_dropped: int = 0
+    num_released_again: dict[str, int] = {}
+
+
+def judge(storm: Storm) -> Verdict:
+    """Looks at the saved policy, the environment's notes, the books and Redis. The run must have ended."""
+    verdict = Verdict()
+    commit: Any = storm.server.client.hgetall(storm.keys.commit)
+    pointer = commit.get(Commit.CHECKPOINT, b"").decode()
+    folder = storm.run_folder / "checkpoints" / pointer
+    if not pointer or not folder.is_dir():
+        verdict.problems.append(f"the committed checkpoint {pointer!r} is not there")
+        return verdict
+    notes = Notes(storm.notes)
+    verdict.num_released = notes.last_index
+    verdict.num_generated = sum(notes.posed.values())
+    verdict.num_epochs = len(list(storm.run_folder.glob("checkpoints/epoch-*")))
+    try:
+        _judge_policy(verdict, storm, folder, notes)
+    except ChainError as error:
+        verdict.problems.append(f"the saved policy has no history: {error}")
+    _judge_books(verdict, folder)
+    if not storm.problems:  # of a run that did not end, Redis and the open indexes say nothing
+        _judge_redis(verdict, storm)
+    _audit(verdict, storm)
+    return verdict
+
+
+def _judge_policy(verdict: Verdict, storm: Storm, folder: Path, notes: Notes) -> None:
+    """The promise itself: in the policy is once what belongs there, and nothing else. Without a word from the books."""
+    chain = Chain(storm.steps, digest_of_base(Path(storm.config.model.path)))
+    history = chain.history(digest_of_checkpoint(folder))
+    verdict.num_steps_in_policy = len(history)
+    verdict.num_steps_undone = chain.num_steps - len(history)
+    times = Counter(index for step in history for index in step)
+    released = range(1, notes.last_index + 1)
+    twice = [index for index, count in times.items() if count > 1]
+    never_posed = [index for index in released if index not in notes.posed]
+    lost = [index for index in released if fate(index) is Fate.TRAINED and index not in times]
+    wrong = [index for index in times if index not in released or fate(index) is not Fate.TRAINED]
+    verdict.num_trained = len(times)
+    verdict.num_trained_twice = len(twice)
+    verdict.num_lost = len(set(lost) | set(never_posed))
+    _complain(verdict, "trained twice", twice)
+    _complain(verdict, "released and never trained", lost)
+    _complain(verdict, "released and never posed to an engine", never_posed)
+    _complain(verdict, "trained, which the environment did not intend", wrong)
+
+
+def _judge_books(verdict: Verdict, folder: Path) -> None:
+    """The checkpoint's ledger agrees with what the environment and the witness know, index by index."""
+    ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
+    booked = {name: {i for start, end in ledger[name] for i in range(start, end)} for name in Fate}
+    verdict.num_skipped, verdict.num_dead = len(booked[Fate.SKIPPED]), len(booked[Fate.DEAD])
+    verdict.num_duplicates_dropped = ledger["num_duplicates_dropped"]
+    verdict.num_released_again = ledger["released_again"]
+    if ledger["num_released"] != verdict.num_released:
+        verdict.problems.append(
+            f"the books know {ledger['num_released']} released indexes, the environment {verdict.num_released}"
+        )
+    for outcome in Fate:
+        meant = {index for index in range(1, verdict.num_released + 1) if fate(index) is outcome}
+        _complain(verdict, f"meant to be {outcome}, and not booked so", meant - booked[outcome])
+        _complain(verdict, f"booked as {outcome}, and not meant so", booked[outcome] - meant)
+    if len(booked[Fate.TRAINED]) != verdict.num_trained:
+        verdict.problems.append(f"{len(booked[Fate.TRAINED])} booked as trained, {verdict.num_trained} in the policy")
+
+
+def _judge_redis(verdict: Verdict, storm: Storm) -> None:
+    """Nothing is left open, and every dead letter belongs to an index that was meant to die."""
+    client, keys = storm.server.client, storm.keys
+    books = json.loads((storm.run_folder / "trainer.json").read_text())
+    if not books["finished"] or books["num_groups_cancelled"]:
+        verdict.problems.append(f"finished: {books['finished']}, cancelled: {books['num_groups_cancelled']}")
+    if client.xlen(keys.prompts):
+        left: Any = client.xrange(keys.prompts)
+        _complain(verdict, "a prompt still, after the end", [int(fields[Field.INDEX]) for _, fields in left])
+    letters = {int(index) for index in client.hkeys(keys.dead_index)}
+    _complain(verdict, "a dead letter for what was not meant to die", {i for i in letters if fate(i) is not Fate.DEAD})
+
+
+def _audit(verdict: Verdict, storm: Storm) -> None:
+    """`penstock audit`, where there is one, must agree."""
+    if importlib.util.find_spec("deploy.audit") is None:
+        return
+    command = [sys.executable, "-m", "deploy.cli", "audit", storm.config.name, "--runs", str(storm.runs)]
+    environment = {**os.environ, "REDIS_URL": f"unix://{storm.server.socket}"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    if shown.returncode:
+        verdict.problems.append(f"penstock audit: status {shown.returncode}: {(shown.stdout + shown.stderr)[-600:]}")
+
+
+def _complain(verdict: Verdict, what: str, indexes: Iterable[int]) -> None:
+    found = sorted(indexes)
+    if found:
+        verdict.problems.append(f"{len(found)} indexes {what}: {', '.join(map(str, found[:8]))}")

@@ -1,0 +1,40 @@
+"""What a leg of the suite is made of."""
+
+import msgspec
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One run under faults. The seed also decides what it runs on, unless `server` is given.
+
+    only: the one kind of fault there is. broken: the protocol is broken in this way; see roles.py.
+    patience_s: so long may the run need, after the faults, to move again and to end.
+    """
+
+    seed: int
+    num_faults: int = 44
+    mean_gap_s: float = 1.6
+    with_vllm: bool = False
+    server: str | None = None
+    only: str | None = None
+    broken: str | None = None
+    patience_s: float = 90.0
+
+    @property
+    def with_standby(self) -> bool:
+        return self.seed % 2 == 0
+
+    @property
+    def appendfsync(self) -> str:
+        return "always" if self.seed % 4 == 0 else "everysec"
+
+    @property
+    def arguments(self) -> str:
+        """Those of the command that runs this leg alone."""
+        words = [f"--seed {self.seed} --faults {self.num_faults} --gap {self.mean_gap_s}"]
+        words += ["--vllm"] * self.with_vllm
+        options = {"--server": self.server, "--only": self.only and repr(self.only), "--break": self.broken}
+        return " ".join([*words, *(f"{option} {value}" for option, value in options.items() if value)])
+
+    @property
+    def name(self) -> str:
+        return f"seed-{self.seed}" + (f"-without-{self.broken}" if self.broken else "")

@@ -1,0 +1,138 @@
+"""The suite's result file as a page: what was tried, and what happened."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import KINDS
+
+HEAD = """# Faults: what was tried and what happened
+
+Every index that is released is settled once in the saved policy: trained, skipped or dead. `make chaos` tries to make
+that untrue: random faults, from a seed, on real processes (producers, trainers, Redis or Valkey), and a ledger that the
+code under test has no hand in. This page was written by that command from its own results.
+
+The ledger has two sides. The **environment** of the run notes each index that it poses, and it alone decides what must
+become of one: an index of no reward variance must be skipped, one whose reward raises must die, every other one must be
+trained. The **witness** looks over each optimizer step: it writes down a digest of the weights (and of the optimizer's
+moments) before the step, another one after it, and the indexes of the prompts that it finds in the step's own tensors.
+At the end it digests the saved policy and walks back from digest to digest to the base model: what lies on the way is
+what has shaped this policy, whatever was rolled back, resumed or claimed. Then each index that should have been trained
+must be on that way once, no other may be, and the checkpoint's books, the dead letters and `penstock audit` must agree.
+
+Three broken protocols (no deduplication, no reconciling, books not restored) are caught by it in `make test`.
+"""
+
+NOT_TRIED = """## What is simulated, and what is not
+
+- **Power loss** is a SIGKILL after which the append-only file is cut back to a random point of its last second, in the
+  middle of a command or of a MULTI as well: what `everysec` may lose. Under `always` nothing that was answered is cut.
+  Checkpoints are fsynced before they are committed and stay; the machine's own file cache is not dropped.
+- **A full disk** is a real one: the checkpoint folder is a small tmpfs, and the suite takes what is left of it.
+- **Frozen** processes are stopped by SIGSTOP. Claims go stale after 1 s here and leases after 1 s, so that a freeze of
+  up to 5 s is a long one.
+- Clocks are not moved, packets are not reordered (it is TCP or a UNIX socket), and no memory is corrupted. Failover to
+  a replica has tests of its own.
+- A seed fixes kinds, order, times and amounts of the faults, not what the processes are doing at that moment.
+"""
+
+
+COLUMNS = (
+    "seed",
+    "server",
+    "appendfsync",
+    "trainers",
+    "engine",
+    "faults",
+    "trainer processes",
+    "released",
+    "trained",
+    "skipped",
+    "dead",
+    "lost",
+    "trained twice",
+    "generated again",
+    "steps undone",
+)
+
+
+def write_report(results: Path, page: Path) -> None:
+    page.write_text(render(json.loads(results.read_bytes())))
+
+
+def render(results: dict[str, Any]) -> str:
+    legs = results["legs"]
+    faults = [fault for leg in legs for fault in leg["faults"]]
+    num_lost = sum(leg["verdict"]["num_lost"] for leg in legs)
+    num_twice = sum(leg["verdict"]["num_trained_twice"] for leg in legs)
+    num_problems = sum(len(leg["verdict"]["problems"]) for leg in legs)
+    minutes = sum(leg["seconds"] for leg in legs) / 60
+    lines = [
+        HEAD,
+        f"**{len(faults)} faults in {len(legs)} runs, {minutes:.0f} minutes: {num_lost} indexes lost, {num_twice} "
+        f"trained twice, {num_problems} complaints of any kind.** {results['date']}, {results['machine']}.",
+        "",
+        "## Runs",
+        "",
+        *_table(
+            COLUMNS,
+            [_leg_row(leg) for leg in legs],
+        ),
+        "",
+        "`generated again` counts prompts that were posed to an engine more than once; `steps undone` the optimizer "
+        "steps that a rollback took back.",
+        "",
+        "## Faults",
+        "",
+        *_table(["fault", "times", "what was done"], _kind_rows(faults, with_disk=results["with_disk"])),
+        "",
+        *_ends(legs),
+        NOT_TRIED,
+    ]
+    return "\n".join(lines)
+
+
+def _leg_row(leg: dict[str, Any]) -> list[object]:
+    of, verdict = leg["leg"], leg["verdict"]
+    return [
+        of["seed"],
+        leg["server"],
+        "always" if of["seed"] % 4 == 0 else "everysec",
+        "one, resumed" if of["seed"] % 2 else "two, one stands by",
+        "scripted and vLLM" if of["with_vllm"] else "scripted",
+        len(leg["faults"]),
+        verdict["num_epochs"],
+        *(f"{verdict[name]:,}" for name in ("num_released", "num_trained", "num_skipped", "num_dead")),
+        verdict["num_lost"],
+        verdict["num_trained_twice"],
+        f"{verdict['num_generated'] - verdict['num_released']:,}",
+        verdict["num_steps_undone"],
+    ]
+
+
+def _kind_rows(faults: list[dict[str, Any]], *, with_disk: bool) -> list[list[object]]:
+    counts = Counter(fault["kind"] for fault in faults)
+    rows: list[list[object]] = [[kind.name, counts[kind.name], kind.about] for kind in KINDS]
+    if not with_disk:
+        rows.append(["", "", "No tmpfs could be mounted there, so that no disk was full."])
+    return rows
+
+
+def _ends(legs: list[dict[str, Any]]) -> list[str]:
+    ends: Counter[str] = Counter()
+    for leg in legs:
+        ends.update(leg["ends"])
+    if not ends:
+        return []
+    return [
+        "Processes that ended by themselves because of a fault, each with one line, never a traceback:",
+        "",
+        *_table(["times", "its last line"], [[count, f"`{line}`"] for line, count in ends.most_common()]),
+        "",
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]

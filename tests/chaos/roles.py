@@ -1,0 +1,123 @@
+"""What the suite's processes run: the real entry points, observed; and the deliberately broken protocols."""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from scripted_engine import ScriptedEngine
+
+import consumers.__main__ as trainer_entry
+import producers.__main__ as producer_entry
+from consumers.ledger import Ledger
+from consumers.reader import Reader
+from consumers.release import Releaser
+from producers.interfaces import Completion
+from schemas.config import RunConfig
+from schemas.rollout import SamplingSettings
+from tests.chaos.witness import observed_learner
+
+
+def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: Path, broken: str | None = None) -> int:
+    """The trainer's own entry point, with the witness around its learner."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
+    if broken is not None:
+        BROKEN[broken]()
+    return trainer_entry.main(config, runs=runs, resume=resume, standby=standby)
+
+
+def produce(config: RunConfig, runs: Path, producer_id: str, token_s: float) -> int:
+    """The producer's own entry point with an engine that costs nothing."""
+
+    async def start(config: RunConfig, *, seed: int) -> ChaosEngine:
+        return ChaosEngine(token_s=token_s, num_tokens=config.sampling.max_tokens, num_token_ids=90, first_token=3)
+
+    return producer_entry.main(config, runs=runs, producer_id=producer_id, engine_factory=start)
+
+
+class ChaosEngine(ScriptedEngine):
+    """Refuses a request id while it is in use, and takes it again afterwards."""
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    ) -> list[Completion]:
+        try:
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id)
+        finally:
+            if not isinstance(sys.exc_info()[1], ValueError):
+                self.requests.remove(request_id)
+
+
+def _without_deduplication() -> None:
+    """Every record that arrives is taken into hand, settled before or not, and booked as often as it is trained."""
+    receive, settle = Reader._receive, Ledger.settle
+
+    class Nothing:
+        def __contains__(self, index: int) -> bool:
+            return False
+
+    @functools.wraps(receive)
+    def receive_all(self, entry_id, fields, lag_of):
+        settled, self._ledger.settled = self._ledger.settled, Nothing()
+        try:
+            receive(self, entry_id, fields, lag_of)
+        finally:
+            self._ledger.settled = settled
+
+    @functools.wraps(settle)
+    def settle_again(self, index, outcome, reason=""):
+        if index not in self.settled:
+            settle(self, index, outcome, reason)
+
+    Reader._receive = receive_all  # type: ignore[method-assign]
+    Ledger.settle = settle_again  # type: ignore[method-assign]
+
+
+def _without_reconciling() -> None:
+    """What Redis has lost stays lost."""
+
+    def reconcile(self, reader, lag_of, *rest):
+        reader.read_to_end(lag_of)
+        return 0
+
+    Releaser.reconcile = reconcile  # type: ignore[method-assign]
+
+
+def _with_forgotten_books() -> None:
+    """A resumed trainer restores the policy and not what has shaped it."""
+    from_state = Ledger.from_state
+
+    def forget(state: dict) -> Ledger:
+        ledger = from_state(state)
+        fresh = Ledger()
+        fresh.num_released = ledger.num_released
+        return fresh
+
+    Ledger.from_state = staticmethod(forget)  # type: ignore[method-assign]
+
+
+BROKEN: dict[str, Callable[[], None]] = {
+    "deduplication": _without_deduplication,
+    "reconciling": _without_reconciling,
+    "books": _with_forgotten_books,
+}
+
+
+def engine_command(config: Path, runs: Path, producer_id: str) -> list[str]:
+    """The command of a producer with the real engine."""
+    return [sys.executable, "-m", "tests.chaos.roles", str(config), str(runs), producer_id]
+
+
+def main() -> int:
+    """What `engine_command` starts."""
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RunConfig)
+    os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
+    return producer_entry.main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

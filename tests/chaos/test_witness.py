@@ -1,0 +1,98 @@
+"""The fault suite's own ledger: what it counts, what it refuses to count."""
+
+import msgspec
+import pytest
+import torch
+from mini_producer import make_group
+
+from consumers.batch import pack
+from deploy.make_model import build_tokenizer
+from schemas.config import ModelConfig, Plug, RunConfig
+from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
+from tests.chaos.environment import text_of
+from tests.chaos.witness import Chain, ChainError, digest, prompts_in
+
+BASE, A, B, C = "0", "a", "b", "c"
+
+
+@pytest.fixture
+def chain(tmp_path):
+    def make(text: str) -> Chain:
+        (tmp_path / "steps").write_text(text)
+        return Chain(tmp_path / "steps", BASE)
+
+    return make
+
+
+def test_the_history_of_a_policy_is_every_step_from_the_base_model_to_it(chain):
+    assert chain("0 a 1,2\na b 3\nb c 4,5\n").history(C) == [(1, 2), (3,), (4, 5)]
+
+
+def test_steps_that_were_rolled_back_are_no_part_of_it(chain):
+    made = chain("0 a 1,2\na b 3\na c 4\n")
+    assert made.history(C) == [(1, 2), (4,)]
+    assert made.num_steps == 3
+
+
+def test_an_index_that_a_resumed_trainer_trains_again_is_there_twice(chain):
+    assert chain("0 a 1,2\na b 1,3\n").history(B) == [(1, 2), (1, 3)]
+
+
+def test_weights_that_no_step_has_made_are_refused(chain):
+    with pytest.raises(ChainError, match="1 steps back are weights a that no step has made"):
+        chain("a b 1\n").history(B)
+
+
+def test_a_torn_line_is_refused(chain):
+    with pytest.raises(ChainError, match="torn"):
+        chain("0 a 1,2\na b")
+
+
+def test_two_histories_of_the_same_weights_are_refused(chain):
+    with pytest.raises(ChainError, match="made from"):
+        chain("0 b 1\na b 2\n")
+
+
+def test_the_same_step_taken_by_two_trainers_is_one(chain):
+    assert chain("0 a 1\n0 a 1\n").history(A) == [(1,)]
+
+
+def test_a_digest_tells_weights_and_moments_of_one_another():
+    weights, moments = {"w": torch.ones(2)}, {0: {"exp_avg": torch.zeros(2)}}
+    found = {
+        digest(weights, {}),
+        digest(weights, moments),
+        digest({"w": torch.zeros(2)}, moments),
+        digest(weights, {0: {"exp_avg": torch.ones(2)}}),
+    }
+    assert len(found) == 4
+    assert digest({"w": torch.ones(2)}, {}) in found
+
+
+def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:
+    """The prompt of `index` with completions `=1` and `=2`, in a group that says it is another one."""
+    tokenizer = build_tokenizer(64)
+    context = tokenizer.encode(text_of(index))
+    group = make_group(claims_to_be, 0, rewards=rewards)
+    rollouts = []
+    for n, rollout in enumerate(group.rollouts, 1):
+        sampled = tokenizer.encode(f"={n}")
+        end = len(context) + len(sampled)
+        segment = Segment(
+            token_ids=pack_ids([*context, *sampled]),
+            behavior_logprobs=pack_floats([-1.0] * len(sampled)),
+            loss_mask=((len(context), end),),
+            version_spans=(VersionSpan(0, len(context), end),),
+        )
+        rollouts.append(Rollout(segments=(segment,), reward=rollout.reward))
+    return msgspec.structs.replace(group, rollouts=tuple(rollouts))
+
+
+def test_indexes_are_read_from_the_tokens_and_not_from_what_a_record_says():
+    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=Plug(path="none:None"))
+    groups = [
+        group_about(7, claims_to_be=1),
+        group_about(123, claims_to_be=2),
+        group_about(9, claims_to_be=3, rewards=(1.0, 1.0)),
+    ]
+    assert prompts_in(pack(groups, lambda version: 0, config)) == (7, 123), "one without variance shapes nothing"

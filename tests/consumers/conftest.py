@@ -1,0 +1,41 @@
+"""A trainer whose learner is scripted, on a real server."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lossy_server import LossyServer
+from scripted_learner import ScriptedLearner
+from trainer_bench import Bench
+
+import consumers.__main__ as entry
+
+
+@pytest.fixture
+def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    bench = Bench(redis_url, tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def start_server(server_binary: Path) -> Iterator[Callable[..., LossyServer]]:
+    servers: list[LossyServer] = []
+
+    def start(*arguments: str) -> LossyServer:
+        servers.append(LossyServer(server_binary, *arguments))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.remove()
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

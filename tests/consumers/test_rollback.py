@@ -1,0 +1,100 @@
+"""After a rollback: groups of policies that are lost, of the checkpoint's own and of its re-announcement."""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+from mini_producer import group_fields
+from trainer_bench import KilledError, assert_balanced, assert_settled_once
+
+from schemas.policy import make_version
+
+pytestmark = pytest.mark.redis
+
+
+def kill_at(trainer, step: int) -> None:
+    trainer.learner.fail_at[step] = KilledError()
+    with pytest.raises(KilledError):
+        trainer.run()
+
+
+def steps_apart(version: int, steps: int) -> int:
+    """The lag at `steps` optimizer steps after a rollback to policy 4, counted on paper."""
+    if version >= make_version(1, 0):
+        return steps - (version - make_version(1, 0))
+    return abs(version - 4) + steps
+
+
+def test_lag_runs_along_the_path_between_the_policies_of_two_lines(bench, redis_client):
+    # Policies 0 to 7, a checkpoint at 4, a kill. Then groups arrive of 5 to 7 (lost with the kill), of 4 (the
+    # checkpoint's own) and of 1000000000 (its re-announcement), in turns.
+    bench.overrides = ["max_lag=9"]
+    sampled_by: dict[int, int] = {}
+    turns = itertools.cycle([5, make_version(1, 0), 7, 4, 6])
+
+    def answer(index: int, version: int) -> dict:
+        if index > 28:  # what seven updates do not take
+            while int(redis_client.hget(bench.keys.commit, "policy_version")) < make_version(1, 0):
+                time.sleep(0.01)
+            version = next(turns) if index <= 40 else version
+        sampled_by.setdefault(index, version)
+        return group_fields(index, version)
+
+    bench.hardy_producer(answer)
+    first = bench.trainer()
+    record = first._record
+
+    def record_and_die(*args) -> None:
+        record(*args)
+        if first.policy_version == 7:
+            raise KilledError
+
+    first._record = record_and_die
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    assert {sampled_by[index] for index in range(29, 41)} == {4, 5, 6, 7, make_version(1, 0)}
+    assert len(second.learner.trained) == 48 and len(second.learner.lags) == 8
+    for steps, histogram in enumerate(second.learner.lags):
+        batch = second.learner.trained[16 + 4 * steps :][:4]
+        expected = Counter(steps_apart(sampled_by[index], steps) for index in batch for _ in range(6))
+        assert histogram == expected, f"update {5 + steps}: groups of {[sampled_by[index] for index in batch]}"
+    assert_settled_once(bench, redis_client)
+
+
+def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_token(bench, redis_client):
+    bench.overrides = ["num_updates=60", "checkpoint.every=1000", "evaluation.num_prompts=0"]
+    producer = bench.hardy_producer()
+    first = bench.trainer()
+    train = first.learner.step
+
+    def step(batch):
+        if first.learner.num_steps == 2:
+            first._commit()
+        return train(batch)
+
+    first.learner.step = step
+    kill_at(first, 52)
+    before = Counter(producer.answers)
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 2
+    train_slowly = second.learner.step
+
+    def step_slowly(batch):
+        time.sleep(0.03)  # slower than sampling, as trainers are: what is released at once waits and gets old
+        return train_slowly(batch)
+
+    second.learner.step = step_slowly
+    assert second.run()
+    books = bench.books()
+    assert books["num_groups_trained"] == 240 and books["num_tokens_masked_lag"] == 0
+    again = books["num_groups_released_again"]["stale"]
+    assert again >= 4 * 40, "the groups of some forty lost policies lie past the bound"
+    assert max(lag for lags in second.learner.lags for lag in lags) <= 2
+    repeated = sum((producer.answers - before).values())
+    assert repeated <= 2 * 240, f"{repeated} groups were sampled to train 240: what is released again is stale again"
+    assert_settled_once(bench, redis_client)
+    assert_balanced(bench, second)

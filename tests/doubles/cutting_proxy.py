@@ -1,0 +1,279 @@
+"""A proxy before a real server that cuts, delays or refuses at a chosen command.
+
+It reads the protocol in both directions, so it knows which reply answers which command, and that everything before a
+cut has or has not been executed.
+"""
+
+import contextlib
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+When = Literal["before", "reply", "within"]
+
+
+@dataclass
+class Fault:
+    """What happens to one command. `happened` is set when it does.
+
+    when: `before`: the server never gets the command. `reply`: it executes it, the reply is lost. `within`: half of the
+        reply gets through.
+    """
+
+    command: str
+    nth: int
+    when: When
+    away_s: float = 0.0
+    """After a cut, connections are refused for so long."""
+    held: bool = False
+    """In place of a cut: the command (`before`) or its reply waits for `release`."""
+    matches: Callable[[list[bytes]], bool] = lambda args: True
+    happened: threading.Event = field(default_factory=threading.Event)
+    _may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout_s: float = 60.0) -> None:
+        assert self.happened.wait(timeout_s), f"no {self.command} came in {timeout_s} s"
+
+    def release(self) -> None:
+        """Lets a held command or reply go."""
+        self._may_go_on.set()
+
+
+class CuttingProxy:
+    """Listens on a UNIX socket for the server at `url`; `proxy.url` carries the same user and password.
+
+    Commands count by name from 1, over all connections, from the call of `cut` on: `XREAD`, `EXEC`, and a script by the
+    name that `names` gives its SHA1 (`EVALSHA` where it gives none). Blocking reads and pipelines pass as they are.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self, url: str, names: dict[str, str] | None = None) -> None:
+        self.names = names if names is not None else {}
+        self.num_seen: Counter[str] = Counter()
+        """Commands that came, by name."""
+        self.num_cuts = 0
+        self._faults: list[Fault] = []
+        self._left: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._links: set[_Link] = set()
+        self._refused_until = 0.0
+        # Not under tmp_path: a socket's path may have at most 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-proxy-"))
+        parts = urlsplit(url)
+        user = parts.netloc.rpartition("@")[0]
+        self.url = f"unix://{user + '@' if user else ''}{self._folder / 'proxy.sock'}"
+        self._upstream = urlunsplit(parts)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._folder / "proxy.sock"))
+        self._listener.listen(64)
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def cut(self, command: str, nth: int = 1, when: When = "reply", *, away_s: float = 0.0, matches=None) -> Fault:
+        """The connection that sends the `nth` such command from now on is cut."""
+        return self._add(Fault(command, nth, when, away_s=away_s, **({"matches": matches} if matches else {})))
+
+    def hold(self, command: str, nth: int = 1, when: When = "reply", *, matches=None) -> Fault:
+        """The `nth` such command, or its reply, waits until the fault's `release`."""
+        return self._add(Fault(command, nth, when, held=True, **({"matches": matches} if matches else {})))
+
+    def cut_all(self) -> None:
+        """Cuts every connection there is."""
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.close()
+
+    def refuse(self, seconds: float = float("inf")) -> None:
+        """Cuts every connection and refuses new ones for so long, or until `accept`."""
+        self._refused_until = time.monotonic() + seconds
+        self.cut_all()
+
+    def accept(self) -> None:
+        self._refused_until = 0.0
+
+    def point_to(self, url: str) -> None:
+        """Leads to another server from now on, as after a failover: what was connected is cut."""
+        self._upstream = url
+        self.cut_all()
+
+    def __enter__(self) -> "CuttingProxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fault in self._faults:
+            fault.release()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._accepting.join(10)
+        self.refuse()
+        shutil.rmtree(self._folder)
+
+    def _add(self, fault: Fault) -> Fault:
+        with self._lock:
+            self._faults.append(fault)
+            self._left[id(fault)] = fault.nth
+        return fault
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                if time.monotonic() < self._refused_until:
+                    raise ConnectionRefusedError
+                server = connect(self._upstream)
+            except OSError:
+                client.close()
+                continue
+            link = _Link(self, client, server)
+            with self._lock:
+                self._links.add(link)
+            link.start()
+
+    def forget(self, link: "_Link") -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    def fault_for(self, args: list[bytes]) -> Fault | None:
+        """Counts a command; the fault that it runs into, if any."""
+        name = args[0].decode().upper()
+        if name == "EVALSHA":
+            name = self.names.get(args[1].decode(), name)
+        with self._lock:
+            self.num_seen[name] += 1
+            for fault in self._faults:
+                if fault.command != name or not self._left[id(fault)] or not fault.matches(args):
+                    continue
+                self._left[id(fault)] -= 1
+                if not self._left[id(fault)]:
+                    return fault
+        return None
+
+    def strike(self, fault: Fault) -> bool:
+        """Waits out a held fault (False) or notes a cut (True)."""
+        if fault.held:
+            fault.happened.set()
+            fault._may_go_on.wait()
+            return False
+        self.num_cuts += 1
+        if fault.away_s:
+            self._refused_until = time.monotonic() + fault.away_s
+        return True
+
+
+class _Link:
+    """One client's connection: a thread for each direction."""
+
+    def __init__(self, proxy: CuttingProxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = server
+        self._expected: deque[Fault | None] = deque()
+        """One for each command whose reply is under way."""
+        self._closing = threading.Lock()
+
+    def start(self) -> None:
+        for work in (self._forward_commands, self._forward_replies):
+            threading.Thread(target=self._until_closed, args=(work,), daemon=True).start()
+
+    def close(self, fault: Fault | None = None) -> None:
+        """Ends both directions; nobody can still be answered once `fault.happened` is set."""
+        with self._closing:
+            for side in (self._client, self._server):
+                with contextlib.suppress(OSError):
+                    side.shutdown(socket.SHUT_RDWR)
+                side.close()
+        self._proxy.forget(self)
+        if fault is not None:
+            fault.happened.set()
+
+    def _until_closed(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, ValueError, EOFError):
+            pass  # one side has closed, or the file object over it
+        finally:
+            self.close()
+
+    def _forward_commands(self) -> None:
+        stream = self._client.makefile("rb")
+        while True:
+            data, args = read_command(stream)
+            fault = self._proxy.fault_for(args)
+            if fault is not None and fault.when == "before":
+                if self._proxy.strike(fault):
+                    return self.close(fault)
+                fault = None
+            self._expected.append(fault)
+            self._server.sendall(data)
+
+    def _forward_replies(self) -> None:
+        stream = self._server.makefile("rb")
+        while True:
+            reply = read_reply(stream)
+            fault = self._expected.popleft()
+            if fault is not None and self._proxy.strike(fault):
+                if fault.when == "within":
+                    self._client.sendall(reply[: len(reply) // 2])
+                return self.close(fault)
+            self._client.sendall(reply)
+
+
+def connect(url: str) -> socket.socket:
+    """A socket to the server of a redis:// or unix:// URL."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        link = socket.socket(socket.AF_UNIX)
+        link.connect(unquote(parts.path))
+        return link
+    return socket.create_connection((parts.hostname, parts.port or 6379))
+
+
+def read_command(stream: BinaryIO) -> tuple[bytes, list[bytes]]:
+    """A command as it stands, and its arguments."""
+    data = _line(stream)
+    args = []
+    for _ in range(int(data[1:])):
+        header = _line(stream)
+        value = _exactly(stream, int(header[1:]) + 2)
+        data += header + value
+        args.append(value[:-2])
+    return data, args
+
+
+def read_reply(stream: BinaryIO) -> bytes:
+    """One reply of protocol 2, nested ones included."""
+    data = _line(stream)
+    kind, length = data[:1], data[1:-2]
+    if kind == b"$" and int(length) >= 0:
+        return data + _exactly(stream, int(length) + 2)
+    if kind == b"*":
+        return data + b"".join(read_reply(stream) for _ in range(max(0, int(length))))
+    return data
+
+
+def _line(stream: BinaryIO) -> bytes:
+    line = stream.readline()
+    if not line.endswith(b"\r\n"):
+        raise EOFError
+    return line
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data

@@ -1,0 +1,65 @@
+"""A producer without an engine that lives through whatever becomes of Redis."""
+
+import time
+from collections import Counter
+
+import redis
+from mini_producer import MiniProducer
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from schemas.keys import PRODUCERS_GROUP
+
+_PASSING = ("NOGROUP", "UNBLOCKED", "MISCONF")
+
+
+class HardyProducer(MiniProducer):
+    """Goes on after outages, an emptied server and a full one. `answers` counts by index, `num_pauses` refusals for
+    want of memory."""
+
+    def __init__(self, url: str, run: str, answer=None) -> None:
+        super().__init__(url, run, answer)
+        self.client.close()
+        self.client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=10.0)
+        self.answers: Counter[int] = Counter()
+        self.num_pauses = 0
+        answer_once = self.answer
+
+        def count(index: int, version: int) -> dict:
+            self.answers[index] += 1
+            return answer_once(index, version)
+
+        self.answer = count
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            try:
+                if not self.client.exists(self.keys.policy):
+                    time.sleep(0.01)
+                    continue
+                for stream in (self.keys.prompts, self.keys.evaluations):
+                    self._create_group(stream)
+                    self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
+                while not self.stop.is_set() and self.client.exists(self.keys.policy):
+                    if self.client.hget(self.keys.commit, "finished"):
+                        return
+                    self._serve_once()
+            except (redis.ConnectionError, redis.TimeoutError):
+                time.sleep(0.01)
+            except IndexError:
+                continue  # the policy stream was emptied between two commands
+            except redis.ResponseError as error:
+                if not self._is_passing(error):
+                    self.problem = error
+                    return
+                time.sleep(0.01)
+
+    def _is_passing(self, error: redis.ResponseError) -> bool:
+        if isinstance(error, redis.ReadOnlyError):
+            self.client.connection_pool.disconnect()  # a server that was demoted: the address may lead elsewhere
+            return True
+        # The limit can be met at EXEC, after every command was queued: its answer is an EXECABORT then.
+        if isinstance(error, redis.exceptions.OutOfMemoryError) or "because of: OOM " in str(error):
+            self.num_pauses += 1
+            return True
+        return str(error).startswith(_PASSING)

@@ -1,0 +1,76 @@
+"""Whole producer processes against a real server, with the engine scripted."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from schemas.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+import time
+from pathlib import Path
+import msgspec
+import scripted_engine
+from producers.__main__ import main
+from schemas.config import RunConfig
+config = msgspec.json.decode(sys.argv[1], type=RunConfig)
+sys.exit(main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3], engine_factory=scripted_engine.start))
+"""
+
+
+class ProducerProcesses:
+    """Starts producers; the output of each goes to `<folder>/<id>.log`. `kill_all` ends those still alive."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen] = []
+
+    def __call__(
+        self,
+        config: RunConfig,
+        url: str,
+        producer_id: str = "producer-0",
+        *,
+        log: str = "",
+        environment: Mapping[str, str] | None = None,
+        **engine: Any,
+    ) -> subprocess.Popen:
+        """`engine`: arguments of the ScriptedEngine."""
+        variables = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
+            "REDIS_URL": url,
+            "SCRIPTED_ENGINE": json.dumps(engine),
+            **(environment or {}),
+        }
+        arguments = [msgspec.json.encode(config).decode(), str(self._folder), producer_id]
+        with (self._folder / f"{log or producer_id}.log").open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *arguments], env=variables, stdout=output, stderr=output
+            )
+        self._processes.append(process)
+        return process
+
+    def log(self, name: str = "producer-0") -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.05)

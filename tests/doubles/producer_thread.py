@@ -1,0 +1,83 @@
+"""A whole producer in a thread, its engine scripted and its tokenizer a table of characters."""
+
+import asyncio
+import threading
+import zlib
+from pathlib import Path
+
+from scripted_engine import ScriptedEngine
+
+from producers.connection import Connection
+from producers.loop import Producer
+from producers.metrics import ProducerMetrics
+from schemas.config import RunConfig
+from schemas.prompt import Prompt
+
+
+class Characters:
+    """A tokenizer: one token a character."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(character) % 90 + 2 for character in text]
+
+    def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
+        return ["".join(chr(token) for token in row) for row in rows]
+
+
+class Tasks:
+    """Rewards of 0 and 1 that depend on the completion alone."""
+
+    num_evaluation_prompts = 8
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(text=f"{index}")
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return Prompt(text=f"e{n}")
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return float(zlib.crc32(completion.encode()) % 2)
+
+
+class ProducerThread(threading.Thread):
+    """Serves from `start` until `finish` or the end of the run. problem: what ended it, None after a clean stop."""
+
+    def __init__(self, config: RunConfig, url: str, runs: Path, producer_id: str = "producer-0") -> None:
+        super().__init__(daemon=True)
+        self._config, self._url, self._runs, self._id = config, url, runs, producer_id
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Event | None = None
+        self.problem: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:
+            self.problem = error
+
+    def finish(self) -> None:
+        if self._loop is not None and self._end is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end.set)
+        self.join(60)
+
+    async def _serve(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        metrics, tasks = ProducerMetrics(), Tasks()
+        connection = Connection.open(self._url, outage_s=20.0, metrics=metrics)
+        try:
+            producer = Producer(
+                self._config,
+                runs=self._runs,
+                producer_id=self._id,
+                connection=connection,
+                engine=ScriptedEngine(),
+                environment=tasks,
+                reward=tasks.reward,
+                tokenizer=Characters(),
+                metrics=metrics,
+                stop=self._end,
+            )
+            await producer.open()
+            await producer.serve()
+        finally:
+            await connection.close()

@@ -1,0 +1,114 @@
+"""A short run with a real trainer and real streams, its learner scripted and its producers in threads: what the
+operator's commands look at."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mini_producer import MiniProducer
+from scripted_learner import ScriptedLearner
+
+import consumers.__main__ as entry
+from consumers.connection import Connection
+from consumers.metrics import TrainerMetrics
+from consumers.trainer import Trainer
+from deploy import cli
+from deploy.run_folder import save_run_file
+from schemas.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    ModelConfig,
+    Plug,
+    RunConfig,
+)
+from schemas.keys import Keys
+
+
+class KilledError(Exception):
+    """Stands for a kill -9: nothing is written after it."""
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.005)
+
+
+class ShortRun:
+    """A run named `test` of 12 updates of 4 groups, max_lag 2, a checkpoint every 4 updates."""
+
+    def __init__(self, url: str, runs: Path, monkeypatch: Any, **changes: Any) -> None:
+        monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+        monkeypatch.setenv("REDIS_URL", url)
+        fields: dict[str, Any] = {
+            "name": "test",
+            "num_updates": 12,
+            "groups_per_step": 4,
+            "group_size": 2,
+            "model": ModelConfig(path="none"),
+            "environment": Plug(path="none:None"),
+            "evaluation": EvaluationConfig(every=5, num_prompts=3),
+            "checkpoint": CheckpointConfig(every=4),
+            "metrics": MetricsConfig(port=0),
+        } | changes
+        self.url = url
+        self.runs = runs
+        self.config = RunConfig(**fields)
+        self.folder = self.config.folder(runs)
+        self.keys = Keys(self.config.name)
+        save_run_file(self.config, self.folder)
+        self._closing: list[Callable[[], Any]] = []
+        self._producers: list[MiniProducer] = []
+
+    def trainer(self, *, resume: bool = False, fail_at: dict[int, Any] | None = None) -> Trainer:
+        connection = Connection(self.url, outage_s=20)
+        trainer = entry.open_trainer(self.config, self.runs, connection, TrainerMetrics(), resume=resume)
+        assert trainer is not None
+        trainer.learner.fail_at.update(fail_at or {})
+        self._closing += [trainer.close, connection.close]
+        return trainer
+
+    def producer(self, answer: Callable[[int, int], dict] | None = None) -> MiniProducer:
+        producer = MiniProducer(self.url, self.config.name, answer)
+        producer.start()
+        self._producers.append(producer)
+        return producer
+
+    def end_producers(self) -> None:
+        for producer in self._producers:
+            producer.stop.set()
+            producer.join()
+            producer.client.close()
+        self._producers.clear()
+
+    def train(self, trainer: Trainer) -> threading.Thread:
+        thread = threading.Thread(target=trainer.run)
+        thread.start()
+        self._closing.insert(0, thread.join)
+        self._closing.insert(0, trainer.stop)
+        return thread
+
+    def books(self) -> dict[str, Any]:
+        return json.loads((self.folder / "trainer.json").read_text())
+
+    def command(self, capsys: Any, *argv: str) -> tuple[int, str, str]:
+        """Status, output and errors of `penstock ARGV --runs RUNS`."""
+        capsys.readouterr()
+        status = cli.main([*argv, "--runs", str(self.runs)])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    def json(self, capsys: Any, *argv: str) -> Any:
+        _, out, err = self.command(capsys, *argv, "--json")
+        assert err == ""
+        return json.loads(out)
+
+    def close(self) -> None:
+        self.end_producers()
+        for close in self._closing:
+            close()

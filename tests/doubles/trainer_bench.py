@@ -1,0 +1,162 @@
+"""A run's folder and server, from which trainers can be started again and again, and what they are judged by."""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+from cutting_proxy import CuttingProxy
+from hardy_producer import HardyProducer
+from mini_producer import MiniProducer
+
+import consumers.__main__ as entry
+from consumers.connection import Connection
+from consumers.metrics import TrainerMetrics
+from consumers.scripts import Scripts
+from consumers.trainer import Trainer
+from schemas.config import RunConfig, load_config
+from schemas.keys import Keys
+
+RUN_FILE = """
+name = "test"
+num_updates = 12
+groups_per_step = 4
+group_size = 2
+max_lag = 2
+[model]
+path = "none"
+[environment]
+path = "none:None"
+[evaluation]
+every = 5
+num_prompts = 3
+[checkpoint]
+every = 4
+[metrics]
+port = 0
+"""
+
+
+class KilledError(Exception):
+    """Stands for a kill -9: nothing is written after it."""
+
+
+class Bench:
+    """Everything it starts it ends in `close`. `overrides` are those of the run file."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.runs = folder
+        self.keys = Keys("test")
+        self.file = folder / "run.toml"
+        self.file.write_text(RUN_FILE)
+        self.overrides: list[str] = []
+        self.producers: list[MiniProducer] = []
+        self.connections: list[Connection] = []
+        self.trainers: list[Trainer] = []
+        self.metrics: TrainerMetrics | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return load_config(self.file, self.overrides)
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / "test"
+
+    def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
+        connection = Connection(url or self.url, outage_s=20)
+        self.connections.append(connection)
+        self.metrics = TrainerMetrics()
+        trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)
+        assert trainer is not None
+        self.trainers.append(trainer)
+        return trainer
+
+    def producer(self, answer=None) -> MiniProducer:
+        return self._start(MiniProducer(self.url, "test", answer))
+
+    def hardy_producer(self, answer=None, url: str | None = None) -> HardyProducer:
+        return self._start(HardyProducer(url or self.url, "test", answer))
+
+    def proxy(self) -> CuttingProxy:
+        """A proxy before the server that knows the trainer's scripts by name."""
+        with redis.Redis.from_url(self.url, protocol=2) as client:
+            scripts = Scripts(client, self.keys)._scripts
+            for script in scripts.values():
+                client.script_load(script.script)  # so that the first call of each is the one that counts
+        return CuttingProxy(self.url, {script.sha: name for name, script in scripts.items()})
+
+    def books(self) -> dict:
+        return json.loads((self.folder / "trainer.json").read_text())
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def saved_training(self, client: redis.Redis) -> list[int]:
+        """The indexes that the policy in the committed checkpoint was trained on, by the learner's own account."""
+        pointer = client.hget(self.keys.commit, "checkpoint").decode()
+        return json.loads((self.folder / "checkpoints" / pointer / "model" / "trained.json").read_text())
+
+    def close(self) -> None:
+        for producer in self.producers:
+            producer.stop.set()
+            producer.join()
+            producer.client.close()
+        for trainer in self.trainers:
+            trainer.close()
+        for connection in self.connections:
+            connection.close()
+
+    def _start(self, producer):
+        producer.start()
+        self.producers.append(producer)
+        return producer
+
+
+def assert_settled_once(bench: Bench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:
+    """Every released index is trained once in the saved policy or dead, by the learner's account and by the books."""
+    trained, books = bench.saved_training(client), bench.books()
+    twice = [index for index, count in Counter(trained).items() if count > 1]
+    assert not twice, f"trained twice in the saved policy: {twice}"
+    released = set(range(1, books["num_groups_released"] + 1))
+    assert set(trained) | dead == released, f"lost: {sorted(released - set(trained) - dead)}"
+    assert not set(trained) & dead
+    assert books["num_groups_trained"] == len(trained)
+    assert books["num_groups_dead"] == len(dead)
+    assert books["num_groups_cancelled"] == books["num_groups_open"] == 0
+
+
+def assert_balanced(bench: Bench, trainer: Trainer) -> None:
+    """Every released index is settled once, and those booked as trained are those the saved policy was trained on."""
+    books = bench.books()
+    settled = books["num_groups_trained"] + books["num_groups_skipped"] + books["num_groups_dead"]
+    assert books["num_groups_released"] == settled + books["num_groups_cancelled"] + books["num_groups_open"]
+    trained = trainer.learner.trained
+    assert len(set(trained)) == len(trained), "an index was trained twice in the saved policy"
+
+
+def at_step(trainer, step: int, action: Callable[[], object]) -> None:
+    """Runs `action` once while the trainer is in its optimizer step number `step`, from 0."""
+    train, left = trainer.learner.step, [action]
+
+    def act_and_train(batch):
+        if trainer.learner.num_steps == step and left:
+            left.pop()()
+        return train(batch)
+
+    trainer.learner.step = act_and_train
+
+
+def tracebacks(caplog) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.exc_info]
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.02)
