@@ -141,8 +141,13 @@ class Claims:
         return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
 
     async def _accept(self, stream: str, entry_id: bytes, fields: Fields, num_deliveries: int) -> Claim | None:
-        """The claim that an entry stands for, in the table. An entry that names no task is removed: the trainer's
-        reconciling releases what it was meant to be."""
+        """The claim that an entry stands for, now in the table; None where there is nothing to start.
+
+        An entry that names no task is removed: the trainer's reconciling releases what it was meant to be. One that is
+        in the table already comes again when Redis has lost the claim, but not the entry, or got the entry anew.
+        """
+        if (stream, entry_id) in self._table:
+            return None
         try:
             if stream == self._keys.evaluations:
                 version, _, n = entry_id.partition(b"-")

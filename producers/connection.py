@@ -65,6 +65,7 @@ class Connection:
         self._metrics = metrics
         self._where = where
         self._away_since: float | None = None
+        self._full_since: float | None = None
 
     @classmethod
     def open(cls, url: str, *, outage_s: float, metrics: ProducerMetrics) -> "Connection":
@@ -95,7 +96,7 @@ class Connection:
             redis.exceptions.ResponseError: any other error answer.
         """
         delay_s = FIRST_DELAY_S
-        full_since: float | None = None
+        refused = False
         while True:
             started = time.monotonic()
             try:
@@ -105,8 +106,9 @@ class Connection:
                 self._metrics.stream_errors.labels("oom").inc()
                 if not wait_at_memory_limit:
                     raise
-                if full_since is None:
-                    full_since = time.monotonic()
+                refused = True
+                if self._full_since is None:
+                    self._full_since = time.monotonic()
                     log.warning(
                         "%s is at its memory limit (%s): pausing until the trainer frees some", self._where, error
                     )
@@ -124,8 +126,9 @@ class Connection:
                     await self.blocking.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._note_here(started)
-                if full_since is not None:
-                    log.info("%s takes writes again after %.1f s", self._where, time.monotonic() - full_since)
+                if refused and self._full_since is not None:
+                    log.info("%s takes writes again after %.1f s", self._where, time.monotonic() - self._full_since)
+                    self._full_since = None
                 return result
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, LONGEST_DELAY_S)

@@ -74,6 +74,7 @@ class Episodes:
             max_tokens=config.evaluation.max_tokens or sampling.max_tokens,
             stop_token_ids=sampling.stop_token_ids,
         )
+        self._num_requests = 0
         self.num_tokens = 0
         """Tokens sampled since the start."""
 
@@ -126,7 +127,9 @@ class Episodes:
     async def _sample(self, claim: Claim, prompt: Prompt, prompt_ids: list[int]) -> RolloutGroup | Dead:
         evaluation = claim.evaluation_id is not None
         sampling, num_siblings = (self._greedy, 1) if evaluation else (self._sampling, self._group_size)
-        request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}"
+        # The number, since an emptied Redis may bring the same entry id again.
+        self._num_requests += 1
+        request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         try:
             completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id)
         except EngineError:

@@ -38,9 +38,11 @@ class Writer:
         self._keys = keys
         self._table = table
         self._metrics = metrics
-        self._waiting: deque[_Entry] = deque()
-        self._num_appending = 0
-        """Batches that are on their way."""
+        self._waiting: dict[int, _Entry] = {}
+        """Everything that Redis does not have yet, numbered as it came."""
+        self._unsent: deque[int] = deque()
+        """Those of them that no append has taken up."""
+        self._num_put = 0
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
@@ -60,7 +62,9 @@ class Writer:
             entry = _Entry(claim, Kind.DEAD, Field.REASON, reason.encode())
         else:
             entry = _Entry(claim, Kind.GROUP, Field.PAYLOAD, payload)
-        self._waiting.append(entry)
+        self._waiting[self._num_put] = entry
+        self._unsent.append(self._num_put)
+        self._num_put += 1
         self._drained.clear()
         self._wake.set()
 
@@ -78,30 +82,28 @@ class Writer:
         """Waits for a group to be put; then for Redis to take the batch that begins with it."""
         while True:
             await self._wake.wait()
-            if not self._waiting:
+            if not self._unsent:
                 self._wake.clear()
                 continue
-            batch = self._next_batch()
-            self._num_appending += 1
-            await self._connection.retrying(partial(self._append, batch))
-            self._num_appending -= 1
-            for entry in batch:
-                self._settle(entry)
-            if not self._waiting and not self._num_appending:
+            numbers = self._next_batch()
+            await self._connection.retrying(partial(self._append, [self._waiting[number] for number in numbers]))
+            for number in numbers:
+                self._settle(self._waiting.pop(number))
+            if not self._waiting:
                 self._drained.set()
 
     async def drain(self) -> None:
         """Waits until everything put so far is appended."""
         await self._drained.wait()
 
-    def _next_batch(self) -> list[_Entry]:
-        batch = [self._waiting.popleft()]
-        size = len(batch[0].value)
-        while self._waiting and len(batch) < MAX_APPEND_GROUPS:
-            size += len(self._waiting[0].value)
+    def _next_batch(self) -> list[int]:
+        batch = [self._unsent.popleft()]
+        size = len(self._waiting[batch[0]].value)
+        while self._unsent and len(batch) < MAX_APPEND_GROUPS:
+            size += len(self._waiting[self._unsent[0]].value)
             if size > MAX_APPEND_BYTES:
                 break
-            batch.append(self._waiting.popleft())
+            batch.append(self._unsent.popleft())
         return batch
 
     async def _append(self, batch: list[_Entry]) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from consumers.reader import ENTRIES_PER_READ, READ_BYTES
 from deploy.bench.result import BenchError, Figure, Goal
 from deploy.bench.stream_appending import AppendDesk, Span, group_of, release_prompts
-from deploy.bench.stream_load import Append, LoadProcess
+from deploy.bench.stream_load import GROUPS_IN_FLIGHT, Append, LoadProcess
 from deploy.bench.stream_reading import ReadDesk, fill
 from deploy.bench.stream_references import (
     RECEIVE_BYTES,
@@ -18,6 +18,7 @@ from deploy.bench.stream_references import (
     open_tcp_port,
 )
 from deploy.bench.stream_setup import MEGABYTE, BenchServer, StreamBench, empty, in_turns, rate_figure
+from producers.claim import SHARE
 from schemas.keys import Keys
 from schemas.rollout import RolloutGroup, encode_group
 
@@ -30,8 +31,8 @@ APPEND_GOALS = {16: 0.4, 64: 0.6}
 READ_KILOBYTES = (16, 64, 256)
 READ_GOAL = 0.5
 NUM_PRODUCERS = 64
-BURST = 4
-"""Groups that finish together in one producer."""
+BURST = GROUPS_IN_FLIGHT // SHARE
+"""Groups that finish together in one producer: as many as it claims at once."""
 NUM_LOAD_PROCESSES = 2
 PRODUCERS_GOAL = 0.9
 

@@ -1,6 +1,5 @@
 """Who may do what on a shared Redis, TLS, and where passwords must never appear. On real Redis and Valkey."""
 
-import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import consumers.__main__ as entry
 from deploy import cli
 from deploy.run_folder import save_run_file
 from deploy.security import __main__ as command
-from deploy.security.acl import ADMIN, ROLES, acl_file, user_line, user_name, user_names
+from deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user_names
 from schemas.keys import Keys
 
 pytestmark = pytest.mark.redis
@@ -184,15 +183,15 @@ def test_the_command_writes_hashes_and_keeps_the_passwords_it_finds(tmp_path: Pa
     assert "demo-trainer: the file is empty" in capsys.readouterr().err
 
 
-def test_a_user_can_be_added_to_a_server_that_runs(guarded: RealServer, client_of) -> None:
-    line = user_line("late", "observer", "secret")
-    client_of(ADMIN).execute_command("ACL", "SETUSER", *line.split(" ")[1:2], *_rules(line))
+def test_a_run_can_be_added_to_a_server_that_runs(guarded: RealServer, client_of, tmp_path: Path) -> None:
+    before = client_of("test-observer")
+    assert before.xlen(KEYS.prompts) == 0
+    passwords = {**PASSWORDS, **dict.fromkeys(user_names(["late"]), "secret")}
+    passwords[ADMIN] = PASSWORDS[ADMIN]
+    (tmp_path / "users.acl").write_text(acl_file(["test", "test2", "late"], passwords))
+    client_of(ADMIN).execute_command("ACL", "LOAD")
+    assert before.xlen(KEYS.prompts) == 0
     with redis.Redis.from_url(f"unix://late-observer:secret@{guarded.socket}", protocol=2) as client:
         assert client.xlen(Keys("late").prompts) == 0
         with pytest.raises(exceptions.NoPermissionError):
             client.xlen(KEYS.prompts)
-
-
-def _rules(line: str) -> list[str]:
-    """The rules of an ACL line; a selector in brackets is one of them."""
-    return re.findall(r"\([^)]*\)|\S+", line.split(" ", 2)[2])

@@ -87,9 +87,7 @@ async def test_a_server_that_cannot_be_verified_is_refused_at_once(address: str,
     else:
         url = f"{address.replace('localhost', '127.0.0.1')}?ssl_ca_certs={certificates / 'ca.crt'}"
     connection = ProducerConnection.open(url, outage_s=600.0, metrics=ProducerMetrics())
-    with pytest.raises(
-        RedisGoneError, match="shows a certificate that cannot be verified: .*localhost|127.0.0.1"
-    ) as caught:
+    with pytest.raises(RedisGoneError, match="shows a certificate that cannot be verified") as caught:
         await connection.retrying(connection.commands.ping)
     assert "secret" not in str(caught.value)
     await connection.close()

@@ -44,6 +44,7 @@ class RealServer:
                 return
             except redis.ConnectionError:
                 time.sleep(0.025)
+        self.stop()
         raise RuntimeError((self._folder / "redis.log").read_text())
 
     def stop(self) -> None:

@@ -139,8 +139,35 @@ async def test_what_waits_together_is_appended_together(desk: Desk, streams, mon
         desk.writer.put(claim, a_group(claim.index))
     await written(desk)
     assert sizes == [MAX_APPEND_GROUPS, 6]
-    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [claim.index for claim in claims]
+    assert sorted(int(fields[Field.INDEX]) for fields in desk.rollouts()) == [claim.index for claim in claims]
     assert desk.num_open() == (0, 0)
+
+
+async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, monkeypatch) -> None:
+    claims = await desk.claim(MAX_APPEND_GROUPS + 1)
+    first, second, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    append = desk.writer._append
+
+    async def slow_at_first(batch) -> None:
+        if not first.is_set():
+            first.set()
+            await answered.wait()
+        await append(batch)
+        second.set()
+
+    monkeypatch.setattr(desk.writer, "_append", slow_at_first)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    running = asyncio.create_task(desk.writer.run())
+    draining = asyncio.create_task(desk.writer.drain())
+    async with asyncio.timeout(10):
+        await second.wait()
+    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [MAX_APPEND_GROUPS + 1]
+    assert len(desk.table) >= MAX_APPEND_GROUPS and not draining.done()
+    answered.set()
+    await asyncio.wait_for(draining, 10)
+    running.cancel()
+    assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
 
 
 async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, monkeypatch) -> None:

@@ -78,7 +78,8 @@ def test_a_url_that_is_none_is_refused_without_quoting_it(monkeypatch, url: str)
     monkeypatch.setenv("REDIS_URL", url)
     with pytest.raises(ConfigError, match="REDIS_URL") as caught:
         configured_url(None)
-    assert "mark" not in str(caught.value) and caught.value.__suppress_context__
+    error = caught.value
+    assert "mark" not in str(error) and (error.__context__ is None or error.__suppress_context__)
     with pytest.raises(ConfigError, match=r"redis\.url"):
         monkeypatch.delenv("REDIS_URL")
         configured_url(config(url))

@@ -4,6 +4,7 @@ FUZZ_SEED takes another seed than the fixed one, FUZZ_ROUNDS more or fewer round
 """
 
 import copy
+import math
 import os
 import random
 from collections.abc import Callable
@@ -14,7 +15,14 @@ import msgspec
 import pytest
 import wire_examples
 
-from schemas.rollout import MAX_REASON_CHARACTERS, RecordError, decode_group, encode_group
+from schemas.rollout import (
+    MAX_REASON_CHARACTERS,
+    RecordError,
+    decode_group,
+    encode_group,
+    unpack_floats,
+    unpack_ids,
+)
 
 SEED = int(os.environ.get("FUZZ_SEED", 20250611))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", 400_000))
@@ -105,12 +113,15 @@ def test_whatever_arrives_is_a_sound_group_or_a_record_error(make: Callable[[ran
         payload = make(rng)
         try:
             group = decode_group(payload)
-            # What is accepted says the same when it is written again.
+            # What is accepted says the same when it is written again, and its numbers are ids and logprobs.
             assert decode_group(encode_group(group)) == group
+            for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
+                assert all(number >= 0 for number in unpack_ids(segment.token_ids))
+                assert all(-math.inf < number <= 1e-3 for number in unpack_floats(segment.behavior_logprobs))
         except RecordError as error:
             num_refused += 1
             message = str(error)
-            assert message.isprintable() and len(message) < MAX_REASON_CHARACTERS + 50, f"{SEED=} {number=}: {message}"
+            assert message.isprintable() and len(message) < 5 * MAX_REASON_CHARACTERS, f"{SEED=} {number=}: {message}"
         except BaseException as error:
             raise AssertionError(f"{SEED=} {number=}: {error!r} from {payload[:2000].hex()}") from error
     # Some damage must pass, or the seeds would be no groups: a changed text, another reward.

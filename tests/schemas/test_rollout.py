@@ -1,8 +1,14 @@
 """What crosses the stream is checked on both sides, and old payloads stay readable."""
 
+import math
+import os
 import random
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 
+import hostile_records
 import msgspec
 import pytest
 import wire_examples
@@ -10,6 +16,7 @@ import wire_examples
 from schemas.prompt import Prompt
 from schemas.rollout import (
     MAX_ENTRY_BYTES,
+    MAX_REASON_CHARACTERS,
     RecordError,
     RolloutGroup,
     Segment,
@@ -50,6 +57,21 @@ def test_packed_numbers_keep_ids_exactly_and_logprobs_to_float32():
     ids = [0, 1, 151_935, 2**31 - 1]
     assert list(unpack_ids(pack_ids(ids))) == ids
     assert list(unpack_floats(pack_floats([-0.5, -1e-7]))) == [-0.5, pytest.approx(-1e-7, rel=1e-6)]
+
+
+def test_no_byte_of_a_logprob_hides_that_it_is_none():
+    group = wire_examples.group()
+    spoiled = bytearray(group.rollouts[0].segments[0].behavior_logprobs)
+    for highest in range(256):
+        for others in (b"\0\0\0", b"\xff\xff\xff", b"\0\0\x7f", b"\0\0\x80"):
+            spoiled[-4:] = others + bytes([highest])
+            value = unpack_floats(bytes(spoiled))[-1]
+            payload = encode_group(with_segment(behavior_logprobs=bytes(spoiled)))
+            if math.isfinite(value) and value <= 1e-3:
+                assert decode_group(payload).rollouts[0].segments[0].behavior_logprobs == bytes(spoiled)
+            else:
+                with pytest.raises(RecordError, match=r"segments\[0\]\.behavior_logprobs"):
+                    decode_group(payload)
 
 
 def test_4096_tokens_take_at_most_8_1_bytes_each():
@@ -120,6 +142,129 @@ def test_a_reward_that_is_not_finite_is_refused():
     rollouts = (msgspec.structs.replace(group.rollouts[0], reward=reward),)
     with pytest.raises(RecordError, match=r"rollouts\[0\].reward.value: nan, expected a finite number"):
         encode_group(msgspec.structs.replace(group, rollouts=rollouts))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ("rollouts", 0, "reward", "value"),
+            1e308,
+            r"rollouts\[0\].reward.value: 1e\+308, expected a finite number of",
+        ),
+        (("rollouts", 0, "reward", "value"), float("-inf"), r"rollouts\[0\].reward.value: -inf, expected"),
+        (
+            ("rollouts", 1, "reward", "parts"),
+            {"a": float("nan")},
+            r"rollouts\[1\].reward.parts\['a'\]: nan, expected a",
+        ),
+        (("sampling", "temperature"), float("nan"), "sampling.temperature: nan, expected a finite number, 0 or more"),
+        (("sampling", "temperature"), -1.0, "sampling.temperature: -1.0, expected a finite number, 0 or more"),
+        (("sampling", "top_p"), float("nan"), "sampling.top_p: nan, expected 0 to 1"),
+        (("timings", "claimed_s"), float("inf"), "timings.claimed_s: inf, expected a finite number"),
+        (("sampling", "stop_token_ids"), [1] * 5000, "sampling.stop_token_ids: 5,000 entries, expected at most 4,096"),
+        (("prompt", "metadata"), {str(n): "" for n in range(5000)}, "prompt.metadata: 5,000 entries"),
+        (("fingerprint", "other"), {str(n): "" for n in range(5000)}, "fingerprint.other: 5,000 entries"),
+        (("rollouts", 0, "reward", "parts"), {str(n): 0 for n in range(5000)}, r"reward.parts: 5,000 entries"),
+        (("schema_version",), 2, "schema_version: 2, this reader knows 1 to 1"),
+        (("index",), 2**64, "payload: not a rollout group"),
+        (("index",), "41", "payload: not a rollout group: Expected `int`, got `str`"),
+        (("index",), 41.5, "payload: not a rollout group: Expected `int`"),
+    ],
+)
+def test_what_would_spoil_a_batch_or_the_books_is_refused_at_decode(path, value, message: str) -> None:
+    encoded = msgspec.Raw(b"\xcf" + b"\xff" * 8 + b"\xff") if value == 2**64 else value
+    with pytest.raises(RecordError, match=message):
+        decode_group(hostile_records.with_value(path, encoded))
+
+
+def test_bytes_after_the_record_are_refused():
+    with pytest.raises(RecordError, match="payload: not a rollout group"):
+        decode_group(encode_group(wire_examples.group()) + b"\x00")
+
+
+def test_of_a_key_that_is_there_twice_the_last_one_counts_and_is_checked():
+    payload = encode_group(wire_examples.group())
+    assert payload[0] == 0x89
+    twice = b"\x8a" + payload[1:] + msgspec.msgpack.encode("index")
+    assert decode_group(twice + b"\x07").index == 7
+    with pytest.raises(RecordError, match="index: 0, expected 1 or more"):
+        decode_group(twice + b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("rollouts", 0, "segments", 0, "finish_reason"), "x\n\x1b[31m" * 100_000),
+        (("prompt",), {"text": "line\n" * 100_000, "messages": []}),
+        (("rollouts", 0, "segments", 0, "version_spans"), [[7, n, n + 1] for n in range(100_000)]),
+        (("rollouts", 0, "reward", "parts"), {"\u2028" * 100_000: float("nan")}),
+    ],
+)
+def test_a_refusal_is_one_short_line_whatever_the_record_holds(path, value):
+    with pytest.raises(RecordError) as caught:
+        decode_group(hostile_records.with_value(path, value))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 5 * MAX_REASON_CHARACTERS
+
+
+FILLINGS = {
+    "loss_mask": (("rollouts", 0, "segments", 0, "loss_mask"), b"\x92\x00\x01"),
+    "version_spans": (("rollouts", 0, "segments", 0, "version_spans"), b"\x93\x00\x00\x01"),
+    "sampling_mask": (("rollouts", 0, "segments", 0, "sampling_mask"), b"\xc4\x02ab"),
+    "rollouts": (("rollouts",), b"\x82\xa8segments\x90\xa6reward\x81\xa5value\x00"),
+    "messages": (("prompt", "messages"), b"\x82\xa4role\xa0\xa7content\xa0"),
+    "stop_token_ids": (("sampling", "stop_token_ids"), b"\xcd\x7f\x00"),
+}
+
+
+@pytest.mark.parametrize("name", FILLINGS)
+def test_a_record_full_of_small_things_is_refused_with_bounded_memory(name: str) -> None:
+    path, item = FILLINGS[name]
+    count = (MAX_ENTRY_BYTES - 2000) // len(item)
+    payload = hostile_records.with_value(
+        path, msgspec.Raw(hostile_records.header(hostile_records.ARRAY, count) + item * count)
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordError):
+            decode_group(payload)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(payload), f"{peak / len(payload):.0f} times the payload"
+
+
+def test_whatever_a_header_claims_memory_follows_the_bytes_that_are_there():
+    """In a process that may have 1 GiB, where every claim is of 2 to 16 GiB."""
+    program = """
+import resource, hostile_records, msgspec
+from schemas.rollout import RecordError, decode_group
+places = list(hostile_records.places(hostile_records.builtins()))
+payloads = [hostile_records.with_value(path, msgspec.Raw(claim))
+            for path in [*places[1:], ("unknown",)] for claim in hostile_records.CLAIMS.values()]
+payloads += [hostile_records.with_value(("unknown",), msgspec.Raw(nest * 500_000))
+             for nest in (b"\\x91", b"\\x81\\xa1a")]
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+refused = 0
+for payload in payloads:
+    try:
+        decode_group(payload)
+    except RecordError:
+        refused += 1
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(len(payloads), refused, int(peak.split()[1]) // 1024)
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'doubles'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    num_payloads, num_refused, peak_mib = map(int, ended.stdout.split())
+    assert num_refused == num_payloads > 200
+    assert peak_mib < 256
 
 
 def test_a_group_over_the_entry_cap_is_an_error_that_names_the_cap():
