@@ -9,7 +9,7 @@ from training_groups import configuration, lag_from, random_group, tiny_model
 
 from consumers.batch import pack
 from consumers.learner import Learner
-from schemas.config import ConfigError, EngineConfig, ModelConfig, Plug, TrainerConfig
+from schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
 
 
 @pytest.fixture
@@ -45,14 +45,6 @@ def test_published_weights_do_not_move_with_the_next_step(folder) -> None:
     learner.step(_batch(config))
     assert all(torch.equal(published[name], kept[name]) for name in kept)
     assert any(not torch.equal(learner.published_weights()[name], kept[name]) for name in kept)
-
-
-def test_a_head_of_one_precision_only_is_refused(folder) -> None:
-    config = configuration(
-        folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), engine=EngineConfig(head_dtype="model")
-    )
-    with pytest.raises(ConfigError, match=r"engine\.head_dtype = 'model' with model.dtype = 'bfloat16'"):
-        Learner(config)
 
 
 def test_a_model_folder_that_is_not_there_is_refused_by_name(tmp_path) -> None:

@@ -90,6 +90,12 @@ def test_raw_logprobs_with_a_temperature_are_refused(run_file):
         load_config(run_file, ["engine.logprobs_mode=raw_logprobs", "sampling.temperature=0.7"])
 
 
+def test_a_head_of_one_precision_only_is_refused(run_file):
+    load_config(run_file, ["model.dtype=bfloat16"])
+    with pytest.raises(ConfigError, match=r"engine\.head_dtype = 'model' with model.dtype = 'bfloat16'"):
+        load_config(run_file, ["model.dtype=bfloat16", "engine.head_dtype=model"])
+
+
 def test_a_missing_required_field_is_named(run_file):
     run_file.write_text("name = 'x'\n[environment]\npath='a:b'\n")
     with pytest.raises(ConfigError, match="model: missing field"):
