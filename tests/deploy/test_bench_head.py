@@ -206,7 +206,8 @@ def test_a_full_result_is_kept_with_its_picture_and_a_part_of_one_without(tmp_pa
 
 def test_rows_choose_their_sections():
     assert bench._chosen([], ["time", "records"]) == {"pipeline": ("records",), "head": ("time",)}
-    assert bench._chosen([], ["peers"]) == {"head": ("peers",)}
+    assert bench._chosen([], ["accuracy"]) == {"head": ("accuracy",)}
+    assert set(bench._chosen([], ["peers"])) == {"stream", "head"}
     assert bench._chosen(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
     with pytest.raises(bench.ConfigError, match="--only records: no row of head; expected one of accuracy"):
         bench._chosen(["head"], ["records"])
