@@ -55,7 +55,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.
 
-    The tokenizer of `base_model` goes into each checkpoint, so that its `model/` can be served as it is.
+    The tokenizer of `base_model` goes into each checkpoint, so that its `model/` can be served as it is. The folder is
+    made by the first trainer that claims an epoch: one that only stands by leaves no trace of a run.
     """
 
     def __init__(self, folder: Path, keep: int, base_model: Path | None = None) -> None:
@@ -65,10 +66,10 @@ class Checkpoints:
         self._committed: list[str] = []
         self._obsolete: set[str] = set()
         """Folders that were there when the last checkpoint was written."""
-        folder.mkdir(parents=True, exist_ok=True)
 
     def claim_epoch(self, at_least: int) -> int:
         """Creates the file of a new epoch, above every epoch that the disk or Redis (`at_least`) knows."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         epoch = max(at_least, self.newest_epoch() + 1)
         while True:
             try:
@@ -138,22 +139,26 @@ class Checkpoints:
         for obsolete in self._obsolete.difference(self._committed):
             shutil.rmtree(self._folder / obsolete, ignore_errors=True)
 
-    def discard(self, name: str) -> None:
-        """Deletes a checkpoint that was written and will not be committed."""
-        shutil.rmtree(self._folder / name, ignore_errors=True)
-
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
-        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None where there is none at all.
+        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None where there never was one.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole.
+            CheckpointError: a checkpoint was committed, and neither it nor a predecessor is here and whole.
         """
         names = sorted(
             (folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)),
             key=lambda name: (name == pointer, int(name.partition("-")[0])),
             reverse=True,
         )
-        if pointer in names:
+        if pointer is not None and pointer not in names:
+            if not names:
+                # Another machine, or the wrong folder: to begin anew would be to lose the run without a word.
+                raise CheckpointError(
+                    f"{self._folder}: holds no checkpoint, but {pointer} was committed; expected the folder that the "
+                    "run's trainers share"
+                )
+            log.warning("checkpoint %s was committed and is missing", self._folder / pointer)
+        elif pointer is not None:
             newest = int(pointer.partition("-")[0])
             names = [name for name in names if int(name.partition("-")[0]) <= newest]
         problems = []

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import ssl
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from schemas.config import ConfigError
+from schemas.endpoint import certificate_problem
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Connection:
 
     def __init__(self, url: str, outage_s: float, *, on_error: Callable[[str], None] = lambda kind: None) -> None:
         self.num_outages = 0
+        self._url = url
         self._outage_s = outage_s
         self._on_error = on_error
         self._stopped_at: float | None = None
@@ -80,7 +81,7 @@ class Connection:
         """Runs `command(client)`, again and again while Redis cannot be reached. Its return or `stop` unblocks it.
 
         Raises:
-            RedisGoneError: for longer than `outage_s`; or it refuses the credentials.
+            RedisGoneError: for longer than `outage_s`; or it refuses the credentials or cannot prove who it is.
             redis.ResponseError: an error answer that will not pass.
         """
         away_since: float | None = None
@@ -136,8 +137,9 @@ class Connection:
         # redis-py wraps a refused password where it connects anew.
         if isinstance(error, redis.AuthenticationError) or isinstance(error.__cause__, redis.AuthenticationError):
             raise RedisGoneError("Redis refuses the user name or password of its URL") from error
-        if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-            raise RedisGoneError(f"Redis shows a certificate that cannot be verified: {error}") from error
+        problem = certificate_problem(error, self._url)
+        if problem is not None:
+            raise RedisGoneError(problem) from error
         if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
             return
         if isinstance(error, _PASSING) or str(error).startswith(_PASSING_CODES):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from consumers.connection import Connection
 from consumers.reader import ENTRIES_PER_READ, START, entry_key
 from consumers.scripts import Scripts
-from schemas.keys import Field, Keys, Kind
+from schemas.keys import Field, Keys, Kind, number_in
 from schemas.prompt import Reward
 from schemas.rollout import RecordError, decode_group
 
@@ -79,9 +79,12 @@ class Evaluator:
         self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._num_prompts))
 
     def _receive(self, fields: dict[bytes, bytes]) -> None:
-        version, _, n = fields.get(Field.EVALUATION, b"").partition(b"-")
-        answers = self._pending.get(int(version)) if version.isdigit() else None
-        if answers is None or not n.isdigit():
+        before, _, after = fields.get(Field.EVALUATION, b"").partition(b"-")
+        version, n = number_in(before), number_in(after)
+        if version is None or n is None:
+            return
+        answers = self._pending.get(version)
+        if answers is None or not 1 <= n <= self._num_prompts:
             return  # of an evaluation that is done, or of a trainer before this one
         reward: float | None = None
         if fields.get(Field.KIND) == Kind.GROUP:
@@ -89,8 +92,8 @@ class Evaluator:
                 group = decode_group(fields.get(Field.PAYLOAD, b""))
                 reward = sum(_accuracy(rollout.reward) for rollout in group.rollouts) / len(group.rollouts)
             except RecordError as error:
-                log.warning("evaluation %s-%s: %s", version.decode(), n.decode(), error)
-        answers.setdefault(int(n), reward)
+                log.warning("evaluation %d-%d: %s", version, n, error)
+        answers.setdefault(n, reward)
 
     def _result(self, version: int) -> EvaluationResult:
         rewards = list(self._pending.pop(version).values())

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 OUTCOMES = ("trained", "skipped", "dead")
+MAX_KINDS = 64
+"""Kinds of death that the books tell apart. Producers name them, and the books are written whole at each checkpoint."""
+MAX_KIND_CHARACTERS = 64
+OTHER_KIND = "other"
 
 
 class IndexRanges:
@@ -116,6 +120,7 @@ class Ledger:
         self.settled = IndexRanges()
         self.by_outcome = {outcome: IndexRanges() for outcome in OUTCOMES}
         self.dead_by_reason: dict[str, IndexRanges] = {}
+        """By kind: the reason up to its first colon."""
         self.released_again: Counter[str] = Counter()
         self.requeued: dict[int, Requeued] = {}
         self.postponed: dict[int, str] = {}
@@ -134,7 +139,7 @@ class Ledger:
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.by_outcome[outcome].add(index)
         if outcome == "dead":
-            self.dead_by_reason.setdefault(reason.partition(":")[0], IndexRanges()).add(index)
+            self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
 
     def may_reopen(self, index: int, letter: str) -> bool:
         """True where `index` is dead and was not opened again for this very letter before."""
@@ -160,8 +165,13 @@ class Ledger:
 
     @property
     def dead_reasons(self) -> dict[str, int]:
-        """Dead indexes by the part of their reason before the first colon."""
+        """How many are dead, by the part of their reason before the first colon; `other` once these are too many."""
         return {reason: len(indexes) for reason, indexes in self.dead_by_reason.items()}
+
+    def _kind(self, reason: str) -> str:
+        kind = reason.partition(":")[0][:MAX_KIND_CHARACTERS]
+        is_known = kind in self.dead_by_reason
+        return kind if is_known or len(self.dead_by_reason) < MAX_KINDS - 1 else OTHER_KIND
 
     @property
     def num_open(self) -> int:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from consumers.connection import BLOCK_S, Connection
 from consumers.ledger import Ledger
-from schemas.keys import Field, Keys, Kind
+from schemas.keys import Field, Keys, Kind, number_in
 from schemas.policy import FutureVersionError, UnknownVersionError
-from schemas.rollout import RecordError, RolloutGroup, decode_group
+from schemas.rollout import MAX_ENTRY_BYTES, MAX_REASON_CHARACTERS, RecordError, RolloutGroup, decode_group, one_line
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Refused:
-    """A record that cannot be trained on. `index` is None where not even that could be read."""
+    """A record that cannot be trained on. `index` is None where not even that could be read.
+
+    It becomes a dead letter, which is kept for good: `reason` is one line (`one_line`), `payload` at most
+    `MAX_ENTRY_BYTES`, what a record may have; the reason says where it was cut.
+    """
 
     index: int | None
     reason: str
@@ -70,7 +74,7 @@ class Reader:
         self._refused: list[Refused] = []
         self._refused_indexes: set[int] = set()
         self._refused_entries: set[bytes] = set()
-        """Entries refused so far that name no released index."""
+        """Entries refused so far that name no released index, while they are on the stream."""
         self.num_received = 0
         """Groups that came into hand so far."""
 
@@ -106,12 +110,20 @@ class Reader:
         ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.hand.values())]
         return min(ids, key=entry_key)
 
+    def forget_trimmed(self) -> None:
+        """To be called when the stream was trimmed to `first_unsettled`: what is no longer there is not read again.
+
+        Nor is what lies past the cursor: an id of before the server was emptied, whose clock is behind since.
+        """
+        first, last = entry_key(self.first_unsettled()), entry_key(self.cursor)
+        self._refused_entries = {entry for entry in self._refused_entries if first <= entry_key(entry) <= last}
+
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")
-        try:
-            index = int(fields[Field.INDEX])
-        except (KeyError, ValueError):
-            self._refuse(Refused(None, f"poison: index field {fields.get(Field.INDEX)!r}", payload, entry_id))
+        index = number_in(fields.get(Field.INDEX))
+        if index is None:
+            found = _shown(fields.get(Field.INDEX))
+            self._refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
             return
         if index in self._ledger.settled or index in self.hand or index in self._refused_indexes:
             self._ledger.num_duplicates_dropped += 1
@@ -151,7 +163,8 @@ class Reader:
             return  # read again after `rewind`: with no index to tell it by, it would leave a letter each time
         else:
             self._refused_entries.add(record.entry_id)
-        self._refused.append(replace(record, num_received=self.num_received))
+        reason, payload = _letter(record.reason, record.payload)
+        self._refused.append(replace(record, reason=reason, payload=payload, num_received=self.num_received))
 
     def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
         group = decode_group(payload)
@@ -179,6 +192,20 @@ def group_versions(group: RolloutGroup) -> set[int]:
         for span in segment.version_spans
         if span.version >= 0
     }
+
+
+def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
+    """Both within what a dead letter may hold, whatever a producer has written."""
+    if len(payload) > MAX_ENTRY_BYTES:
+        cut = f" (payload of {len(payload):,} bytes cut to {MAX_ENTRY_BYTES:,})"
+        reason = one_line(reason)[: MAX_REASON_CHARACTERS - len(cut)] + cut
+        payload = payload[:MAX_ENTRY_BYTES]
+    return one_line(reason), payload
+
+
+def _shown(field: bytes | None) -> str:
+    """A field of an entry, as much of it as a reason can quote."""
+    return repr(field if field is None else field[:MAX_REASON_CHARACTERS])
 
 
 def entry_key(entry_id: bytes) -> tuple[int, int]:

@@ -2,14 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from consumers.connection import Connection
 from consumers.ledger import Ledger, Requeued
 from consumers.reader import LagOf, Reader
 from consumers.scripts import Scripts
 from schemas.config import RunConfig
-from schemas.keys import Field, Keys
+from schemas.keys import Field, Keys, number_in
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,14 @@ class Releaser:
     """
 
     def __init__(
-        self, connection: Connection, scripts: Scripts, keys: Keys, ledger: Ledger, config: RunConfig, epoch: int
+        self,
+        connection: Connection,
+        scripts: Scripts,
+        keys: Keys,
+        ledger: Ledger,
+        config: RunConfig,
+        epoch: int,
+        num_updates_left: Callable[[], int],
     ) -> None:
         self._connection = connection
         self._scripts = scripts
@@ -30,6 +37,7 @@ class Releaser:
         self._ledger = ledger
         self._config = config
         self._epoch = epoch
+        self._num_updates_left = num_updates_left
         self._requeued: dict[int, Requeued] = {}
         """What operators want released again, as of the last reconcile; much of it may be done already."""
         self._waiting = ledger.postponed
@@ -79,7 +87,10 @@ class Releaser:
         is seen in at least one of them. Takes note of the letters that an operator has requeued meanwhile.
         """
         entries = self._connection.call(lambda client: client.xrange(self._prompts))
-        open_prompts = {int(fields[Field.INDEX]) for _, fields in entries}
+        # Producers may append here, and one may be broken or hostile.
+        open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
+        if None in open_prompts:
+            log.warning("prompts: an entry names no task; the producer that claims it removes it")
         reader.read_to_end(lag_of)
         lost = [
             index
@@ -95,7 +106,9 @@ class Releaser:
         requests = self._connection.call(lambda client: client.hgetall(self._requests))
         after = reader.cursor.decode()
         self._requeued = {
-            int(index): Requeued(letter.decode(), after) for index, letter in requests.items() if index.isdigit()
+            index: Requeued(letter.decode(errors="replace"), after)
+            for field, letter in requests.items()
+            if (index := number_in(field)) is not None
         }
         return len(lost)
 
@@ -123,8 +136,7 @@ class Releaser:
     @property
     def _num_needed(self) -> int:
         """Groups that the updates still to come take."""
-        ledger, config = self._ledger, self._config
-        return config.num_updates * config.groups_per_step - ledger.count("trained") - ledger.count("skipped")
+        return self._num_updates_left() * self._config.groups_per_step
 
     def num_open_prompts(self) -> int:
         return self._connection.call(lambda client: client.xlen(self._prompts))

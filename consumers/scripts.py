@@ -50,6 +50,7 @@ if epoch > tonumber(ARGV[1]) or (epoch == tonumber(ARGV[1]) and redis.call('HGET
 end
 local released = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'released', released)
+redis.call('HDEL', KEYS[1], 'finished')
 for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return epoch
 """
@@ -205,7 +206,8 @@ class Scripts:
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def put_back(self, epoch: int, owner: str, released: int, fields: Mapping[str, str | int]) -> int:
-        """Restores `fields` of the commit hash; returns the epoch that was there, -1 for none."""
+        """Restores `fields` of the commit hash, of a run that is not finished; returns the epoch that was there, -1 for
+        none."""
         flat = [part for field in fields.items() for part in field]
         return self._run("put_back", [self._keys.commit], epoch, owner, released, *flat)
 

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 CHECK_S = 1.0
 """How often a waiting trainer asks whether the run is still its own."""
 RENEWALS_PER_LEASE = 4
+STANDBY_LOG_S = 30.0
+"""How often a trainer that stands by says what it waits for, beside each time that this changes."""
 
 
 class Standing(NamedTuple):
@@ -56,7 +58,8 @@ class Tenure:
         """Waits until the run has begun and its lease was free for a whole `lease_s`; then holds it and returns True.
 
         A trainer that dies, hangs or leaves unblocks it, and so does the end of the run, which returns False. After an
-        outage of Redis, and after it was emptied, the trainer in office gets the time to renew its lease.
+        outage of Redis, and after it was emptied, the trainer in office gets the time to renew its lease. A signal ends
+        it by an exception of its handler (`StopSignals`). What it waits for is logged at once and now and then.
 
         Raises:
             RedisGoneError: see `Connection.call`.
@@ -64,6 +67,7 @@ class Tenure:
         keys, connection = self._keys, self._connection
         free_since: float | None = None
         outages_seen = connection.num_outages
+        said, say_at = "", 0.0
         while True:
             epoch, finished = connection.call(lambda client: client.hmget(keys.commit, [Commit.EPOCH, Commit.FINISHED]))
             holder = connection.call(lambda client: client.get(keys.lease))
@@ -71,6 +75,10 @@ class Tenure:
             if finished == b"1":
                 return False
             has_begun = epoch is not None or self._checkpoints.newest_epoch() >= 0
+            waits_for = self._waits_for(holder, has_begun)
+            if waits_for != said or now >= say_at:
+                said, say_at = waits_for, now + STANDBY_LOG_S
+                log.info("standing by for run %s: %s", keys.run, said)
             if holder is not None or not has_begun or connection.num_outages != outages_seen:
                 free_since, outages_seen = None, connection.num_outages
             elif free_since is None:
@@ -80,6 +88,13 @@ class Tenure:
                 self._start_renewing()
                 return True
             time.sleep(self._lease_s / 10)
+
+    def _waits_for(self, holder: bytes | None, has_begun: bool) -> str:
+        if holder is not None:
+            return f"trainer {holder.decode(errors='replace').rpartition('-')[0]} holds it"
+        if not has_begun:
+            return "no trainer has begun it"
+        return f"no trainer holds it; it is taken over after {self._lease_s:g} s of that"
 
     def open(self, epoch: int) -> dict[bytes, bytes]:
         """Raises the run's epoch, which fences every trainer before this one; returns the commit hash."""

@@ -12,7 +12,7 @@ from deploy.books import Books, OpenPrompt, Problem, Reading, StreamEntry, judge
 from deploy.run_access import RunAtHand
 from deploy.saved_books import Found, UnreadableError, read_saved_books
 from deploy.telemetry import EvaluationPoint, read_lines
-from schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys
+from schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
 MAX_READINGS = 8
 """Of a run that moves meanwhile; what is wrong in each of them is wrong."""
@@ -47,8 +47,9 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     books: Books
     num_evaluations: int
     """Completed."""
-    num_evaluation_prompts_open: int
-    num_letters: int
+    num_evaluation_prompts_open: int | None
+    """None without Redis, which alone knows; so is `num_letters`."""
+    num_letters: int | None
     num_readings: int
     warnings: tuple[str, ...]
 
@@ -122,10 +123,10 @@ def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
         found = found._replace(warnings=(*found.warnings, "Redis holds nothing of this run"))
     reading = Reading(
         saved=found.books,
-        released=int(commit.get(Commit.RELEASED, 0)),
+        released=_released(commit),
         prompts=prompts,
         stream=stream,
-        requested={_number(index): letter.decode() for index, letter in requested.items()},
+        requested={_number(index): letter.decode(errors="replace") for index, letter in requested.items()},
         letters={_number(index) for index in letters},
         finished=commit.get(Commit.FINISHED) == b"1" if commit else _was_finished(folder),
     )
@@ -149,8 +150,8 @@ def _read_prompts(client: redis.Redis, keys: Keys) -> list[OpenPrompt]:
     return [
         OpenPrompt(
             entry_id.decode(),
-            _number(fields.get(Field.INDEX, b"")),
-            _number(fields.get(Field.VERSION, b"")),
+            _number(fields.get(Field.INDEX)),
+            _number(fields.get(Field.VERSION)),
             entry_id in claimed,
         )
         for entry_id, fields in entries
@@ -191,9 +192,17 @@ def _add_indexes(client: Any, stream: str, start: str, count: int) -> Any:
     return client.execute_command("EVAL_RO", _INDEXES, 1, stream, start, count, Field.INDEX)
 
 
-def _number(text: bytes) -> int:
+def _number(field: bytes | None) -> int:
     """0, which is no index, for what is no number."""
-    return int(text) if text.isdigit() else 0
+    return number_in(field) or 0
+
+
+def _released(commit: dict[bytes, bytes]) -> int:
+    field = commit.get(Commit.RELEASED, b"0")
+    released = number_in(field)
+    if released is None:
+        raise UnreadableError(f"the commit hash in Redis: released = {field[:50]!r}, expected a number")
+    return released
 
 
 def _audit_without_redis(run: RunAtHand, folder: Path) -> Audit:
@@ -204,7 +213,8 @@ def _audit_without_redis(run: RunAtHand, folder: Path) -> Audit:
     found = read_saved_books(folder, None)
     reading = Reading(found.books, 0, [], [], {}, set(_all_dead(found)), finished=True)
     found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
-    return _result(run, folder, found, True, judge(reading), 1)
+    books = msgspec.structs.replace(judge(reading), settled_on_stream=None, settled_prompts=None, never_released=None)
+    return _result(run, folder, found, True, books, 1)
 
 
 def _was_finished(folder: Path) -> bool:
@@ -230,8 +240,8 @@ def _result(run: RunAtHand, folder: Path, found: Found, finished: bool, books: B
         policy_version=found.books.policy_version,
         books=books,
         num_evaluations=len(read_lines(lines, EvaluationPoint)[0]) if lines.is_file() else 0,
-        num_evaluation_prompts_open=int(client.xlen(run.keys.evaluations)) if client is not None else 0,
-        num_letters=int(client.xlen(run.keys.dead)) if client is not None else 0,
+        num_evaluation_prompts_open=int(client.xlen(run.keys.evaluations)) if client is not None else None,
+        num_letters=int(client.xlen(run.keys.dead)) if client is not None else None,
         num_readings=num_readings,
         warnings=found.warnings,
     )

@@ -77,11 +77,12 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     released_again: dict[str, int]
     requeued_waiting: int
     """Dead, and asked for again by an operator."""
-    settled_on_stream: int
-    """Entries of settled indexes, which the next commit trims or the trainer drops."""
-    settled_prompts: int
+    settled_on_stream: int | None
+    """Entries of settled indexes, which the next commit trims or the trainer drops. None where Redis cannot be asked;
+    so are the two that follow."""
+    settled_prompts: int | None
     """Prompts of settled indexes, left over by a fault: what comes of them is dropped."""
-    never_released: int
+    never_released: int | None
     """Entries that name no released index."""
     dead_without_letter: int
     problems: tuple[Problem, ...]

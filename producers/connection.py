@@ -3,11 +3,9 @@
 import asyncio
 import logging
 import random
-import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 from redis import exceptions
 from redis.asyncio import Redis
@@ -15,7 +13,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from producers.metrics import ProducerMetrics
+from producers.patience import Patience
 from schemas.config import ConfigError
+from schemas.endpoint import certificate_problem, place_of
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ BLOCK_MS = 2000
 """The longest that one blocking read waits in the server."""
 ANSWER_S = BLOCK_MS / 1000 + 8.0
 """A command unanswered for so long has failed. Above BLOCK with a margin: a read that merely waits is not given up."""
+SLOWEST_BYTES_PER_S = 65536
+"""What is sent gets this much longer by its size: the entry cap of 4 MiB makes it a minute."""
 CONNECT_TIMEOUT_S = 5.0
 FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 2.0
@@ -55,7 +57,7 @@ class Connection:
     """
 
     def __init__(
-        self, commands: Redis, blocking: Redis, *, outage_s: float, metrics: ProducerMetrics, where: str = "Redis"
+        self, commands: Redis, blocking: Redis, *, outage_s: float, metrics: ProducerMetrics, url: str = ""
     ) -> None:
         self.commands = commands
         self.blocking = blocking
@@ -63,8 +65,12 @@ class Connection:
         self.num_recoveries = 0
         self._outage_s = outage_s
         self._metrics = metrics
-        self._where = where
+        self._url = url
+        self._where = f"Redis at {place_of(url)}" if url else "Redis"
         self._away_since: float | None = None
+        self._last_answer = 0.0
+        self._patience = Patience(outage_s)
+        self._is_known_slow = False
         self._full_since: float | None = None
 
     @classmethod
@@ -76,19 +82,25 @@ class Connection:
             ConfigError: not a Redis URL.
         """
         try:
-            return cls(_client(url), _client(url), outage_s=outage_s, metrics=metrics, where=_without_password(url))
+            return cls(_client(url), _client(url), outage_s=outage_s, metrics=metrics, url=url)
         except ValueError:  # its message may quote a part of the password
             raise ConfigError(
                 "REDIS_URL or redis.url is no Redis URL; expected redis://[user:password@]host[:port][/database], "
                 "rediss://... for TLS, or unix:///path"
             ) from None
 
-    async def retrying(self, command: Callable[[], Awaitable[T]], *, wait_at_memory_limit: bool = True) -> T:
+    async def retrying(
+        self, command: Callable[[], Awaitable[T]], *, wait_at_memory_limit: bool = True, num_bytes: int = 0
+    ) -> T:
         """Awaits `command()` again and again, with jittered pauses, until the server has answered it. A command that
         may come to send nothing does not belong here: its success would be taken for an answer.
 
         Waits for Redis to be reachable (at most `outage_s`) or, at its memory limit, for the trainer to free some. A
         command whose reply was lost may have been executed: what goes through here is harmless when it happens twice.
+        One that is given up gets more time when it is repeated: see `Patience`.
+
+        Args:
+            num_bytes: what the command sends, where that is much.
 
         Raises:
             RedisGoneError: Redis was away for `outage_s`, or refuses the credentials or the command.
@@ -96,22 +108,19 @@ class Connection:
             redis.exceptions.ResponseError: any other error answer.
         """
         delay_s = FIRST_DELAY_S
+        usual_s = ANSWER_S + num_bytes / SLOWEST_BYTES_PER_S
         refused = False
         while True:
-            started = time.monotonic()
+            started, answer_s = time.monotonic(), self._limit_s(usual_s)
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(answer_s) as limit:
                     result = await _awaited(command)
             except exceptions.OutOfMemoryError as error:
                 self._metrics.stream_errors.labels("oom").inc()
                 if not wait_at_memory_limit:
                     raise
                 refused = True
-                if self._full_since is None:
-                    self._full_since = time.monotonic()
-                    log.warning(
-                        "%s is at its memory limit (%s): pausing until the trainer frees some", self._where, error
-                    )
+                self._note_full(error)
             except exceptions.NoPermissionError as error:
                 raise RedisGoneError(f"{self._where} refuses a command: {error}") from error
             except (exceptions.RedisError, OSError) as error:
@@ -119,13 +128,19 @@ class Connection:
                 if not _is_passing(error):
                     self._metrics.stream_errors.labels("response").inc()
                     raise
-                self._note_away(error)
+                if limit.expired() and time.monotonic() - self._last_answer < answer_s / 2:
+                    self._note_slow(error, answer_s, num_bytes)
+                else:
+                    self._note_away(error, answer_s)
+                if limit.expired():
+                    self._patience.exceeded(usual_s, answer_s)
                 if isinstance(error, exceptions.ResponseError):
                     # The address may lead to another server by now, and this connection to one that was demoted.
                     await self.commands.connection_pool.disconnect(inuse_connections=False)
                     await self.blocking.connection_pool.disconnect(inuse_connections=False)
             else:
                 self._note_here(started)
+                self._patience.answered(usual_s, time.monotonic() - started)
                 if refused and self._full_since is not None:
                     log.info("%s takes writes again after %.1f s", self._where, time.monotonic() - self._full_since)
                     self._full_since = None
@@ -142,13 +157,44 @@ class Connection:
         reasons = (error, error.__cause__, error.__context__)
         if any(isinstance(reason, _REFUSALS) for reason in reasons):
             raise RedisGoneError(f"{self._where} refuses the credentials: {error}") from error
-        if any(isinstance(reason, ssl.SSLCertVerificationError) for reason in reasons):
-            raise RedisGoneError(f"{self._where} shows a certificate that cannot be verified: {error}") from error
+        problem = certificate_problem(error, self._url)
+        if problem is not None:
+            raise RedisGoneError(problem) from error
 
-    def _note_away(self, error: Exception) -> None:
+    def _limit_s(self, usual_s: float) -> float:
+        limit_s = self._patience.limit_s(usual_s)
+        if limit_s == usual_s:
+            self._is_known_slow = False
+        if self._away_since is None:
+            return limit_s
+        return max(usual_s, min(limit_s, self._away_since + self._outage_s - time.monotonic()))
+
+    def _note_full(self, error: Exception) -> None:
+        if self._full_since is None:
+            self._full_since = time.monotonic()
+            log.warning("%s is at its memory limit (%s): pausing until the trainer frees some", self._where, error)
+
+    def _note_slow(self, error: Exception, answer_s: float, num_bytes: int) -> None:
+        """Redis answers, but not this command: what is sent, or what it takes there, is too much for the time given."""
+        self._metrics.stream_errors.labels("timeout").inc()
+        what = f"{num_bytes:,} bytes" if num_bytes else "a command"
+        if answer_s >= self._outage_s:
+            raise RedisGoneError(
+                f"{self._where} answers, but not to {what} in {answer_s:.0f} s (redis.outage_s = {self._outage_s:g})"
+            ) from error
+        if not self._is_known_slow:
+            self._is_known_slow = True
+            log.warning(
+                "%s answers, but not to %s in %.1f s (a slow link or disk?): trying again with more and more time",
+                self._where,
+                what,
+                answer_s,
+            )
+
+    def _note_away(self, error: Exception, answer_s: float) -> None:
         timed_out = isinstance(error, (exceptions.TimeoutError, TimeoutError))
         self._metrics.stream_errors.labels("timeout" if timed_out else "connection").inc()
-        reason = str(error) or f"no answer in {ANSWER_S:g} s"
+        reason = str(error) or f"no answer in {answer_s:g} s"
         now = time.monotonic()
         if self._away_since is None:
             self._away_since = now
@@ -160,6 +206,7 @@ class Connection:
             ) from error
 
     def _note_here(self, started: float) -> None:
+        self._last_answer = time.monotonic()
         # An answer to what was asked before the outage says nothing about its end.
         if self._away_since is not None and started >= self._away_since:
             log.info("%s is back after %.1f s", self._where, time.monotonic() - self._away_since)
@@ -176,11 +223,23 @@ async def _awaited(command: Callable[[], Awaitable[T]]) -> T:
         raise
 
 
+class _Abrupt:
+    """What a connection that failed has not sent yet is dropped. redis-py would go on sending it behind the next try's
+    back, which a slow link has no room for."""
+
+    _writer: asyncio.StreamWriter | None
+
+    async def disconnect(self, nowait: bool = False, **reasons: Any) -> None:
+        if nowait and self._writer is not None:
+            self._writer.transport.abort()
+        await super().disconnect(nowait, **reasons)  # type: ignore[misc]
+
+
 def _client(url: str) -> Redis:
     # redis-py's own retries would repeat commands behind our back, inside a MULTI too; RESP3 changes reply shapes. Its
     # socket_timeout puts every send under asyncio.wait_for, which on Python 3.11 can swallow a cancellation, and a task
     # told to stop goes on. `retrying` has a timeout of its own in its place.
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         protocol=2,
         decode_responses=False,
@@ -188,6 +247,9 @@ def _client(url: str) -> Redis:
         socket_timeout=None,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
     )
+    pool = client.connection_pool
+    pool.connection_class = type("AbruptConnection", (_Abrupt, pool.connection_class), {})
+    return client
 
 
 def _is_passing(error: Exception) -> bool:
@@ -200,9 +262,3 @@ def says(error: exceptions.ResponseError, *codes: str) -> bool:
     """Whether the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
     text = str(error)
     return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    place = parts.netloc.rpartition("@")[2] or parts.path
-    return f"Redis at {place}"

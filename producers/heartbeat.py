@@ -102,6 +102,8 @@ class Beat:
         self._describe = describe
         self._on_finished = on_finished
         self._left_by_another: bytes | None = None
+        self._epoch = -1
+        """The newest of the run's trainers that was heard of."""
 
     async def claim_id(self) -> None:
         """The first heartbeat, unless another process has sent one under this id meanwhile.
@@ -132,19 +134,23 @@ class Beat:
             finished = await self._connection.retrying(self._exchange, wait_at_memory_limit=False)
         except OutOfMemoryError:
             return
-        if finished == b"1":
+        if finished:
             self._on_finished()
 
-    async def _exchange(self) -> bytes | None:
+    async def _exchange(self) -> bool:
+        """Sends the heartbeat; returns whether the run is finished."""
         pipeline = self._connection.commands.pipeline(transaction=False)
         pipeline.hget(self._keys.commit, Commit.FINISHED)
+        pipeline.hget(self._keys.commit, Commit.EPOCH)
         pipeline.get(self._key)
-        finished, held = await pipeline.execute()
+        finished, epoch, held = await pipeline.execute()
         mine = self._describe()
         if held is not None and held != self._left_by_another:
             self._check_own(held, mine)
         await self._connection.commands.set(self._key, encode_heartbeat(mine), ex=HEARTBEAT_TTL_S)
-        return finished
+        # Of an older epoch, in a Redis that fell back to an older state, it is a run that was continued since.
+        is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
+        return finished == b"1" and is_newest
 
     def _check_own(self, held: bytes, mine: Heartbeat) -> None:
         try:

@@ -86,7 +86,9 @@ class Writer:
                 self._wake.clear()
                 continue
             numbers = self._next_batch()
-            await self._connection.retrying(partial(self._append, [self._waiting[number] for number in numbers]))
+            batch = [self._waiting[number] for number in numbers]
+            num_bytes = sum(len(entry.value) for entry in batch)
+            await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
                 self._settle(self._waiting.pop(number))
             if not self._waiting:

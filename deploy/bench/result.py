@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from deploy.redis_server import find_server, server_version
+from deploy.server_binary import find_server, inspect
 from schemas.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -160,8 +160,8 @@ def describe_machine() -> dict[str, Any]:
     """Processor, memory, versions, and the load before anything is measured."""
     try:
         server = find_server()
-        numbers = server_version(server) or ()
-        redis_server = f"{server.name} {'.'.join(map(str, numbers))}"
+        inspected = inspect(server)
+        redis_server = f"{server.name} {'.'.join(map(str, inspected.version if inspected else ()))}"
     except ConfigError:
         redis_server = "none"
     return {

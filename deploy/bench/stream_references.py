@@ -15,7 +15,7 @@ import redis
 from deploy.bench.result import BenchError
 from deploy.bench.stream_load import LoadProcess, Send
 from deploy.bench.stream_setup import MEGABYTE
-from deploy.redis_server import find_server
+from deploy.server_binary import find_server
 from schemas.keys import Field, Kind
 
 RECEIVE_BYTES = 65536

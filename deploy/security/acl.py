@@ -38,7 +38,7 @@ _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xp
 _TRAINER = (
     Right("*", _READING, read_only=True),
     Right("*", "evalsha"),
-    Right("commit dead_index requeued", "hset hdel"),
+    Right("commit dead_index", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
     Right("lease", "set del"),
@@ -47,13 +47,14 @@ _OBSERVER = (
     # A script that only reads (`penstock audit` has one) may call what its user may call, and nothing that writes.
     Right("*", f"{_READING} xinfo|stream xinfo|groups xinfo|consumers eval_ro", read_only=True),
 )
+_OPERATOR = (*_PRODUCER, *_TRAINER, *_OBSERVER, Right("requeued", "hset"))
 _RIGHTS: Mapping[str, tuple[str, tuple[Right, ...]]] = {
     # role: (commands without a key, rights). SCAN shows the names of all keys of the server, whoever asks.
     "producer": ("", _PRODUCER),
     "trainer": ("script|load info scan", _TRAINER),
     "observer": ("info scan", _OBSERVER),
     # `penstock run` starts both sides with one URL; `penstock dead requeue` writes into the run.
-    "operator": ("script|load info scan", (*_PRODUCER, *_TRAINER, *_OBSERVER)),
+    "operator": ("script|load info scan", _OPERATOR),
 }
 
 

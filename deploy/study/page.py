@@ -36,21 +36,27 @@ def write_page(results: Sequence[CellResult], page: Path) -> None:
     Raises:
         PageError: no such page, or not one of each marker, in order.
     """
-    before, after = split_page(page)
+    split_page(page)  # a page without a place for them is said first
+    replace_part(page, render(results))
+
+
+def replace_part(page: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
+    """Puts `text` between the two markers, whole or not at all. Raises PageError."""
+    before, after = split_page(page, begin=begin, end=end)
     partial = page.with_suffix(".partial")
-    partial.write_text(f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}")
+    partial.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
     partial.replace(page)
 
 
-def split_page(page: Path) -> tuple[str, str]:
+def split_page(page: Path, *, begin: str = BEGIN, end: str = END) -> tuple[str, str]:
     """What stands before and after the marked part. Raises PageError."""
     try:
         text = page.read_text()
     except FileNotFoundError:
         raise PageError(f"{page}: no such file") from None
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise PageError(f"{page}: expected one {BEGIN} and after it one {END}")
-    return text.partition(BEGIN)[0], text.partition(END)[2]
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise PageError(f"{page}: expected one {begin} and after it one {end}")
+    return text.partition(begin)[0], text.partition(end)[2]
 
 
 def print_tables(results: Sequence[CellResult], console: Console) -> None:
@@ -75,7 +81,7 @@ def _grid_table(results: Results, pace: Pace) -> str:
     rows.append(["mean ESS without correction", *(f"{result.mean_ess:.3f}" for result in uncorrected)])
     return (
         f"**One seed, {pace.label}.** Mean accuracy, in brackets that at the end; at lag 0 without correction "
-        f"{_share(on_policy.mean_accuracy)} ({_share(on_policy.last_accuracy)}).\n\n{_table(rows)}"
+        f"{_share(on_policy.mean_accuracy)} ({_share(on_policy.last_accuracy)}).\n\n{table(rows)}"
     )
 
 
@@ -100,7 +106,7 @@ def _compared_table(results: Results) -> str:
     rows[1][0] = ""
     return (
         f"**{len(SEEDS)} seeds, lag {COMPARED_LAG}, {pace.label}.** Mean accuracy of each seed and of all, accuracy at "
-        f"the end, mean ESS, and the methods that this one is above in every seed.\n\n{_table(rows)}"
+        f"the end, mean ESS, and the methods that this one is above in every seed.\n\n{table(rows)}"
     )
 
 
@@ -144,6 +150,7 @@ def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a markdown table, the first its head."""
     title, *body = rows
     return "".join(f"| {' | '.join(line)} |\n" for line in [title, ["---"] * len(title), *body])

@@ -73,12 +73,17 @@ def write_result(result: CellResult, folder: Path) -> Path:
     """Writes `<cell>.json`: whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{result.cell.name}.json"
-    curves = {name: [_short(value) for value in values] for name, values in result.curves.items()}
+    curves = {name: [rounded_value(value) for value in values] for name, values in result.curves.items()}
     rounded = msgspec.structs.replace(result, curves=curves, wall_s=round(result.wall_s, 1))
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(rounded) + b"\n")
-    partial.replace(file)
+    write_whole(file, msgspec.json.encode(rounded) + b"\n")
     return file
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Writes the file, whole or not at all."""
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(file)
 
 
 def read_result(cell: Cell, folder: Path) -> CellResult | None:
@@ -99,6 +104,7 @@ def read_result(cell: Cell, folder: Path) -> CellResult | None:
     return result
 
 
-def _short(value: float | None) -> float | None:
+def rounded_value(value: float | None) -> float | None:
+    """To `DIGITS` significant digits; None for what is not finite."""
     # msgspec would write a NaN or infinity of a failed step as null as well; this says so.
     return float(f"{value:.{DIGITS}g}") if value is not None and math.isfinite(value) else None

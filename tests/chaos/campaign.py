@@ -18,6 +18,7 @@ from schemas.config import (
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
+    ParityConfig,
     Plug,
     ProducersConfig,
     RedisConfig,
@@ -128,6 +129,7 @@ def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
         checkpoint=CheckpointConfig(every=5),
         redis=RedisConfig(outage_s=60.0),
         metrics=MetricsConfig(port=0),
+        parity=ParityConfig(gate="refuse" if leg.with_vllm else "off"),  # a witness invents its logprobs
     )
 
 

@@ -35,6 +35,9 @@ NOT_TRIED = """## What is simulated, and what is not
   up to 5 s is a long one.
 - Clocks are not moved, packets are not reordered (it is TCP or a UNIX socket), and no memory is corrupted. Failover to
   a replica has tests of its own.
+- Redis is started beside the parts, as one of your own would be. The server that `penstock run` starts is a part of the
+  run: when it is killed the run ends, by design, and `--resume` continues it. To survive that, give it a Redis of its
+  own ([how](operations.md#running-it)).
 - A seed fixes kinds, order, times and amounts of the faults, not what the processes are doing at that moment.
 """
 

@@ -1,6 +1,5 @@
 """A trainer whose learner is scripted, on a real server."""
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from lossy_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench
+from trainer_process import TrainerProcesses
 
 import consumers.__main__ as entry
 
@@ -21,6 +21,13 @@ def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
+def processes(bench: Bench) -> Iterator[TrainerProcesses]:
+    processes = TrainerProcesses(bench)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
 def start_server(server_binary: Path) -> Iterator[Callable[..., LossyServer]]:
     servers: list[LossyServer] = []
 
@@ -31,11 +38,3 @@ def start_server(server_binary: Path) -> Iterator[Callable[..., LossyServer]]:
     yield start
     for server in servers:
         server.remove()
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)

@@ -112,6 +112,8 @@ def test_a_checkpoint_s_model_folder_holds_the_tokenizer(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (base / name).write_text(name)
     checkpoints = Checkpoints(tmp_path / "checkpoints", 2, base)
+    assert not (tmp_path / "checkpoints").exists(), "one that only stands by leaves no trace"
+    checkpoints.claim_epoch(0)
     name = write(checkpoints, 1)
     files = {file.name for file in (tmp_path / "checkpoints" / name / "model").iterdir()}
     assert files == {"trained.json", "tokenizer.json", "tokenizer_config.json"}

@@ -48,7 +48,7 @@ def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkeypatch, caplog, signals, number):
+def test_a_signal_ends_a_trainer_whose_redis_is_away(bench, redis_client, monkeypatch, caplog, number):
     bench.overrides = ["redis.outage_s=600.0"]
     with bench.proxy() as proxy:
         monkeypatch.setenv("REDIS_URL", proxy.url)
@@ -120,7 +120,7 @@ def test_an_answer_that_will_pass_is_waited_out(redis_url, message):
     connection.close()
 
 
-def test_any_other_error_answer_ends_the_trainer_with_one_line(bench, redis_client, monkeypatch, caplog, signals):
+def test_any_other_error_answer_ends_the_trainer_with_one_line(bench, redis_client, monkeypatch, caplog):
     redis_client.set(bench.keys.prompts, "no stream")
     monkeypatch.setenv("REDIS_URL", bench.url)
     assert entry.main(bench.config, runs=bench.runs) == 1

@@ -91,7 +91,7 @@ def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, r
 
 def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0)
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
     assert releaser.top_up(0) == 12  # (max_lag + 1) * groups_per_step
     assert releaser.top_up(0) == 0
     for index in (1, 2, 7):
@@ -102,10 +102,12 @@ def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
 
 def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(num_updates=3), 0)
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(num_updates=3), 0, lambda: num_updates_left)
+    num_updates_left = 3
     releaser.top_up(0)
-    for index in range(1, 13):
+    for index in range(1, 10):
         ledger.settle(index, "dead" if index == 5 else "trained")
+    num_updates_left = 1
     assert releaser.top_up(0) == 1, "a dead group fills no batch and is replaced; nothing else is needed"
 
 
@@ -180,7 +182,7 @@ def test_the_stream_may_be_trimmed_up_to_the_first_group_in_hand(connection, red
 
 def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scripts, redis_client):
     ledger = Ledger()
-    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0)
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
     releaser.top_up(0)
     reader = Reader(connection, KEYS, ledger, group_size=2)
     entries = {int(fields[Field.INDEX]): entry_id for entry_id, fields in redis_client.xrange(KEYS.prompts)}

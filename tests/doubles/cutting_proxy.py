@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from slow_link import SlowLink
+
 When = Literal["before", "reply", "within"]
 
 
@@ -52,11 +54,13 @@ class CuttingProxy:
 
     Commands count by name from 1, over all connections, from the call of `cut` on: `XREAD`, `EXEC`, and a script by the
     name that `names` gives its SHA1 (`EVALSHA` where it gives none). Blocking reads and pipelines pass as they are.
+    `slow`: what commands go through.
 
     Use it as a context manager.
     """
 
-    def __init__(self, url: str, names: dict[str, str] | None = None) -> None:
+    def __init__(self, url: str, names: dict[str, str] | None = None, *, slow: SlowLink | None = None) -> None:
+        self.slow = slow
         self.names = names if names is not None else {}
         self.num_seen: Counter[str] = Counter()
         """Commands that came, by name."""
@@ -66,6 +70,7 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
         self._refused_until = 0.0
+        self._num_cuts_all = 0
         # Not under tmp_path: a socket's path may have at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-proxy-"))
         parts = urlsplit(url)
@@ -89,6 +94,7 @@ class CuttingProxy:
     def cut_all(self) -> None:
         """Cuts every connection there is."""
         with self._lock:
+            self._num_cuts_all += 1
             links = list(self._links)
         for link in links:
             link.close()
@@ -131,6 +137,7 @@ class CuttingProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            num_cuts_all = self._num_cuts_all
             try:
                 if time.monotonic() < self._refused_until:
                     raise ConnectionRefusedError
@@ -141,7 +148,11 @@ class CuttingProxy:
             link = _Link(self, client, server)
             with self._lock:
                 self._links.add(link)
-            link.start()
+                too_late = num_cuts_all != self._num_cuts_all
+            if too_late:  # every connection was cut while this one was being made
+                link.close()
+            else:
+                link.start()
 
     def forget(self, link: "_Link") -> None:
         with self._lock:
@@ -209,7 +220,8 @@ class _Link:
             self.close()
 
     def _forward_commands(self) -> None:
-        stream = self._client.makefile("rb")
+        slow = self._proxy.slow
+        stream = self._client.makefile("rb") if slow is None else slow.reader(self._client)
         while True:
             data, args = read_command(stream)
             fault = self._proxy.fault_for(args)
@@ -237,7 +249,11 @@ def connect(url: str) -> socket.socket:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         link = socket.socket(socket.AF_UNIX)
-        link.connect(unquote(parts.path))
+        try:
+            link.connect(unquote(parts.path))
+        except OSError:  # the server is down; a socket left to the collector would be a warning
+            link.close()
+            raise
         return link
     return socket.create_connection((parts.hostname, parts.port or 6379))
 

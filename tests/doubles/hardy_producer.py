@@ -23,6 +23,7 @@ class HardyProducer(MiniProducer):
         self.client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=10.0)
         self.answers: Counter[int] = Counter()
         self.num_pauses = 0
+        self.epoch = -1
         answer_once = self.answer
 
         def count(index: int, version: int) -> dict:
@@ -41,7 +42,7 @@ class HardyProducer(MiniProducer):
                     self._create_group(stream)
                     self._serve(stream, self.client.xautoclaim(stream, PRODUCERS_GROUP, "mini", min_idle_time=0)[1])
                 while not self.stop.is_set() and self.client.exists(self.keys.policy):
-                    if self.client.hget(self.keys.commit, "finished"):
+                    if self._is_finished():
                         return
                     self._serve_once()
             except (redis.ConnectionError, redis.TimeoutError):
@@ -53,6 +54,12 @@ class HardyProducer(MiniProducer):
                     self.problem = error
                     return
                 time.sleep(0.01)
+
+    def _is_finished(self) -> bool:
+        """As a producer tells it: what an older epoch has finished was continued since."""
+        finished, epoch = self.client.hmget(self.keys.commit, "finished", "epoch")
+        is_newest, self.epoch = int(epoch or -1) >= self.epoch, max(int(epoch or -1), self.epoch)
+        return finished == b"1" and is_newest
 
     def _is_passing(self, error: redis.ResponseError) -> bool:
         if isinstance(error, redis.ReadOnlyError):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import zlib
+from collections import Counter
 from pathlib import Path
 
 from scripted_engine import ScriptedEngine
@@ -39,14 +40,28 @@ class Tasks:
         return float(zlib.crc32(completion.encode()) % 2)
 
 
+class VariedTasks(Tasks):
+    """No two siblings in a row have the same reward, so that no group is skipped for want of variance."""
+
+    def __init__(self) -> None:
+        self._num_rewards: Counter[str] = Counter()
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        self._num_rewards[prompt.text] += 1
+        return float(self._num_rewards[prompt.text] % 2)
+
+
 class ProducerThread(threading.Thread):
     """Serves from `start` until `finish` or the end of the run. problem: what ended it, None after a clean stop."""
 
-    def __init__(self, config: RunConfig, url: str, runs: Path, producer_id: str = "producer-0") -> None:
+    def __init__(
+        self, config: RunConfig, url: str, runs: Path, producer_id: str = "producer-0", *, tasks: Tasks | None = None
+    ) -> None:
         super().__init__(daemon=True)
         self._config, self._url, self._runs, self._id = config, url, runs, producer_id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
+        self._tasks = tasks or Tasks()
         self.problem: BaseException | None = None
 
     def run(self) -> None:
@@ -62,7 +77,7 @@ class ProducerThread(threading.Thread):
 
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        metrics, tasks = ProducerMetrics(), Tasks()
+        metrics, tasks = ProducerMetrics(), self._tasks
         connection = Connection.open(self._url, outage_s=20.0, metrics=metrics)
         try:
             producer = Producer(

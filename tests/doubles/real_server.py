@@ -1,15 +1,17 @@
 """A real Redis or Valkey at one address, which tests stop, start again and freeze."""
 
+import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
 
-from deploy.redis_server import bundled_server
+from deploy.server_binary import bundled_server
 
 
 def installed_servers() -> dict[str, Path]:
@@ -19,9 +21,13 @@ def installed_servers() -> dict[str, Path]:
 
 
 class RealServer:
-    """On a UNIX socket in a folder of its own, append-only file with fsync always, so that it survives a kill."""
+    """On a UNIX socket in a folder of its own, append-only file with fsync always, so that it survives a kill.
 
-    def __init__(self, binary: Path, *arguments: str) -> None:
+    environment: variables of the server's process beside those of this one.
+    """
+
+    def __init__(self, binary: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = os.environ | (environment or {})
         # Not under tmp_path: a socket's path may have at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-redis-"))
         self._command = [str(binary), "--port", "0", "--unixsocket", str(self._folder / "redis.sock")]
@@ -35,7 +41,7 @@ class RealServer:
 
     def start(self) -> None:
         with (self._folder / "redis.log").open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environment)
         for _ in range(400):
             try:
                 if self.client.ping():

@@ -22,6 +22,7 @@ from schemas.config import (
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
+    ParityConfig,
     Plug,
     RunConfig,
 )
@@ -55,6 +56,7 @@ class ShortRun:
             "evaluation": EvaluationConfig(every=5, num_prompts=3),
             "checkpoint": CheckpointConfig(every=4),
             "metrics": MetricsConfig(port=0),
+            "parity": ParityConfig(gate="off"),  # the producer's logprobs are invented
         } | changes
         self.url = url
         self.runs = runs

@@ -37,6 +37,8 @@ num_prompts = 3
 every = 4
 [metrics]
 port = 0
+[parity]
+gate = "off" # the producer's logprobs are invented
 """
 
 

@@ -196,6 +196,20 @@ async def test_an_entry_that_names_no_task_is_removed(streams, caplog) -> None:
     assert "names no task, removed" in caplog.text
 
 
+@pytest.mark.parametrize("field", ["index", "version", "attempt"])
+async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_line(streams, caplog, field) -> None:
+    holder = await Holder(streams.connection).opened()
+    for number in ("9" * 5000, "9" * 30, "-1"):
+        streams.client.xadd(KEYS.prompts, {"index": 1, "version": 0, field: number})
+    release(streams.client, 8)
+    claims: list = []
+    while not claims:
+        claims = await holder.claims.take()
+    assert indexes(claims) == [8] and streams.count(KEYS.prompts) == 1
+    lines = [record.getMessage() for record in caplog.records if "names no task" in record.getMessage()]
+    assert len(lines) == 3 and max(map(len, lines)) < 250 and f"field {field} = b'9999" in lines[0]
+
+
 @pytest.mark.redis
 async def test_an_emptied_server_gets_its_consumer_groups_again(redis_server, connect) -> None:
     server = redis_server()

@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import fakeredis
 import pytest
@@ -40,10 +43,11 @@ def num_errors(metrics: ProducerMetrics, kind: str) -> float:
 
 async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link, metrics, caplog) -> None:
     caplog.set_level(logging.INFO)
+    link._outage_s = 30.0
     errors = exceptions.ConnectionError("refused"), exceptions.TimeoutError("slow"), ConnectionResetError("reset")
     assert await link.retrying(failing(*errors)) == "answer"
     away, back = caplog.messages
-    assert away == "Redis is away (refused); trying again for up to 0 s"
+    assert away == "Redis is away (refused); trying again for up to 30 s"
     assert back.startswith("Redis is back after ")
     assert (num_errors(metrics, "connection"), num_errors(metrics, "timeout")) == (2, 1)
     assert link.num_recoveries == 1
@@ -51,8 +55,17 @@ async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link, m
 
 async def test_an_outage_is_told_once_however_many_tasks_meet_it(link, caplog) -> None:
     caplog.set_level(logging.INFO)
-    commands = [link.retrying(failing(*[exceptions.ConnectionError("refused")] * 3)) for _ in range(5)]
-    await asyncio.gather(*commands)
+    link._outage_s = 30.0
+    num_refused = Counter(dict.fromkeys(range(5), 0))
+
+    async def command(task: int) -> str:
+        """Redis is away until each of the tasks has been refused three times."""
+        if min(num_refused.values()) >= 3:
+            return "answer"
+        num_refused[task] += 1
+        raise exceptions.ConnectionError("refused")
+
+    await asyncio.gather(*(link.retrying(partial(command, task)) for task in num_refused))
     assert len([line for line in caplog.messages if "is away" in line]) == 1
     assert link.num_recoveries == 1
 
@@ -152,3 +165,28 @@ async def test_an_answer_to_an_older_command_does_not_end_an_outage(link, caplog
     await older
     assert len([line for line in caplog.messages if "is away" in line]) == 1
     assert len([line for line in caplog.messages if "is back" in line]) == 1
+
+
+async def test_a_command_that_redis_never_answers_while_it_answers_others_ends_after_an_outages_time(
+    link, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.03)
+    began = time.monotonic()
+
+    async def answer_others() -> None:
+        while True:
+            await link.retrying(failing())
+            await asyncio.sleep(0.005)
+
+    others = asyncio.create_task(answer_others())
+    with pytest.raises(RedisGoneError, match=r"answers, but not to a command in 0 s \(redis.outage_s = 0.2\)"):
+        await link.retrying(asyncio.Event().wait)
+    others.cancel()
+    assert 0.2 < time.monotonic() - began < 5
+    assert len([line for line in caplog.messages if "answers, but not to" in line]) == 1
+
+
+async def test_a_command_that_nobody_answers_ends_when_the_outage_has_lasted_too_long(link, monkeypatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.03)
+    with pytest.raises(RedisGoneError, match=r"has been away for .* no answer in 0\.\d+ s"):
+        await link.retrying(asyncio.Event().wait)

@@ -350,8 +350,9 @@ def test_producers_that_come_and_go_leave_nothing_open(
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)
     trainer.release(1, 40)
-    first = start_producer(config, server.url, "first", token_s=1.0)
-    second = start_producer(config, server.url, "second", token_s=1.0)
+    # Neither finishes a group: prompts are left for the second however much later than the first it is up.
+    first = start_producer(config, server.url, "first", token_s=60.0)
+    second = start_producer(config, server.url, "second", token_s=60.0)
     wait_for(lambda: _num_claimed(server.client, "second") > 0)
     first.send_signal(signal.SIGTERM)
     third = start_producer(config, server.url, "third")

@@ -4,10 +4,14 @@ import asyncio
 
 import msgspec
 import pytest
+from cutting_proxy import CuttingProxy
 from redis import exceptions
 from scripted_engine import FINGERPRINT
+from slow_link import SlowLink
 
+from producers import connection as connection_module
 from producers.claim import Claims
+from producers.connection import RedisGoneError
 from producers.episode import Dead
 from producers.in_flight import InFlightTable
 from producers.writer import MAX_APPEND_GROUPS, Writer
@@ -209,3 +213,73 @@ async def test_a_record_that_contradicts_itself_is_dead(desk: Desk) -> None:
     desk.writer.put(claim, msgspec.structs.replace(a_group(1), rollouts=()))
     await written(desk)
     assert desk.rollouts()[0][Field.REASON].startswith(b"record: group 1: rollouts is empty")
+
+
+async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> list[int]:
+    """Appends groups of so many tokens through `link`; the indexes that the server has then, in order."""
+    desk = Desk(connect(server), server.client, metrics)
+    claims = await desk.claim(len(sizes))
+    with CuttingProxy(server.url, slow=link) as proxy:
+        connection = connect(proxy)
+        desk.writer = Writer(connection, KEYS, desk.table, metrics)
+        for claim, size in zip(claims, sizes, strict=True):
+            desk.writer.put(claim, a_group(claim.index, num_tokens=size))
+        running = asyncio.create_task(desk.writer.run())
+        draining = asyncio.create_task(desk.writer.drain())
+        async with asyncio.timeout(60):
+            while not draining.done():
+                await connection.retrying(connection.commands.ping)  # as claims and heartbeats go on
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.wait([running])
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+    return [int(fields[Field.INDEX]) for fields in desk.rollouts()]
+
+
+@pytest.mark.redis
+async def test_a_large_group_gets_the_time_that_its_size_asks_for(
+    redis_server, connect, metrics, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 100_000)
+    link = SlowLink(300_000)  # 2.7 s for the group
+    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
+    assert link.num_bytes < 1_000_000
+    assert not [line for line in caplog.messages if "bytes" in line]
+
+
+@pytest.mark.redis
+async def test_an_append_over_a_link_slower_than_any_is_done_in_the_end_and_told_once(
+    redis_server, connect, metrics, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
+    link = SlowLink(300_000)  # 2.7 s for the group, which gets 0.6, 1.2, 2.4 and 4.7 s
+    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
+    (told,) = [line for line in caplog.messages if "800," in line]
+    assert "answers, but not to 800," in told and "trying again with more and more time" in told
+    # Nothing of a try that was given up is sent on: 8.7 s at 300 kB/s at most, not four groups.
+    assert link.num_bytes < 2_700_000
+
+
+@pytest.mark.redis
+async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_ends_the_producer(
+    redis_server, connect, metrics, monkeypatch
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
+    server = redis_server()
+    desk = Desk(connect(server), server.client, metrics)
+    (claim,) = await desk.claim(1)
+    with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
+        connection = connect(proxy, outage_s=3.0)
+        writer = Writer(connection, KEYS, desk.table, metrics)
+        writer.put(claim, a_group(1, num_tokens=100_000))
+        running = asyncio.create_task(writer.run())
+        async with asyncio.timeout(30):
+            while not running.done():
+                await connection.retrying(connection.commands.ping)
+                await asyncio.sleep(0.05)
+        with pytest.raises(RedisGoneError, match=r"answers, but not to 800,\d+ bytes in 3 s \(redis.outage_s = 3\)"):
+            await running
+    assert len(desk.table) == 1, "the claim stays, for another to take over"

@@ -4,10 +4,12 @@ import asyncio
 import gc
 import os
 import sys
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
+from process_family import MARK, command_lines, family
 
 from producers.interfaces import EngineError
 from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
@@ -147,10 +149,12 @@ async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_
 
 PARENT = """
 import asyncio, sys
-from producers.engines.vllm import VllmEngine
-from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
 
 async def main():
+    # As in a producer, vLLM is not what the main module imports: the engine process begins with importing that.
+    from producers.engines.vllm import VllmEngine
+    from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+
     args = {"skip_tokenizer_init": True, "enforce_eager": True}
     config = RunConfig(
         name="leash",
@@ -167,27 +171,52 @@ if __name__ == "__main__":
 """
 
 
-async def test_the_engine_process_does_not_outlive_a_killed_parent(make_qwen3, tmp_path):
+@pytest.mark.parametrize("moment", ["at its start", "1 s later", "4 s later", "loading", "ready"])
+async def test_no_process_of_an_engine_outlives_a_killed_parent(make_qwen3, tmp_path, moment):
     make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
     (tmp_path / "parent.py").write_text(PARENT)
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable,
-        tmp_path / "parent.py",
-        tmp_path / "model",
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    mark = str(uuid.uuid4())
+    with (tmp_path / "output").open("wb") as output:
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable,
+            tmp_path / "parent.py",
+            tmp_path / "model",
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, "VLLM_LOGGING_LEVEL": "INFO"},
+            stdout=output,
+            stderr=output,
+        )
+
+    def said(text: str) -> bool:
+        return text in (tmp_path / "output").read_text(errors="replace")
+
+    def engine_has_begun() -> bool:
+        # Other children of that time are vLLM's look at the model and multiprocessing's resource tracker.
+        return any(
+            "spawn_main" in " ".join(command) for command in command_lines(psutil.Process(parent.pid).children())
+        )
+
     try:
-        while b"ready" not in (line := await parent.stdout.readline()):
-            assert line, "the parent ended early"
-        children = engine_processes(psutil.Process(parent.pid))
-        assert children
+        while not engine_has_begun():
+            assert parent.returncode is None, "the parent ended early"
+            await asyncio.sleep(0.01)
+        if moment in ("loading", "ready"):
+            while not said("Loading weights took" if moment == "loading" else "ready"):
+                assert parent.returncode is None, "the parent ended early"
+                await asyncio.sleep(0.05)
+        elif moment != "at its start":
+            await asyncio.sleep(float(moment.split()[0]))
+        assert len(family(mark)) >= 2
     finally:
         parent.kill()
-    await parent.communicate()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=5)
-    for process in alive:
+    await parent.wait()
+    left = family(mark)
+    for _ in range(50):
+        if not left:
+            break
+        await asyncio.sleep(0.1)
+        left = family(mark)
+    commands = command_lines(left)
+    for process in left:
         process.kill()
-    assert not alive
+    assert not commands

@@ -1,0 +1,52 @@
+"""A disk that takes its time to sync, for a server alone."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_suffix(".c")
+
+
+class SlowDisk:
+    """A server started with `environment` syncs as slowly as `take` last said. Skips the test without a compiler."""
+
+    def __init__(self, folder: Path) -> None:
+        compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+        if compiler is None:
+            pytest.skip("needs a C compiler (cc, gcc or clang) to slow a server's disk down")
+        library = folder / "slow_disk.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl"], check=True)
+        self._folder = folder
+        self.take(0.0)
+        self.environment = {"LD_PRELOAD": str(library), "SLOW_DISK": str(folder)}
+
+    def take(self, seconds: float) -> None:
+        """Every sync that begins from now on takes so long."""
+        partial = self._folder / "seconds.partial"
+        partial.write_text(str(seconds))
+        partial.replace(self._folder / "seconds")
+
+    @property
+    def num_begun(self) -> int:
+        return self._count("begun")
+
+    @property
+    def num_ended(self) -> int:
+        return self._count("ended")
+
+    def wait_for_sync(self, timeout_s: float = 60.0) -> None:
+        """Waits for a sync to begin."""
+        num_begun, deadline = self.num_begun, time.monotonic() + timeout_s
+        while self.num_begun == num_begun:
+            assert time.monotonic() < deadline, f"no sync began in {timeout_s} s"
+            time.sleep(0.002)
+
+    def _count(self, name: str) -> int:
+        try:
+            return os.stat(self._folder / name).st_size
+        except FileNotFoundError:
+            return 0

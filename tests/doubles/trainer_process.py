@@ -1,0 +1,76 @@
+"""Trainers of a bench's run as processes of their own, started through the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer_bench import Bench, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+SLOW_STEPS = """
+class Learner(ScriptedLearner):
+    def step(self, batch):
+        time.sleep(0.02)
+        return super().step(batch)
+"""
+
+_PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from scripted_learner import ScriptedLearner
+import consumers.__main__ as entry
+from deploy.cli import main
+{learner}
+entry._load_learner = Learner
+sys.exit(main(sys.argv[1:]))
+"""
+
+BARE = """
+import sys, time
+from pathlib import Path
+from deploy.cli import main
+{setup}
+sys.exit(main(sys.argv[1:]))
+"""
+"""Nothing heavy is imported before the command line does it."""
+
+
+def with_learner(learner: str = SLOW_STEPS) -> str:
+    """A program whose trainer has the class `Learner` that is defined in the given lines."""
+    return _PROGRAM.format(learner=learner)
+
+
+class TrainerProcesses:
+    """Ends what it has started in `close`. The output of a process goes to `<log>.log` in the folder of all runs."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._processes: list[subprocess.Popen] = []
+
+    def start(self, log: str, *arguments: str, program: str | None = None) -> subprocess.Popen:
+        bench = self._bench
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
+        environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-c", program or with_learner()]
+        command += ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
+        for override in bench.overrides:
+            command += ["--set", override]
+        with (bench.runs / f"{log}.log").open("ab") as output:
+            self._processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        return self._processes[-1]
+
+    def log(self, name: str) -> str:
+        return (self._bench.runs / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def wait_until_stopped(process: subprocess.Popen) -> None:
+    """Until a process has stopped itself by SIGSTOP."""
+    state = Path(f"/proc/{process.pid}/stat")
+    wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")

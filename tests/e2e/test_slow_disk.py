@@ -1,0 +1,140 @@
+"""A server whose disk syncs slowly, killed in the middle of a sync: what it forgets is done again, none of it twice."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from producer_thread import ProducerThread, VariedTasks
+from real_server import RealServer
+from scripted_learner import ScriptedLearner
+from slow_disk import SlowDisk
+from trainer_bench import Bench, assert_settled_once, at_step, tracebacks, wait_for
+
+import consumers.__main__ as entry
+from consumers.connection import SOCKET_TIMEOUT_S
+from producers import claim as producer_claim
+from producers import connection as producer_connection
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+SYNC_S = {"everysec": 1.5, "always": 0.1}
+
+
+class Scene:
+    """A server on a slow disk, a whole producer, and a trainer whose learner is scripted."""
+
+    def __init__(self, server: RealServer, disk: SlowDisk, folder: Path) -> None:
+        self.server = server
+        self.disk = disk
+        self.bench = Bench(server.url, folder)
+        self.producer = ProducerThread(self.bench.config, server.url, folder, tasks=VariedTasks())
+        self.forgotten: list[bool] = []
+        """Of each kill: whether something that the server had answered for was lost."""
+
+    def kill_in_a_sync(self) -> None:
+        self.disk.wait_for_sync()
+        with redis.Redis.from_url(self.server.url, protocol=2, socket_timeout=30) as client:
+            client.set("answered", len(self.forgotten))
+            self.server.stop()
+            self.server.start()
+            self.forgotten.append(client.get("answered") != str(len(self.forgotten)).encode())
+
+    def assert_settled_once(self) -> None:
+        assert self.producer.problem is None
+        assert_settled_once(self.bench, self.server.client)
+
+    def close(self) -> None:
+        self.disk.take(0.0)
+        self.producer.finish()
+        self.bench.close()
+
+
+@pytest.fixture(params=["everysec", "always"])
+def fsync(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> SlowDisk:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    return SlowDisk(folder)
+
+
+@pytest.fixture
+def server(server_binary: Path, disk: SlowDisk, fsync: str) -> Iterator[RealServer]:
+    server = RealServer(server_binary, "--appendfsync", fsync, environment=disk.environment)
+    server.client.set("written", 1)
+    try:
+        if fsync == "always" and not disk.num_ended:
+            pytest.skip(f"{server_binary} loads no LD_PRELOAD (linked statically?), so its disk cannot be slowed down")
+        yield server
+    finally:
+        disk.take(0.0)
+        server.remove()
+
+
+@pytest.fixture
+def scene(server: RealServer, disk: SlowDisk, tmp_path: Path, monkeypatch, caplog) -> Iterator[Scene]:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    scene = Scene(server, disk, tmp_path)
+    yield scene
+    scene.close()
+
+
+def test_a_server_killed_in_the_middle_of_slow_syncs_costs_work_and_nothing_else(scene, fsync, caplog):
+    scene.disk.take(SYNC_S[fsync])
+    trainer = scene.bench.trainer()
+    for step in (2, 5, 9):
+        at_step(trainer, step, scene.kill_in_a_sync)
+    scene.producer.start()
+    assert trainer.run()
+    scene.producer.finish()
+    scene.assert_settled_once()
+    assert scene.forgotten == [fsync == "everysec"] * 3, "under everysec, what is written during a sync is in no file"
+    assert "redis is another process now" in caplog.text
+    assert not tracebacks(caplog)
+
+
+@pytest.mark.parametrize("fsync", ["always"], indirect=True)
+def test_a_sync_that_takes_longer_than_an_answer_may_is_waited_out(scene, fsync, caplog):
+    trainer = scene.bench.trainer()
+    client = redis.Redis.from_url(scene.server.url, protocol=2, socket_timeout=60)
+    stalling = threading.Thread(target=client.set, args=("stall", 1))
+    took = producer_connection.ANSWER_S + 2.5
+    assert took > SOCKET_TIMEOUT_S + 2
+
+    def stall() -> None:
+        num_begun = scene.disk.num_begun
+        scene.disk.take(took)
+        stalling.start()
+        wait_for(lambda: scene.disk.num_begun > num_begun)
+        scene.disk.take(0.0)
+
+    at_step(trainer, 5, stall)
+    scene.producer.start()
+    assert trainer.run()
+    scene.producer.finish()
+    scene.assert_settled_once()
+    stalling.join()
+    client.close()
+    by_producer = [line.getMessage() for line in caplog.records if line.name == "producers.connection"]
+    assert len(by_producer) == 2 and "is away (no answer in 10 s)" in by_producer[0] and "is back" in by_producer[1]
+    assert not tracebacks(caplog)
+
+
+@pytest.mark.parametrize("fsync", ["always"], indirect=True)
+def test_a_producer_goes_on_where_every_sync_takes_longer_than_an_answer_may(scene, fsync, monkeypatch, caplog):
+    monkeypatch.setattr(producer_connection, "ANSWER_S", 0.15)
+    monkeypatch.setattr(producer_claim, "BLOCK_MS", 50)
+    trainer = scene.bench.trainer()
+    scene.disk.take(0.25)
+    scene.producer.start()
+    assert trainer.run()
+    scene.producer.finish()
+    scene.assert_settled_once()
+    assert not tracebacks(caplog)

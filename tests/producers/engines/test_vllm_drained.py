@@ -1,0 +1,68 @@
+"""engine.update = "drained": requests in flight end under the weights they began with, and nothing of them is left."""
+
+import asyncio
+
+import pytest
+
+from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+PROMPT = list(range(3, 43))
+"""Longer than a block of the KV cache, so that a prefix can be found again."""
+LENGTH = 400
+
+
+@pytest.fixture
+async def drained_engine(vllm_engine, make_qwen3, make_config, tmp_path):
+    model = make_qwen3(tied=False, seed=0)
+    # Every completion is as long as it may be.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "model")
+    # Without a salt a prefix that older weights computed would be found, had the update not cleared the cache.
+    settings = {"update": "drained", "prefix_caching": True, "cache_salt": "none", "args": {"block_size": 32}}
+    engine = await vllm_engine.start(make_config(tmp_path / "model", engine=settings))
+    yield engine
+    await engine.close()
+
+
+async def test_a_drained_update_waits_for_what_is_in_flight_and_clears_the_cache(
+    drained_engine, make_qwen3, parameters, write_policy, reference, tmp_path
+):
+    engine = drained_engine
+    old, new = make_qwen3(tied=False, seed=0), make_qwen3(tied=False, seed=1)
+    sampling = SamplingSettings(max_tokens=LENGTH)
+    before = asyncio.create_task(engine.generate(PROMPT, sampling, 4, "before"))
+    while engine._llm.output_processor.get_num_unfinished_requests() < 4:  # noqa: ASYNC110 - vLLM offers no event
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    assert not before.done(), "nothing is in flight when the update comes"
+    loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(new), 1, tmp_path)))
+    await asyncio.sleep(0)
+    during = asyncio.create_task(engine.generate(PROMPT, sampling, 4, "during"))
+    await loading
+    assert engine.policy_version == 1
+    assert engine.fingerprint.other["engine.update"] == '"drained"'
+
+    # An update in flight would have landed among their tokens, which take many times as long as it does.
+    completions = await before
+    assert {len(unpack_ids(c.token_ids)) for c in completions} == {LENGTH}
+    assert {span.version for c in completions for span in c.version_spans} == {0}
+    assert gap(old, completions, reference) < 1e-4
+    after = await engine.generate(PROMPT, sampling, 4, "after")
+    assert {span.version for c in after for span in c.version_spans} == {1}
+    assert gap(new, after, reference) < 1e-4
+    # It may have come before the pause or after it; either way one version sampled all of it.
+    for completion in await during:
+        [span] = completion.version_spans
+        assert gap(old if span.version == 0 else new, [completion], reference) < 1e-4
+
+
+def gap(model, completions, reference) -> float:
+    """Largest gap between what the engine recorded and `model` computes."""
+    found = 0.0
+    for completion in completions:
+        ids = unpack_ids(completion.token_ids).tolist()
+        recorded = unpack_floats(completion.behavior_logprobs)
+        found = max(found, float(abs(reference(model, PROMPT, ids, 1.0) - recorded).max()))
+    return found

@@ -1,0 +1,25 @@
+"""What a field says: a number that a record can carry, or nothing."""
+
+import msgspec
+import pytest
+
+from schemas.heartbeat import decode_heartbeat
+from schemas.keys import number_in
+
+
+@pytest.mark.parametrize("field", [b"0", b"7", b"007", b"9" * 18])
+def test_up_to_18_digits_are_a_number(field: bytes) -> None:
+    assert number_in(field) == int(field)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [None, b"", b"9" * 19, b"9" * 5000, b"-1", b"+1", b" 1", b"1\n", b"1_0", b"1.0", b"1e3", b"\xff", "٣".encode()],
+)
+def test_anything_else_is_none(field: bytes | None) -> None:
+    assert number_in(field) is None
+
+
+def test_a_heartbeat_nested_too_deep_is_refused_like_any_that_cannot_be_read() -> None:
+    with pytest.raises(msgspec.DecodeError, match="nested too deep"):
+        decode_heartbeat(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
