@@ -1,8 +1,9 @@
 """Starts the trainer of a run."""
 
 import logging
-import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -10,8 +11,10 @@ from consumers.checkpoints import CheckpointError, Checkpoints, CheckpointState
 from consumers.connection import Connection, RedisGoneError
 from consumers.learner import Learner
 from consumers.metrics import TrainerMetrics
+from consumers.parity.gate import ParityRefusedError
 from consumers.scripts import FencedError, announced_of, forks_of
 from consumers.settlement import RunFailedError
+from consumers.stop_signals import StoppedError, StopSignals
 from consumers.tenure import Tenure
 from consumers.trainer import Trainer
 from schemas.config import ConfigError, RunConfig
@@ -21,11 +24,44 @@ from schemas.keys import Commit, Keys
 log = logging.getLogger(__name__)
 
 
-def main(config: RunConfig, *, runs: Path, resume: bool = False, standby: bool = False) -> int:
-    """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status.
+def main(
+    config: RunConfig,
+    *,
+    runs: Path,
+    resume: bool = False,
+    standby: bool = False,
+    signals: StopSignals | None = None,
+    check_server: Callable[[Mapping[str, Any]], None] = lambda info: None,
+    on_open: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status: 0 in both cases,
+    2 for settings that cannot be used, 1 for any other failure, each with one logged line.
 
     standby: wait until the run has no trainer any more, and continue it then.
+    signals: of a caller that has taken them over before this module was imported. They stay taken over.
+    check_server: called with Redis' answer to INFO before anything else; raises ConfigError for one that will not do.
+    on_open: called once the run is this trainer's.
     """
+    signals = StopSignals() if signals is None else signals
+    try:
+        return _main(config, runs, signals, check_server, on_open, resume=resume, standby=standby)
+    except StoppedError as stopped:
+        log.info("%s", stopped)
+        return 0
+    finally:
+        signals.ignore()
+
+
+def _main(
+    config: RunConfig,
+    runs: Path,
+    signals: StopSignals,
+    check_server: Callable[[Mapping[str, Any]], None],
+    on_open: Callable[[], None],
+    *,
+    resume: bool,
+    standby: bool,
+) -> int:
     connection = None
     try:
         metrics = TrainerMetrics()
@@ -34,15 +70,15 @@ def main(config: RunConfig, *, runs: Path, resume: bool = False, standby: bool =
             config.redis.outage_s,
             on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
         )
+        check_server(connection.call(lambda client: client.info()))
         trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby)
         if trainer is None:
             log.info("the run is finished: nothing to stand by for")
             return 0
-        metrics.serve(config.metrics, config.folder(runs))
-        stop = trainer.stop
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop())
         try:
+            signals.hand_to(trainer.stop)
+            on_open()
+            metrics.serve(config.metrics, config.folder(runs))
             finished = trainer.run()
         finally:
             trainer.close()
@@ -51,7 +87,7 @@ def main(config: RunConfig, *, runs: Path, resume: bool = False, standby: bool =
     except ConfigError as error:
         log.error("%s", error)
         return 2
-    except (RedisGoneError, FencedError, CheckpointError, RunFailedError, OSError) as error:
+    except (RedisGoneError, FencedError, CheckpointError, RunFailedError, ParityRefusedError, OSError) as error:
         log.error("%s", error)
         return 1
     except redis.RedisError as error:
@@ -78,6 +114,7 @@ def open_trainer(
     Raises:
         ConfigError: the run exists and `resume` is not set, or a setting does not fit.
         CheckpointError: no checkpoint is whole.
+        FencedError: a newer trainer has taken the run over meanwhile.
     """
     if config.evaluation.num_prompts is None:
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
@@ -89,6 +126,9 @@ def open_trainer(
         if standby and not tenure.stand_by():
             return None
         return _open(config, runs, connection, metrics, checkpoints, tenure, resume=resume or standby)
+    except StoppedError:
+        tenure.end(hand_over=True)
+        raise
     except BaseException:
         tenure.end()
         raise
@@ -116,7 +156,7 @@ def _open(
         raise ConfigError(exists)
     commit = tenure.open(epoch)
     pointer = commit.get(Commit.CHECKPOINT)
-    state = checkpoints.load(pointer.decode() if pointer else None, learner) if epoch else None
+    state = _load_checkpoint(checkpoints, pointer, learner, tenure) if epoch else None
     if state is None:
         state = CheckpointState(
             policy_version=0 if epoch else -1, num_batches=0, ledger={}, forks={}, announced={}, counters={}
@@ -130,6 +170,17 @@ def _open(
     trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, tenure=tenure, state=state)
     trainer.adopt_release_cursor(int(commit.get(Commit.RELEASED, 0)))
     return trainer
+
+
+def _load_checkpoint(
+    checkpoints: Checkpoints, pointer: bytes | None, learner: Learner, tenure: Tenure
+) -> CheckpointState | None:
+    try:
+        return checkpoints.load(pointer.decode() if pointer else None, learner)
+    except Exception:
+        # Whatever it looks like: a successor deletes the checkpoints that it no longer needs, this one perhaps.
+        tenure.check()
+        raise
 
 
 def _load_learner(config: RunConfig) -> Learner:

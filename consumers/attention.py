@@ -1,7 +1,7 @@
 """Attention over packed rows: one sequence without padding outside, causal rows that never see each other inside."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,15 @@ class PackedLayout:
     def to(self, device: torch.device) -> "PackedLayout":
         moved = {name: getattr(self, name).to(device) for name in ("slots", "row_tokens", "row_bounds", "row_slots")}
         return replace(self, buckets=tuple(b.to(device, non_blocking=True) for b in self.buckets), **moved)
+
+
+class OwnAttention(Protocol):
+    """A layout that attends by itself, for rows that do not start at their first token."""
+
+    def attend(
+        self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
+    ) -> Tensor:
+        """[N, num_heads * head_dim] of query, key and value, [N, heads * head_dim] each."""
 
 
 class AttentionCalls:
@@ -108,7 +117,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    layout: PackedLayout,
+    layout: PackedLayout | OwnAttention,
     calls: AttentionCalls,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -133,7 +142,10 @@ def packed_attention(
         raise NotImplementedError("packed attention: logit soft-capping and attention sinks are not supported")
     calls.count += 1
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if not isinstance(layout, PackedLayout):
+        layer: Any = module.layer_idx
+        packed = layout.attend(layer, flat, query.shape[3], scaling, sliding_window)
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         packed = _unpadded(flat, layout, query.shape[3], scaling, sliding_window)
     else:
         packed = _in_rectangles(flat, layout, query.shape[3], scaling, sliding_window)

@@ -69,6 +69,13 @@ class Support:
     def to(self, device: torch.device) -> "Support":
         return Support(self.kept.to(device), self.counts.to(device))
 
+    def part(self, tokens: slice) -> "Support":
+        """Of some of the sampled tokens."""
+        ends = self.counts.cumsum(0)
+        counts = self.counts[tokens]
+        first = int(ends[tokens][0] - counts[0]) if len(counts) else 0
+        return Support(self.kept[first : first + int(counts.sum())], counts)
+
     def mask(self, vocabulary: int) -> Tensor:
         """[M, vocabulary] bool, True where the token could be sampled."""
         mask = (self.counts == 0)[:, None].repeat(1, vocabulary)
@@ -146,7 +153,12 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
         raise RecordError(
             f"group {group.index}: sampled at temperature {sampling.temperature}, expected a finite number of 0 or more"
         )
-    truncated = sampling.top_p != 1.0 or sampling.top_k not in (0, -1)
+    if sampling.has_penalties:
+        raise RecordError(
+            f"group {group.index}: sampled with presence_penalty {sampling.presence_penalty}, frequency_penalty "
+            f"{sampling.frequency_penalty} and repetition_penalty {sampling.repetition_penalty}; the trainer "
+            "reproduces 0.0, 0.0 and 1.0 only"
+        )
     for rollout in group.rollouts:
         for segment in rollout.segments:
             largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
@@ -155,7 +167,7 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
                     f"group {group.index}: token id {largest}, expected less than the model's vocabulary of "
                     f"{vocabulary}"
                 )
-            if truncated and segment.sampling_mask is None:
+            if sampling.is_truncated and segment.sampling_mask is None:
                 raise RecordError(
                     f"group {group.index}: sampled with top_p {sampling.top_p} and top_k {sampling.top_k} and no "
                     "sampling_mask; the trainer reproduces top_p 1.0 and top_k 0 only, or needs the ids that were kept"
@@ -210,6 +222,40 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
         lag_histogram=dict(sorted(histogram.items())),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
     )
+
+
+def pack_segments(
+    segments: Sequence[tuple[int, Segment, float]], budget: int
+) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
+    """Forward passes over segments whatever they are worth: no advantage, no lag, nothing left out.
+
+    Args:
+        segments: of each the number of its group, itself, with at least one sampled token and context before it, and
+            its temperature. Segments of one group that begin with the same context share it.
+        budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
+
+    Yields:
+        A micro-batch, and the places in `segments` of those whose sampled tokens it holds, in the order of its tokens.
+    """
+    rows = [
+        _Row(
+            segment=segment,
+            prefix=(group, segment.token_ids[: 4 * segment.loss_mask[0][0]]),
+            prefix_length=segment.loss_mask[0][0],
+            length=segment.loss_mask[-1][1] - 1,
+            lags=((0, segment.num_sampled_tokens),),
+            advantage=0.0,
+            temperature=temperature,
+            rollout_tokens=segment.num_sampled_tokens,
+        )
+        for group, segment, temperature in segments
+    ]
+    first = 0
+    for part in _split(rows, budget):
+        # As `_pack_rows` orders them; both sorts are stable.
+        order = sorted(range(len(part)), key=lambda place: -part[place].length)
+        yield _pack_rows(part, 0), tuple(first + place for place in order)
+        first += len(part)
 
 
 @dataclass(frozen=True)

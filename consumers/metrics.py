@@ -1,7 +1,6 @@
-"""The trainer's Prometheus metrics, and its lines of telemetry."""
+"""The trainer's Prometheus metrics."""
 
 import errno
-import json
 import logging
 import math
 from pathlib import Path
@@ -50,6 +49,7 @@ class TrainerMetrics:
         self.duplicates = self._make(Counter, M.DUPLICATES)
         self.prompts_open = self._make(Gauge, M.PROMPTS)
         self.weight_bytes = self._make(Counter, M.WEIGHT_BYTES)
+        self.parity_alert = self._make(Gauge, M.PARITY_ALERT)
         self.checkpoint_seconds = self._make(Histogram, M.CHECKPOINT_SECONDS)
         self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
 
@@ -110,20 +110,3 @@ class TrainerMetrics:
     def _make(self, kind: Any, metric: Metric) -> Any:
         options = {"buckets": metric.buckets} if metric.buckets else {}
         return kind(metric.name, metric.help, metric.labels, registry=self.registry, **options)
-
-
-class Lines:
-    """Appends JSON lines to a file of the run folder. A line that a kill has torn stays one line of its own."""
-
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-        self._stream = file.open("a", buffering=1)
-        if torn:
-            self._stream.write("\n")
-
-    def write(self, **fields: Any) -> None:
-        self._stream.write(json.dumps(fields) + "\n")
-
-    def close(self) -> None:
-        self._stream.close()

@@ -10,7 +10,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging as transformers_logging
 
-from consumers.attention import IMPLEMENTATION, AttentionCalls
+from consumers.attention import IMPLEMENTATION, AttentionCalls, OwnAttention, PackedLayout
 from consumers.batch import MicroBatch
 from schemas.config import ConfigError
 
@@ -60,13 +60,19 @@ class PackedModel:
         Raises:
             ConfigError: some layer goes around the packed attention, so that rows would see each other.
         """
+        return self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+
+    def run(
+        self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of [N] tokens over any layout."""
         calls = AttentionCalls()
         body: nn.Module = getattr(self.module, self.module.base_model_prefix)
         arguments = {
-            "input_ids": microbatch.token_ids[None],
-            "position_ids": microbatch.position_ids[None],
+            "input_ids": token_ids[None],
+            "position_ids": position_ids[None],
             "use_cache": False,
-            "layout": microbatch.layout,
+            "layout": layout,
             "calls": calls,
         }
         head: Tensor = self.module.get_output_embeddings().weight

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
-from consumers.batch import Batch, MicroBatch, MiniBatch
+from consumers.batch import Batch, MicroBatch, MiniBatch, Support
 from consumers.fp32_head import selected_logprobs
 from consumers.importance import Correction, correct_packed, off_policy_rows_kept
 from consumers.interfaces import LossInputs, LossOutputs, Objective
@@ -117,16 +117,7 @@ class Scorer:
         self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
-        hidden, head = (model or self._model).forward(microbatch)
-        support = microbatch.support
-        return selected_logprobs(
-            F.embedding(microbatch.predicting, hidden),
-            head,
-            microbatch.targets,
-            microbatch.temperature,
-            support=None if support is None else support.mask(len(head)),
-            token_grads=token_grads,
-        )
+        return head_logprobs(*(model or self._model).forward(microbatch), microbatch, token_grads=token_grads)
 
     def _outputs(
         self,
@@ -216,6 +207,34 @@ class Scorer:
             FirstRead(read.proximal_logprobs, read.reference_logprobs, Correction(weights, keep, {}, corrected))
             for read, weights, keep, corrected in zip(reads, *split, strict=True)
         ]
+
+
+class SampledTokens(Protocol):
+    """The part of a `MicroBatch` that the head needs."""
+
+    @property
+    def predicting(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def temperature(self) -> Tensor: ...
+    @property
+    def support(self) -> Support | None: ...
+
+
+def head_logprobs(
+    hidden: Tensor, head: Tensor, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the sampled tokens and entropies, [M] float32 each, from what `PackedModel.forward` returns."""
+    support = sampled.support
+    return selected_logprobs(
+        F.embedding(sampled.predicting, hidden),
+        head,
+        sampled.targets,
+        sampled.temperature,
+        support=None if support is None else support.mask(len(head)),
+        token_grads=token_grads,
+    )
 
 
 def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:

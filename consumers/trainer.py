@@ -1,6 +1,5 @@
 """The trainer: takes groups off the stream, trains, publishes, and commits at checkpoints."""
 
-import json
 import logging
 import math
 import time
@@ -14,15 +13,17 @@ from consumers.connection import Connection
 from consumers.evaluation import Evaluator
 from consumers.learner import NOTHING_TO_TRAIN, Learner, StepReport
 from consumers.ledger import OUTCOMES, Ledger
-from consumers.metrics import Lines, TrainerMetrics
+from consumers.metrics import TrainerMetrics
+from consumers.parity.gate import Alert, Gate
 from consumers.reader import Reader
 from consumers.release import Releaser
-from consumers.scripts import FencedError
 from consumers.settlement import RunFailedError, Settlement
 from consumers.staleness import LagTable, is_stale
+from consumers.telemetry import BooksFile
 from consumers.tenure import Standing, Tenure
 from consumers.weights import Publisher
 from schemas.config import RunConfig
+from schemas.json_lines import Lines
 from schemas.keys import Commit, Keys
 from schemas.policy import make_version
 from schemas.rollout import RolloutGroup
@@ -77,14 +78,27 @@ class Trainer:
             lambda group: check_trainable(group, learner.vocabulary),
         )
         self._settlement = Settlement(self._ledger, metrics, config.trainer.max_dead_in_a_row, self._dead_letter)
-        self._releaser = Releaser(connection, self._scripts, self._keys, self._ledger, config, epoch)
-        self._publisher = Publisher(connection, self._scripts, config.weights_folder(runs), config.weights.keep, epoch)
+        self._releaser = Releaser(
+            connection,
+            self._scripts,
+            self._keys,
+            self._ledger,
+            config,
+            epoch,
+            lambda: config.num_updates - self._num_batches,
+        )
+        self._publisher = Publisher(
+            connection, self._scripts, config.weights_folder(runs), config.weights.keep_versions, epoch
+        )
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts or 0)
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
         tenure.standing = self._standing
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
+        self._books = BooksFile(self._folder / "trainer.json")
+        self._gate = Gate(config, self._folder)
+        self._alert = Alert(config, metrics.parity_alert.set)
 
     def adopt_release_cursor(self, released: int) -> None:
         """Takes over what Redis knows to be released, where the checkpoint is older."""
@@ -105,6 +119,7 @@ class Trainer:
 
         Raises:
             RunFailedError: the run cannot go on; what was trained is committed.
+            ParityRefusedError: engine and trainer disagree. Nothing was trained.
             FencedError: a newer trainer has the run. Nothing was written that it could notice.
             RedisGoneError, OSError: what was trained since the last checkpoint cannot be committed.
         """
@@ -131,6 +146,8 @@ class Trainer:
             if groups is None:
                 self._commit()
                 return False
+            if self._gate.is_pending:
+                self._gate.check(groups, self.learner.model, self.policy_version, self._lag_of)
             took_s = time.monotonic()
             batch = pack(groups, self._lag_of, self.config)
             report = self.learner.step(batch)
@@ -159,6 +176,7 @@ class Trainer:
                 if time.monotonic() - waiting_since > WAITING_LOG_S:
                     waiting_since = time.monotonic()
                     log.info("waiting for rollouts: %d of %d in hand", len(self._reader.hand), num_groups)
+                    self._heal()  # what is gone without Redis being another process would be waited for in vain
             self._notice_losses()
             self._settle_refused()
             if len(self._reader.hand) >= num_groups:
@@ -171,13 +189,20 @@ class Trainer:
         return None
 
     def _settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
-        for group in groups:
-            del self._reader.hand[group.index]
-        for reason in sorted(set(report.failed.values())):
-            self._settlement.kill_batch([group for group in groups if report.failed.get(group.index) == reason], reason)
-        if report.skipped_reason in (None, NOTHING_TO_TRAIN):
-            self._settlement.settle_batch([group for group in groups if group.index not in report.failed])
+        """Books the whole batch before it judges the step: what the optimizer trained must not be trained again.
+
+        Of a batch without any step, groups that are not to blame stay in hand.
+        """
+        failed = [group for group in groups if group.index in report.failed]
+        rest = [group for group in groups if group.index not in report.failed]
+        self._settlement.kill_batch(failed, report.failed)
+        is_done = report.skipped_reason in (None, NOTHING_TO_TRAIN)
+        if is_done:
+            self._settlement.settle_batch(rest)
             self._num_batches += 1
+        for group in groups if is_done else failed:
+            del self._reader.hand[group.index]
+        self._settlement.count_step(None if is_done else report.skipped_reason)
 
     def _settle_refused(self) -> None:
         self._settlement.settle_refused(self._reader.take_refused())
@@ -283,6 +308,7 @@ class Trainer:
         }
         self._updates.write(**line)
         self._metrics.record(line)
+        self._alert.watch(report.metrics)
 
     def _evaluate(self) -> None:
         last = self._num_batches == self.config.num_updates
@@ -330,14 +356,11 @@ class Trainer:
         )
         name = self._checkpoints.write(self.learner, state)
         keep_rollouts, keep_results = self._reader.first_unsettled(), self._evaluator.first_needed()
-        try:
-            trimmed = self._connection.call(
-                lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results)
-            )
-        except FencedError:
-            self._checkpoints.discard(name)
-            raise
+        # Fenced here, the checkpoint stays: an earlier try may have committed it, its reply lost, and the successor
+        # may stand on it. Where it does not, its next commit deletes it.
+        trimmed = self._connection.call(lambda _: self._scripts.commit(self.epoch, name, keep_rollouts, keep_results))
         self._checkpoints.committed(name)
+        self._reader.forget_trimmed()
         self._commits.committed(self._num_batches, len(self._ledger.settled), time.monotonic() - began_s)
         if reconcile:
             self._heal()
@@ -376,9 +399,7 @@ class Trainer:
             **self._counters,
             "finished": finished,
         }
-        partial = self._folder / "trainer.json.partial"
-        partial.write_text(json.dumps(books, indent=1))
-        partial.replace(self._folder / "trainer.json")
+        self._books.write(books)
 
     def close(self) -> None:
         self._tenure.end()

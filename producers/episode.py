@@ -107,7 +107,7 @@ class Episodes:
                 prompt = self._environment.prompt(claim.index)
             else:
                 prompt = self._environment.evaluation_prompt(claim.index)
-            token_ids = self._tokenize(prompt)
+            token_ids = tokenize(self._tokenizer, prompt)
         except Exception as error:  # the environment and the chat template are the user's
             raise PromptError(f"{type(error).__name__}: {error}") from error
         if not token_ids:
@@ -117,12 +117,6 @@ class Episodes:
                 f"{len(token_ids)} tokens, expected fewer than the model's context of {self._engine.max_model_len}"
             )
         return prompt, token_ids
-
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if prompt.messages is None:
-            return self._tokenizer.encode(prompt.text, add_special_tokens=False)
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     async def _sample(self, claim: Claim, prompt: Prompt, prompt_ids: list[int]) -> RolloutGroup | Dead:
         evaluation = claim.evaluation_id is not None
@@ -151,7 +145,7 @@ class Episodes:
             index=0 if evaluation else claim.index,
             prompt=prompt,
             rollouts=tuple(
-                _rollout(context, completion, reward) for completion, reward in zip(completions, rewards, strict=True)
+                rollout_of(context, completion, reward) for completion, reward in zip(completions, rewards, strict=True)
             ),
             producer_id=self._producer_id,
             fingerprint=self._engine.fingerprint,
@@ -168,7 +162,15 @@ class Episodes:
         )
 
 
-def _rollout(context: bytes, completion: Completion, reward: Reward) -> Rollout:
+def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The ids that a model is given for a prompt."""
+    if prompt.messages is None:
+        return tokenizer.encode(prompt.text, add_special_tokens=False)
+    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:
     """A rollout of one segment: the prompt's ids (packed), then what was sampled after them."""
     start = len(context) // 4
     end = start + len(completion.token_ids) // 4

@@ -31,6 +31,10 @@ class WeightLoadError(RuntimeError):
     """New weights could not be loaded; the engine still serves `policy_version`, labelled so."""
 
 
+class CaptureError(RuntimeError):
+    """Hidden states could not be recorded; the engine serves on as before."""
+
+
 class Engine(Protocol):
     """Samples from a policy whose weights can be replaced while it samples."""
 
@@ -57,6 +61,20 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class InspectableEngine(Engine, Protocol):
+    """An engine that shows what it computes inside."""
+
+    async def capture(self, token_ids: list[int], path: str) -> None:
+        """Replays one sequence with the weights now served and writes its hidden states to `path`, a file laid out as
+        `schemas.hidden_states` says.
+
+        Raises:
+            ValueError: the engine refuses the sequence.
+            CaptureError: it is not idle, or its model is not one whose inside it can show.
+        """
+        ...
 
 
 class Environment(Protocol):

@@ -61,6 +61,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     async_scheduling: bool = False
     head_dtype: Literal["float32", "model"] = "float32"
     """Type of the language-model head; `model` leaves it at model.dtype."""
+    update: Literal["in_flight", "drained"] = "in_flight"
+    """How new weights are taken. `in_flight`: requests stop for the load, keep their KV and go on with the new weights.
+    `drained`: every request in flight ends first and the KV cache is cleared, so that one version samples each
+    completion; the engine idles behind its longest one."""
+    cache_salt: Literal["version", "none"] = "version"
+    """With prefix_caching: `version` keeps each policy version's prefixes apart; `none`, as vLLM does by itself, serves
+    a new request what older weights computed of its prompt."""
     max_model_len: Positive | None = None
     """Longest prompt plus completion in tokens; None takes the model's own limit."""
     max_num_seqs: Positive = 256
@@ -277,8 +284,16 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
 class WeightsConfig(Section, frozen=True, kw_only=True):
     folder: str | None = None
     """Folder that trainer and producers share, best on tmpfs; None takes `<runs>/<name>/weights`."""
-    keep: Annotated[int, Meta(ge=2)] = 8
-    """Published versions kept."""
+    keep_versions: Annotated[int, Meta(ge=2)] = 8
+    """Published versions kept on disk, the last so many: `penstock parity` replays tokens of these versions."""
+
+
+class ParityConfig(Section, frozen=True, kw_only=True):
+    """Whether engine and trainer agree: `penstock parity`, and the gate in front of the first optimizer step."""
+
+    gate: Literal["refuse", "warn", "off"] = "refuse"
+    """The trainer checks its first batch. On a mismatch `refuse` ends the run with the verdict before anything is
+    trained, `warn` logs it and goes on, `off` does not look, and lets settings through that cannot pass."""
 
 
 class RedisConfig(Section, frozen=True, kw_only=True):
@@ -328,6 +343,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
+    parity: ParityConfig = ParityConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
 
@@ -368,6 +384,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(document, override)
     _check_sampling_names(document, file)
+    _check_renamed(document, file)
     try:
         config = msgspec.convert(document, RunConfig)
     except msgspec.ValidationError as error:
@@ -415,16 +432,24 @@ _NOT_REPRODUCIBLE = (
     "bad_words", "min_tokens", "logits_processors", "structured_outputs", "thinking_token_budget", "watermarking",
 )  # fmt: skip
 """vLLM's sampling settings that change the distribution in ways the trainer's head does not repeat."""
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Values that change nothing: a run's own copy of its run file has every field written out."""
 
 
 def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
     sampling = document.get("sampling")
     for name in _NOT_REPRODUCIBLE:
-        if isinstance(sampling, dict) and name in sampling:
+        if isinstance(sampling, dict) and name in sampling and sampling[name] != _NEUTRAL.get(name):
             raise ConfigError(
                 f"{file}: sampling.{name} = {sampling[name]!r}: the trainer cannot reproduce the logprobs it leads to; "
                 "expected it to be left out"
             )
+
+
+def _check_renamed(document: dict[str, Any], file: Path) -> None:
+    weights = document.get("weights")
+    if isinstance(weights, dict) and "keep" in weights:
+        raise ConfigError(f"{file}: weights.keep = {weights['keep']!r}: unknown field; it is now weights.keep_versions")
 
 
 def _check(config: RunConfig, file: Path) -> None:
@@ -448,23 +473,14 @@ def _check(config: RunConfig, file: Path) -> None:
         raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more, and finite")
     if sampling.max_tokens < 1:
         raise ConfigError(f"{file}: sampling.max_tokens = {sampling.max_tokens}: expected 1 or more")
-    if config.engine.logprobs_mode != "processed_logprobs" and sampling.temperature != 1.0:
-        raise ConfigError(
-            f"{file}: engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.temperature = "
-            f"{sampling.temperature}: raw logprobs are not those of the sampled distribution; "
-            "expected 'processed_logprobs'"
-        )
     if "logits_processors" in config.engine.args:
         raise ConfigError(
             f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
             "reproduce the logprobs they lead to; expected it to be left out"
         )
     _check_steps(config, file)
-    if config.model.dtype != "float32" and config.engine.head_dtype != "float32":
-        raise ConfigError(
-            f"{file}: engine.head_dtype = {config.engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
-            "trainer's head is float32, and on one side only it widens the gap; expected 'float32'"
-        )
+    if config.parity.gate != "off":
+        _check_parity(config, file)
     for name in ("environment", "objective", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:
@@ -473,6 +489,28 @@ def _check(config: RunConfig, file: Path) -> None:
         raise ConfigError(
             f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
             f"claim_idle_s = {config.producers.claim_idle_s}"
+        )
+
+
+def _check_parity(config: RunConfig, file: Path) -> None:
+    """Settings under which engine and trainer cannot agree: the gate would refuse the run once it has started."""
+    engine, temperature = config.engine, config.sampling.temperature
+    if engine.logprobs_mode != "processed_logprobs" and temperature != 1.0:
+        raise ConfigError(
+            f"{file}: engine.logprobs_mode = {engine.logprobs_mode!r} with sampling.temperature = {temperature}: raw "
+            "logprobs are not those of the sampled distribution; expected 'processed_logprobs', or parity.gate = 'off' "
+            "to run with them all the same"
+        )
+    if config.model.dtype != "float32" and engine.head_dtype != "float32":
+        raise ConfigError(
+            f"{file}: engine.head_dtype = {engine.head_dtype!r} with model.dtype = {config.model.dtype!r}: the "
+            "trainer's head is float32, and on one side only it widens the gap; expected 'float32', or "
+            "parity.gate = 'off' to run with it all the same"
+        )
+    if engine.prefix_caching and engine.cache_salt == "none":
+        raise ConfigError(
+            f"{file}: engine.cache_salt = 'none' with engine.prefix_caching = true: prompts are served from what older "
+            "weights computed; expected 'version', or parity.gate = 'off' to run with it all the same"
         )
 
 

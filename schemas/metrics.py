@@ -59,6 +59,9 @@ class TrainerMetric:
     CHECKPOINT_SECONDS = Metric(
         "penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS
     )
+    PARITY_ALERT = Metric(
+        "penstock_trainer_parity_alert", "1 while the gap between engine and trainer at lag 0 is outside its tolerance"
+    )
     STREAM_ERRORS = Metric("penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
 
 

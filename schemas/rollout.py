@@ -39,10 +39,16 @@ class RecordError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` of it."""
-    if len(text) > MAX_REASON_CHARACTERS:
-        text = f"{text[:MAX_REASON_CHARACTERS]}... ({len(text):,} characters)"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` in all: what is longer
+    is cut and says how long it was. Applied again, it changes nothing."""
+    # What is cut off need not be escaped first: it may be megabytes.
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: MAX_REASON_CHARACTERS + 1]
+    )
+    if len(shown) <= MAX_REASON_CHARACTERS:
+        return shown
+    end = f"... ({len(text):,} characters)"
+    return shown[: MAX_REASON_CHARACTERS - len(end)] + end
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +113,22 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 256
     """The most tokens one completion may have."""
     stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that was sampled before. The three penalties are vLLM's; the trainer reproduces
+    none of them, the parity check knows them in records of other engines."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time it was sampled before."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in the context or sampled before."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Some tokens could not be sampled: top-k or top-p."""
+        return self.top_p != 1.0 or self.top_k not in (0, -1)
 
 
 class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +263,14 @@ def _check_context(group: RolloutGroup) -> None:
         raise RecordError(f"{where}: sampling.temperature: {temperature}, expected a finite number, 0 or more")
     if not 0 <= top_p <= 1:
         raise RecordError(f"{where}: sampling.top_p: {top_p}, expected 0 to 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(group.sampling, name)):
+            raise RecordError(f"{where}: sampling.{name}: {getattr(group.sampling, name)}, expected a finite number")
+    if not 0 < group.sampling.repetition_penalty < math.inf:
+        raise RecordError(
+            f"{where}: sampling.repetition_penalty: {group.sampling.repetition_penalty}, expected a finite number "
+            "above 0"
+        )
     for name in ("claimed_s", "generated_s", "appended_s"):
         if not math.isfinite(getattr(group.timings, name)):
             raise RecordError(f"{where}: timings.{name}: {getattr(group.timings, name)}, expected a finite number")

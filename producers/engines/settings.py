@@ -102,7 +102,11 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
 
 
 def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
-    """The engine as it reports itself."""
+    """The engine as it reports itself; in `other` its further arguments, and settings of ours off their defaults."""
+    other = {name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()}
+    for name, usual in (("update", "in_flight"), ("cache_salt", "version")):
+        if (value := getattr(config.engine, name)) != usual:
+            other[f"engine.{name}"] = json.dumps(value)
     return EngineFingerprint(
         engine="vllm",
         version=version,
@@ -112,5 +116,5 @@ def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> E
         logprobs_mode=report["logprobs_mode"],
         prefix_caching=report["enable_prefix_caching"],
         async_scheduling=report["async_scheduling"],
-        other={name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()},
+        other=other,
     )

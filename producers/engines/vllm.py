@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import time
+import uuid
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -26,10 +27,12 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from producers.engines.completions import pack
+from producers.engines.leash import children_leashed
+from producers.engines.prefix_cache import FORGET_PREFIXES
 from producers.engines.settings import engine_arguments, fingerprint, verify
 from producers.engines.weight_files import BaseModel, HeldFile, check
 from producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
-from producers.interfaces import Completion, EngineError, WeightLoadError
+from producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
 from schemas.config import RunConfig
 from schemas.policy import WeightManifest
 from schemas.rollout import EngineFingerprint, SamplingSettings
@@ -52,7 +55,8 @@ class VllmEngine:
         self._llm = llm
         self._base = base
         self._dtype = config.model.dtype
-        self._salted = config.engine.prefix_caching
+        self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
+        self._drained = config.engine.update == "drained"
         self._held: HeldFile | None = None
         self._params: dict[tuple[SamplingSettings, int], SamplingParams] = {}
         self._loading = asyncio.Lock()
@@ -99,9 +103,20 @@ class VllmEngine:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
             EngineError: the engine serves no longer.
         """
-        self._check_prompt(prompt_token_ids, request_id)
         # KV that older weights computed must not serve a new request.
         salt = str(self.policy_version) if self._salted else None
+        return await self._run(prompt_token_ids, sampling, num_siblings, request_id, salt)
+
+    async def _run(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        salt: str | None,
+    ) -> list[Completion]:
+        """`generate`, on cached KV of requests with the same `salt` only."""
+        self._check_prompt(prompt_token_ids, request_id)
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
         final: RequestOutput | None = None
         try:
@@ -120,17 +135,51 @@ class VllmEngine:
     async def load_weights(self, manifest: WeightManifest, path: str) -> float:
         """Replaces the weights in flight by those in the verified safetensors file at `path`.
 
-        Requests in flight keep their KV and go on with the new weights; requests that arrive meanwhile wait. Cancelling
-        the call does not interrupt a load that has begun.
+        Requests in flight keep their KV and go on with the new weights; requests that arrive meanwhile wait. With
+        engine.update = "drained" the load waits for those in flight to end, and clears the cache. Cancelling the call
+        does not interrupt a load that has begun.
 
         Returns:
-            The seconds during which no token was sampled.
+            The seconds during which no token was sampled, of which the wait for requests to end is no part.
 
         Raises:
             WeightLoadError: the old version still serves, labelled so.
             EngineError: the old version could not be brought back; nothing is sampled any more.
         """
         return await asyncio.shield(asyncio.ensure_future(self._replace_weights(manifest, path)))
+
+    async def capture(self, token_ids: list[int], path: str) -> None:
+        """Writes the hidden states of a replayed sequence to `path`; see `producers.interfaces.InspectableEngine`.
+
+        Raises:
+            ValueError: vLLM refuses the sequence.
+            CaptureError: the engine is not idle, or vLLM's model has another build than the one that is recorded.
+            EngineError: the engine serves no longer.
+        """
+        async with self._loading:
+            if running := self._llm.get_num_unfinished_requests():
+                raise CaptureError(f"hidden states: {running} requests in flight, expected an idle engine")
+            try:
+                await self._llm.collective_rpc("penstock_begin_capture", args=(token_ids,))
+                await self._replay(token_ids)
+                await self._llm.collective_rpc("penstock_capture_as_served")
+                await self._replay(token_ids)
+                await self._llm.collective_rpc("penstock_end_capture", args=(path, self.policy_version))
+            except EngineDeadError as error:
+                raise EngineError(DEAD) from error
+            except (ValueError, EngineError):
+                raise
+            except Exception as error:  # vLLM hands every failure in a worker over as a bare Exception
+                raise CaptureError(f"hidden states: {error}") from error
+            finally:
+                if not self._llm.errored:
+                    await self._llm.collective_rpc("penstock_end_capture", args=(None, 0))
+
+    async def _replay(self, token_ids: list[int]) -> None:
+        """Has the engine compute a sequence anew, whatever its prefix cache holds."""
+        name = f"replay-{uuid.uuid4()}"
+        salt = name if self.fingerprint.prefix_caching else None
+        await self._run(token_ids, SamplingSettings(temperature=0, max_tokens=1), 1, name, salt)
 
     async def close(self) -> None:
         """Ends the engine process at once; requests in flight fail with EngineError."""
@@ -148,8 +197,7 @@ class VllmEngine:
             except OSError as error:
                 raise WeightLoadError(f"policy {manifest.version}: {error}") from error
             try:
-                # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
-                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+                await self._pause()
                 paused = time.perf_counter()
                 await self._load([path], manifest)
                 await asyncio.gather(
@@ -168,6 +216,17 @@ class VllmEngine:
                 self._held.close()
             self._held = held
             return pause_s
+
+    async def _pause(self) -> None:
+        """Stops sampling for an update; drained, only once no request is in flight."""
+        # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
+        pause = self._llm.engine_core.pause_scheduler_async
+        if self._drained:
+            await pause(mode="wait", clear_cache=True)
+        else:
+            await pause(mode="keep", clear_cache=False)
+            if self._salted:
+                await self._llm.engine_core.call_utility_async(FORGET_PREFIXES)
 
     async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
         """Loads `paths`, or failing that the weights of `policy_version` again."""
@@ -259,7 +318,8 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
 
     def boot() -> None:
         try:
-            booting.set_result(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+            with children_leashed():
+                booting.set_result(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
         except BaseException as error:
             booting.set_exception(error)
 

@@ -1,13 +1,10 @@
-"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and a leash to the parent process."""
+"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and a leash on what it starts."""
 
 import logging
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -21,9 +18,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from producers.engines import prefix_cache
+from producers.engines.hidden_states import HiddenStateCapture
+from producers.engines.leash import leash_children
+
 BACKEND = "penstock_safetensors"
 LEASH_VARIABLE = "PENSTOCK_ENGINE_LEASH"
-"""Set in the environment of engines that must not outlive the process that started them."""
+"""Set in the environment of engines whose own processes must not outlive them."""
 
 
 @dataclass
@@ -108,7 +109,7 @@ def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-class EngineReport:
+class EngineReport(HiddenStateCapture):
     """Mixed into vLLM's worker: what the running engine says of itself."""
 
     def penstock_report(self) -> dict[str, Any]:
@@ -136,28 +137,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _follow_parent() -> None:
-    """Ends this engine process together with its parent, however that ends, and with nobody else.
-
-    A watching thread, not PR_SET_PDEATHSIG: that one fires when the parent's *thread* ends that started this process.
-    A session of its own keeps a Ctrl-C at the terminal for the parent, which shuts its engine down in order.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    if os.getpgrp() != os.getpid():
-        os.setsid()
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="penstock-leash", daemon=True).start()
-
-
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`: vLLM calls it in the front end and in every engine process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransferEngine)
-    if os.environ.get(LEASH_VARIABLE):
-        _follow_parent()
+    prefix_cache.install()
+    if os.environ.get(LEASH_VARIABLE) and multiprocessing.parent_process() is not None:
+        leash_children()

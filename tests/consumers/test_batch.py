@@ -5,7 +5,7 @@ import pytest
 import torch
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment
 
-from consumers.batch import MicroBatch, check_trainable, pack
+from consumers.batch import MicroBatch, Support, check_trainable, pack
 from schemas.config import TrainerConfig
 from schemas.policy import FutureVersionError, UnknownVersionError
 from schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids
@@ -253,6 +253,20 @@ def test_a_truncated_distribution_is_refused() -> None:
     nucleus = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, top_p=0.9))
     with pytest.raises(RecordError, match=r"group 4: sampled with top_p 0\.9"):
         check_trainable(nucleus, VOCABULARY)
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_a_distribution_with_penalties_is_refused(penalty) -> None:
+    group = random_group(4, 0)
+    changed = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **{penalty: 0.5}))
+    with pytest.raises(RecordError, match=rf"group 4: sampled with .*{penalty} 0\.5.*; the trainer reproduces"):
+        check_trainable(changed, VOCABULARY)
+
+
+def test_a_part_of_a_support_is_that_of_its_tokens() -> None:
+    support = Support(torch.tensor([3, 1, 2, 0]), torch.tensor([1, 0, 2, 1]))
+    for part in (slice(0, 1), slice(1, 3), slice(2, 4), slice(0, 4), slice(1, 2)):
+        assert torch.equal(support.part(part).mask(5), support.mask(5)[part])
 
 
 def test_a_row_without_context_never_packs() -> None:

@@ -10,6 +10,7 @@ import redis
 from trainer_bench import assert_settled_once, at_step, tracebacks
 
 import consumers.__main__ as entry
+import consumers.connection
 from consumers.connection import Connection, RedisGoneError
 from schemas.config import ConfigError
 
@@ -44,6 +45,18 @@ def test_a_redis_that_stays_away_ends_the_trainer_with_one_line_and_its_work_is_
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4
     assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_without_end(bench, redis_client, monkeypatch):
+    # The margin between the two is what keeps this from happening; without it a waiting trainer must still go on.
+    monkeypatch.setattr(consumers.connection, "SOCKET_TIMEOUT_S", 0.3)
+    assert consumers.connection.BLOCK_S > 0.3
+    trainer = bench.trainer()
+    assert trainer._connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
+    threading.Timer(3.0, bench.hardy_producer).start()
+    assert trainer.run()
+    assert trainer._connection.num_outages >= 1
     assert_settled_once(bench, redis_client)
 
 

@@ -5,10 +5,13 @@ import time
 from collections import Counter
 
 import pytest
-from mini_producer import group_fields
-from trainer_bench import KilledError, assert_balanced, assert_settled_once
+from mini_producer import group_fields, make_group
+from msgspec.structs import replace
+from trainer_bench import KilledError, assert_balanced, assert_settled_once, wait_for
 
+from schemas.keys import Field
 from schemas.policy import make_version
+from schemas.rollout import Rollout, VersionSpan, encode_group
 
 pytestmark = pytest.mark.redis
 
@@ -62,6 +65,54 @@ def test_lag_runs_along_the_path_between_the_policies_of_two_lines(bench, redis_
         batch = second.learner.trained[16 + 4 * steps :][:4]
         expected = Counter(steps_apart(sampled_by[index], steps) for index in batch for _ in range(6))
         assert histogram == expected, f"update {5 + steps}: groups of {[sampled_by[index] for index in batch]}"
+    assert_settled_once(bench, redis_client)
+
+
+def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_rollback(bench, redis_client):
+    # Queued when the trainer is killed at policy 7: groups 29 to 34, of 5 to 7. In flight then: groups 35 to 40, whose
+    # first tokens are of lost policies and whose last one is of the checkpoint's re-announcement.
+    bench.overrides = ["max_lag=9"]
+    first_line = itertools.cycle([(5, 6, 7), (4, 5, 5), (7, 7, 7)])
+    over_the_fork = itertools.cycle([(6, 7, make_version(1, 0)), (4, 4, make_version(1, 0))])
+    versions_of: dict[int, tuple[int, ...]] = {}
+
+    def answer(index: int, version: int) -> dict:
+        versions = (version,) * 3
+        if 28 < index <= 40:
+            wait_for(
+                lambda: int(redis_client.hget(bench.keys.commit, "policy_version")) >= (7 if index < 35 else 10**9)
+            )
+            versions = next(first_line if index < 35 else over_the_fork)
+        group = make_group(index, version)
+        spans = tuple(VersionSpan(v, 3 + n, 4 + n) for n, v in enumerate(versions))
+        rollouts = tuple(
+            Rollout(segments=(replace(rollout.segments[0], version_spans=spans),), reward=rollout.reward)
+            for rollout in group.rollouts
+        )
+        versions_of.setdefault(index, versions)
+        return group_fields(index, version) | {Field.PAYLOAD: encode_group(replace(group, rollouts=rollouts))}
+
+    bench.hardy_producer(answer)
+    first = bench.trainer()
+    record = first._record
+
+    def record_and_die(*args) -> None:
+        record(*args)
+        if first.policy_version == 7:
+            wait_for(lambda: b"34" in [entry[Field.INDEX] for _, entry in redis_client.xrange(bench.keys.rollouts)])
+            raise KilledError
+
+    first._record = record_and_die
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    assert set(versions_of) >= set(range(29, 41))
+    for steps, histogram in enumerate(second.learner.lags):
+        batch = second.learner.trained[16 + 4 * steps :][:4]
+        expected = Counter(steps_apart(v, steps) for index in batch for v in versions_of[index] for _ in range(2))
+        assert histogram == expected, f"update {5 + steps}: groups of {[versions_of[index] for index in batch]}"
     assert_settled_once(bench, redis_client)
 
 

@@ -376,6 +376,10 @@ def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_n
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
     status, out, _ = run.command(capsys, "audit", "test")
     assert status == 0 and "warning: by its newest checkpoint alone: REDIS_URL: no Redis answers" in out
+    unknown = [line.split("unknown")[0].split() for line in out.splitlines() if "unknown" in line]
+    assert unknown == [["evaluations", "4"], ["dead", "letters"], ["settled,", "on", "the", "stream"]]
+    found = run.json(capsys, "audit", "test")
+    assert (found["num_letters"], found["num_evaluation_prompts_open"], found["books"]["never_released"]) == (None,) * 3
     (run.folder / "trainer.json").unlink()
     status, out, err = run.command(capsys, "audit", "test")
     assert (status, out) == (2, "")

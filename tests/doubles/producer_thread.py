@@ -78,7 +78,7 @@ class ProducerThread(threading.Thread):
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         metrics, tasks = ProducerMetrics(), self._tasks
-        connection = Connection.open(self._url, outage_s=20.0, metrics=metrics)
+        connection = Connection.open(self._url, outage_s=45.0, metrics=metrics)
         try:
             producer = Producer(
                 self._config,

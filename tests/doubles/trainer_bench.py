@@ -70,7 +70,7 @@ class Bench:
         return self.runs / "test"
 
     def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
-        connection = Connection(url or self.url, outage_s=20)
+        connection = Connection(url or self.url, outage_s=45)
         self.connections.append(connection)
         self.metrics = TrainerMetrics()
         trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)

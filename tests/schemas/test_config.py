@@ -44,6 +44,11 @@ def test_the_credit_is_the_batches_that_fit_within_the_lag_bound(run_file):
     assert load_config(run_file, [*steps, "max_lag=0"]).credit == 10
 
 
+def test_penalties_written_out_at_their_neutral_values_change_nothing(run_file):
+    neutral = ["presence_penalty=0.0", "frequency_penalty=0.0", "repetition_penalty=1.0"]
+    assert load_config(run_file, [f"sampling.{each}" for each in neutral]) == load_config(run_file)
+
+
 def test_overrides_take_toml_values_and_bare_words(run_file):
     config = load_config(run_file, ["trainer.learning_rate=3e-4", "name=other", "environment.kwargs.width=3"])
     assert config.trainer.learning_rate == 3e-4
@@ -59,6 +64,8 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.lr=1.0", r"trainer.lr: unknown field"),
         ("colour=1", r"colour: unknown field"),
         ("sampling.min_p=0.1", r"sampling.min_p = 0.1: the trainer cannot reproduce the logprobs"),
+        ("sampling.repetition_penalty=1.1", r"sampling.repetition_penalty = 1.1: the trainer cannot reproduce"),
+        ("sampling.presence_penalty=0.1", r"sampling.presence_penalty = 0.1: the trainer cannot reproduce"),
         ("sampling.min_tokens=3", r"sampling.min_tokens = 3: the trainer cannot reproduce"),
         ("sampling.logit_bias={5=1.0}", r"sampling.logit_bias = {'5': 1.0}: the trainer cannot reproduce"),
         ("sampling.beams=3", r"sampling.beams: unknown field"),
@@ -71,6 +78,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("sampling.temperature=nan", r"sampling.temperature = nan: expected 0 or more, and finite"),
         ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
         ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` <= 1"),
+        ("parity.gate=maybe", r"parity.gate = 'maybe': Invalid enum value 'maybe'"),
         ("mode=serial", r"mode = 'serial': Invalid enum value 'serial'"),
         ("name=a/b", r"run name 'a/b': expected letters, digits"),
         ("environment.path=nonsense", r"environment.path = 'nonsense': expected package.module:Name"),
@@ -94,6 +102,33 @@ def test_a_head_of_one_precision_only_is_refused(run_file):
     load_config(run_file, ["model.dtype=bfloat16"])
     with pytest.raises(ConfigError, match=r"engine\.head_dtype = 'model' with model.dtype = 'bfloat16'"):
         load_config(run_file, ["model.dtype=bfloat16", "engine.head_dtype=model"])
+
+
+FAULTS = (
+    "engine.logprobs_mode=raw_logprobs",
+    "sampling.temperature=0.7",
+    "model.dtype=bfloat16",
+    "engine.head_dtype=model",
+)
+"""Settings under which engine and trainer cannot agree."""
+
+
+def test_without_the_gate_settings_that_fail_parity_are_let_through(run_file):
+    for gate in ("refuse", "warn"):
+        with pytest.raises(ConfigError, match=r"or parity\.gate = 'off'"):
+            load_config(run_file, [*FAULTS, f"parity.gate={gate}"])
+    config = load_config(run_file, [*FAULTS, "parity.gate=off"])
+    assert (config.engine.logprobs_mode, config.engine.head_dtype) == ("raw_logprobs", "model")
+
+
+def test_without_the_gate_other_refusals_stand(run_file):
+    with pytest.raises(ConfigError, match=r"sampling.top_p = 0.9: the trainer cannot reproduce"):
+        load_config(run_file, ["parity.gate=off", "sampling.top_p=0.9"])
+
+
+def test_the_former_name_of_a_field_says_the_present_one(run_file):
+    with pytest.raises(ConfigError, match=r"weights.keep = 4: unknown field; it is now weights.keep_versions"):
+        load_config(run_file, ["weights.keep=4"])
 
 
 def test_a_missing_required_field_is_named(run_file):

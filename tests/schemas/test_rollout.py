@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -44,13 +45,29 @@ def test_a_group_survives_the_round_trip():
     assert decode_group(encode_group(group)) == group
 
 
-def test_payload_of_schema_version_1_still_decodes():
-    payload = (WIRE / "group_v1.msgpack").read_bytes()
-    assert decode_group(payload) == wire_examples.group()
+@pytest.mark.parametrize("file", ["group_v1.msgpack", "group_v1_penalties.msgpack"])
+def test_payloads_of_schema_version_1_still_decode(file):
+    assert decode_group((WIRE / file).read_bytes()) == wire_examples.group()
 
 
 def test_today_s_encoder_writes_the_golden_payload():
-    assert encode_group(wire_examples.group()) == (WIRE / "group_v1.msgpack").read_bytes()
+    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_penalties.msgpack").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"presence_penalty": math.nan}, "sampling.presence_penalty: nan, expected a finite number"),
+        ({"frequency_penalty": math.inf}, "sampling.frequency_penalty: inf, expected a finite number"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty: 0.0, expected a finite number above 0"),
+        ({"repetition_penalty": math.inf}, "sampling.repetition_penalty: inf, expected a finite number above 0"),
+    ],
+)
+def test_penalties_that_nothing_is_sampled_with_are_refused_by_the_reader(changes, message):
+    group = wire_examples.group()
+    odd = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **changes))
+    with pytest.raises(RecordError, match=re.escape(message)):
+        decode_group(encode_group(odd))
 
 
 def test_packed_numbers_keep_ids_exactly_and_logprobs_to_float32():

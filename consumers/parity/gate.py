@@ -1,0 +1,165 @@
+"""The gate: no optimizer step before engine and trainer agree. And the alert, should they part later."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from consumers.model import PackedModel
+from consumers.parity.check import check_parity
+from consumers.parity.errors import ParityError
+from consumers.parity.policies import LoadedPolicy
+from consumers.parity.report import TOLERANCES, ParityReport
+from schemas.config import RunConfig
+from schemas.policy import FutureVersionError, UnknownVersionError
+from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
+
+log = logging.getLogger(__name__)
+
+REPORT_FILE = "parity.json"
+MAX_TOKENS = 20_000
+"""Sampled tokens that the gate looks at: a second or so for the trainer that is to train on them."""
+
+LagOf = Callable[[int], int]
+
+
+class ParityRefusedError(RuntimeError):
+    """Engine and trainer disagree, and the run file says to refuse that. Nothing was trained on the batch."""
+
+
+class Gate:
+    """Checks the first batch that holds tokens of the trainer's present weights, before anything is trained on it.
+
+    A new run's first batch does. After a resume the batches that were sampled before come first, by older weights; they
+    pass, and the gate waits.
+    """
+
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        self._config = config
+        self._file = run_folder / REPORT_FILE
+        self.is_pending = config.parity.gate != "off"
+        self._said = ""
+
+    def check(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf) -> None:
+        """Does nothing once a batch has been checked.
+
+        Args:
+            groups: the batch.
+            model: the trainer's, with the weights of `version`. It is left as it is.
+            version: the trainer's own.
+            lag_of: lags for `version`.
+
+        Raises:
+            ParityRefusedError: they disagree, and `parity.gate` is "refuse". The report is in `<run>/parity.json`.
+        """
+        if not self.is_pending:
+            return
+        fresh = [group for each in groups if (group := _at_lag_0(each, version, lag_of)) is not None]
+        if not fresh:
+            self._say("no rollouts of the newest policy in this batch: parity is checked with the first that has some")
+            return
+        try:
+            report = self._report(fresh, model, version)
+        except ParityError as error:
+            self._say(f"parity cannot be checked with this batch: {error}")
+            return
+        if report.verdict.status == "unclear":
+            self._say(f"parity: {report.verdict.sentence}")
+            return
+        self.is_pending = False
+        self._conclude(report)
+
+    def _report(self, groups: list[RolloutGroup], model: PackedModel, version: int) -> ParityReport:
+        began_s = time.monotonic()
+        with torch.no_grad():
+            report = check_parity(
+                groups,
+                config=self._config,
+                weights=lambda _: None,
+                device=next(iter(model.parameters())).device,
+                max_tokens=MAX_TOKENS,
+                loaded=LoadedPolicy(version, model),
+            )
+        return msgspec.structs.replace(
+            report, gate=self._config.parity.gate, seconds=time.monotonic() - began_s, points=()
+        )
+
+    def _conclude(self, report: ParityReport) -> None:
+        partial = self._file.with_suffix(".json.partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        partial.replace(self._file)
+        verdict = report.verdict
+        if verdict.status == "parity":
+            log.info("%s (%.1f s)", verdict.sentence, report.seconds)
+            return
+        if self._config.parity.gate == "refuse":
+            raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {verdict.sentence}')
+        log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', verdict.sentence)
+
+    def _say(self, text: str) -> None:
+        """Once, however many batches it holds for."""
+        if text != self._said:
+            self._said = text
+            log.info("%s", text)
+
+
+class Alert:
+    """Watches the gap at lag 0, which is the engine's alone: no drift is in it.
+
+    on_change: called with whether the gap is outside the tolerance of `model.dtype`, at the start and at each change.
+    """
+
+    def __init__(self, config: RunConfig, on_change: Callable[[bool], None]) -> None:
+        self._band = TOLERANCES[config.model.dtype].mean
+        self._on_change = on_change
+        self.is_raised = False
+        on_change(False)
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Takes one batch's metrics; a batch without rows of lag 0 changes nothing."""
+        gap = metrics.get("mismatch_lag0", math.nan)
+        if math.isnan(gap) or (gap > self._band) == self.is_raised:
+            return
+        self.is_raised = not self.is_raised
+        self._on_change(self.is_raised)
+        if self.is_raised:
+            log.warning(
+                "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.0e is allowed; ask `penstock parity`",
+                gap,
+                self._band,
+            )
+        else:
+            log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
+
+
+def _at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:
+    """The rollouts of which every token was sampled by the trainer's present weights, labelled `version`.
+
+    After a resume the checkpoint's version stands for the same weights as the new one; the model in memory is known by
+    the new one only.
+    """
+    kept = [rollout for rollout in group.rollouts if _is_fresh(rollout, lag_of)]
+    if not kept:
+        return None
+    rollouts = tuple(
+        msgspec.structs.replace(rollout, segments=tuple(_labelled(segment, version) for segment in rollout.segments))
+        for rollout in kept
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def _is_fresh(rollout: Rollout, lag_of: LagOf) -> bool:
+    spans = [span for segment in rollout.segments for span in segment.version_spans]
+    try:
+        return bool(spans) and all(lag_of(span.version) == 0 for span in spans)
+    except (UnknownVersionError, FutureVersionError):
+        return False
+
+
+def _labelled(segment: Segment, version: int) -> Segment:
+    spans = tuple(VersionSpan(version, span.start, span.end) for span in segment.version_spans)
+    return msgspec.structs.replace(segment, version_spans=spans)

@@ -1,0 +1,164 @@
+"""The gate: what has to hold before the first optimizer step, and the alert that watches from then on."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from parity_bench import ParityBench, groups_of, prompts, with_logprobs
+from training_groups import configuration
+
+from consumers.model import PackedModel
+from consumers.parity.gate import Alert, Gate, ParityRefusedError
+from consumers.staleness import LagTable
+from schemas.config import ModelConfig, ParityConfig, RunConfig
+from schemas.policy import make_version
+from schemas.rollout import RolloutGroup, SamplingSettings
+
+WARM = SamplingSettings(max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> ParityBench:
+    return ParityBench.make(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def sound(bench: ParityBench) -> list[RolloutGroup]:
+    """Of version 0."""
+    return groups_of(bench.engine().generate(prompts(4, 5), 4, 10), WARM)
+
+
+@pytest.fixture(scope="module")
+def model(bench: ParityBench) -> PackedModel:
+    return PackedModel(str(bench.folder), "float32", torch.device("cpu"))
+
+
+def config_of(bench: ParityBench, gate: str = "refuse") -> RunConfig:
+    return configuration(bench.folder, model=ModelConfig(path=str(bench.folder)), parity=ParityConfig(gate=gate))
+
+
+def in_base_2(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    return with_logprobs(groups, lambda siblings: [[value / math.log(2) for value in own] for own in siblings])
+
+
+def labelled(groups: Sequence[RolloutGroup], version: int) -> list[RolloutGroup]:
+    def segment_of(segment):
+        spans = tuple(msgspec.structs.replace(span, version=version) for span in segment.version_spans)
+        return msgspec.structs.replace(segment, version_spans=spans)
+
+    def rollout_of(rollout):
+        return msgspec.structs.replace(rollout, segments=tuple(segment_of(each) for each in rollout.segments))
+
+    return [msgspec.structs.replace(g, rollouts=tuple(rollout_of(each) for each in g.rollouts)) for g in groups]
+
+
+def report_in(folder: Path) -> dict:
+    return json.loads((folder / "parity.json").read_text())
+
+
+AT_0 = LagTable(0, {}, {})
+
+
+def test_a_sound_batch_opens_the_gate_and_leaves_a_report(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench), tmp_path)
+    assert gate.is_pending
+    gate.check(sound, model, 0, AT_0)
+    assert not gate.is_pending
+    report = report_in(tmp_path)
+    assert (report["verdict"]["status"], report["gate"]) == ("parity", "refuse")
+    assert report["num_tokens"] == 4 * 4 * 10
+
+
+def test_an_open_gate_looks_at_nothing_more(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench), tmp_path)
+    gate.check(sound, model, 0, AT_0)
+    gate.check(in_base_2(sound), model, 0, AT_0)
+
+
+def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is(bench, model, sound, tmp_path):
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
+        Gate(config_of(bench), tmp_path).check(in_base_2(sound), model, 0, AT_0)
+    assert report_in(tmp_path)["verdict"]["cause"] == "log2"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
+    assert model.module.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_warning_lets_the_run_go_on(bench, model, sound, tmp_path, caplog):
+    gate = Gate(config_of(bench, "warn"), tmp_path)
+    gate.check(in_base_2(sound), model, 0, AT_0)
+    assert not gate.is_pending
+    assert "engine and trainer disagree, trained all the same" in caplog.text and "base 2" in caplog.text
+    assert report_in(tmp_path)["gate"] == "warn"
+
+
+def test_a_gate_that_is_off_looks_at_nothing(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench, "off"), tmp_path)
+    assert not gate.is_pending
+    gate.check(in_base_2(sound), model, 0, AT_0)
+    assert not (tmp_path / "parity.json").exists()
+
+
+def test_the_gate_waits_for_tokens_of_the_trainer_s_present_weights(bench, model, sound, tmp_path, caplog):
+    """Older ones say nothing of the present weights: the model in memory is the only one that it has."""
+    caplog.set_level(logging.INFO)
+    gate = Gate(config_of(bench), tmp_path)
+    at_2 = LagTable(2, {}, {})
+    for _ in range(3):
+        gate.check(in_base_2(labelled(sound, 1)), model, 2, at_2)
+    assert gate.is_pending and caplog.text.count("no rollouts of the newest policy in this batch") == 1
+    gate.check([*in_base_2(labelled(sound[:3], 1)), *labelled(sound[3:], 2)], model, 2, at_2)
+    assert not gate.is_pending and report_in(tmp_path)["num_groups"] == 1
+
+
+def test_after_a_resume_the_checkpoint_s_policy_stands_for_the_same_weights(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench), tmp_path)
+    resumed = make_version(1, 0)
+    gate.check(labelled(sound, 7), model, resumed, LagTable(resumed, {1: 7}, {0: 9}))
+    assert not gate.is_pending and report_in(tmp_path)["versions"] == [resumed]
+
+
+def test_tokens_of_no_known_policy_are_left_aside(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench), tmp_path)
+    gate.check([*labelled(in_base_2(sound[:1]), -1), *labelled(in_base_2(sound[1:2]), 5), *sound[2:]], model, 0, AT_0)
+    assert not gate.is_pending and report_in(tmp_path)["num_groups"] == 2
+
+
+def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, model, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    gate = Gate(config_of(bench), tmp_path)
+    gate.check(in_base_2(groups_of(bench.engine().generate(prompts(1, 5), 2, 3), WARM)), model, 0, AT_0)
+    assert gate.is_pending and "could not tell" in caplog.text
+
+
+def test_a_batch_that_cannot_be_checked_leaves_the_gate_shut_but_not_the_run(bench, model, sound, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    gate = Gate(config_of(bench), tmp_path)
+    gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
+    assert gate.is_pending and "parity cannot be checked with this batch: every behavior_logprob is 0" in caplog.text
+
+
+def test_the_alert_warns_once_each_time_the_gap_leaves_its_band(bench, caplog):
+    caplog.set_level(logging.INFO)
+    states: list[bool] = []
+    alert = Alert(config_of(bench), states.append)
+    for value in (1e-6, math.nan, 2e-3, 3e-3, math.nan, 1e-6, 1e-6, 5e-3):
+        alert.watch({"mismatch_lag0": value})
+    alert.watch({"reward": 1.0})
+    assert states == [False, True, False, True]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert "mean |engine - trainer| at lag 0 is 2.0e-03 nats, 1e-05 is allowed" in caplog.records[0].getMessage()
+
+
+def test_the_alert_s_band_is_that_of_the_published_weights_type(bench):
+    states: list[bool] = []
+    config = configuration(bench.folder, model=ModelConfig(path=str(bench.folder), dtype="bfloat16"))
+    alert = Alert(config, states.append)
+    alert.watch({"mismatch_lag0": 2e-2})
+    alert.watch({"mismatch_lag0": 9e-2})
+    assert states == [False, True]

@@ -1,0 +1,98 @@
+"""A run as the parity check finds it: a run file, published weights, rollouts on a stream."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import redis
+from parity_bench import ParityBench, groups_of, prompts
+from probed_engine import TOKENS, tokenizer
+from wire_examples import FINGERPRINT
+
+from deploy.run_folder import save_run_file
+from schemas.config import ModelConfig, Plug, RunConfig
+from schemas.heartbeat import Heartbeat, encode_heartbeat
+from schemas.keys import Commit, Field, Keys, Kind
+from schemas.prompt import Prompt
+from schemas.rollout import RolloutGroup, encode_group, unpack_ids
+
+NAME = "recorded"
+NUM_TOKENS = 12
+
+
+def make_bench(folder: Path) -> ParityBench:
+    """With a tokenizer in its model's folder."""
+    bench = ParityBench.make(folder, vocab_size=len(TOKENS))
+    tokenizer().save_pretrained(bench.folder)
+    return bench
+
+
+def played_groups(bench: ParityBench, *, num_prompts: int = 4, first: int = 1, seed: int = 0) -> list[RolloutGroup]:
+    """Siblings that version 1 began and version 2 ended, and such that version 2 sampled alone."""
+    engine = bench.engine()
+    asked = prompts(num_prompts, 6, seed)
+    answers = engine.generate(asked, 4, NUM_TOKENS, version=1, updates={5: 2}, seed=seed)
+    answers += engine.generate(asked, 4, NUM_TOKENS, version=2, seed=seed + 1)
+    spelling = tokenizer()
+    groups = [at_temperature_1(group) for group in groups_of(answers)]
+    return [
+        msgspec.structs.replace(group, index=first + n, prompt=Prompt(text=spelling.decode(context_of(group))))
+        for n, group in enumerate(groups)
+    ]
+
+
+def at_temperature_1(group: RolloutGroup) -> RolloutGroup:
+    return msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, temperature=1.0))
+
+
+def context_of(group: RolloutGroup) -> list[int]:
+    segment = group.rollouts[0].segments[0]
+    return unpack_ids(segment.token_ids)[: segment.loss_mask[0][0]].tolist()
+
+
+class RecordedRun:
+    """Run `recorded` in `runs`, with what a trainer and a producer would have left there and in Redis."""
+
+    def __init__(self, runs: Path, bench: ParityBench, client: redis.Redis) -> None:
+        self.runs, self.client, self.keys = runs, client, Keys(NAME)
+        self.config = RunConfig(
+            name=NAME, model=ModelConfig(path=str(bench.folder)), environment=Plug(path="nobody:Needed")
+        )
+        self.folder = self.config.folder(runs)
+        save_run_file(self.config, self.folder)
+        self.weights = self.folder / "weights"
+        self.weights.mkdir()
+        for version, file in bench.files.items():
+            (self.weights / f"v{version}.safetensors").write_bytes(file.read_bytes())
+        self.commit(policy_version=2)
+
+    def commit(self, *, policy_version: int, finished: bool = False) -> None:
+        fields = {Commit.EPOCH: 0, Commit.VERSION: policy_version, Commit.ANNOUNCED + b"0": policy_version}
+        self.client.hset(self.keys.commit, mapping=fields | ({Commit.FINISHED: 1} if finished else {}))
+
+    def append(self, groups: Sequence[RolloutGroup]) -> None:
+        for group in groups:
+            self.append_payload(encode_group(group), group.index)
+
+    def append_payload(self, payload: bytes, index: int) -> None:
+        fields = {Field.INDEX: index, Field.KIND: Kind.GROUP, Field.PAYLOAD: payload}
+        self.client.xadd(self.keys.rollouts, fields)
+
+    def beat(self) -> None:
+        """A producer is at work."""
+        heartbeat = Heartbeat(
+            producer_id="producer-0",
+            host="here",
+            pid=1,
+            policy_version=2,
+            in_flight=(),
+            tokens_per_s=1.0,
+            num_tokens_generated=0,
+            num_groups_appended=0,
+            num_weight_loads_failed=0,
+            metrics_port=0,
+            fingerprint=FINGERPRINT,
+            sent_s=time.time(),
+        )
+        self.client.set(self.keys.producer("producer-0"), encode_heartbeat(heartbeat), ex=60)

@@ -1,0 +1,276 @@
+"""The parity check on the real vLLM: it names each fault that is injected, and finds none where there is none."""
+
+import msgspec
+import numpy as np
+import probed_engine
+import pytest
+import pytest_asyncio
+from parity_faults import LabelsOnly, bfloat16_head
+from probed_engine import PROMPTS, ProbedEngine
+
+from consumers.parity.verdict import with_layers
+from producers.probe import batch_dependence
+from schemas.rollout import (
+    Rollout,
+    RolloutGroup,
+    Segment,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+NUDGE = 0.02
+"""Relative change of the weights from one policy to the next."""
+LONG_PROMPTS = [[(7 * n + p) % 50 + 3 for n in range(200)] for p in (0, 5)]
+"""Several blocks of the KV cache."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def changeable(vllm_engine, tmp_path_factory):
+    """float32 and eager, so that a layer can be changed while it runs; prefix caching on, salted by version."""
+    from faulty_worker import FaultyWorker
+
+    from producers.engines import vllm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "EngineReport", FaultyWorker)
+        probed = await probed_engine.start(
+            vllm_engine, tmp_path_factory.mktemp("faulty"), tied=False, eager=True, prefix_caching=True
+        )
+    yield probed
+    await probed.engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def faulty(changeable: ProbedEngine) -> ProbedEngine:
+    """The same with a policy of its own, whatever the test before did to it."""
+    await changeable.load(changeable.policy(nudge=NUDGE))
+    return changeable
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def raw(vllm_engine, tmp_path_factory):
+    probed = await probed_engine.start(
+        vllm_engine, tmp_path_factory.mktemp("raw"), tied=True, eager=True, logprobs_mode="raw_logprobs"
+    )
+    yield probed
+    await probed.engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def half_head(vllm_engine, tmp_path_factory):
+    probed = await probed_engine.start(
+        vllm_engine, tmp_path_factory.mktemp("head"), tied=True, dtype="bfloat16", head_dtype="model"
+    )
+    yield probed
+    await probed.engine.close()
+
+
+SHAPES = [(dtype, tied) for dtype in ("float32", "bfloat16") for tied in (False, True)]
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}-{'un' * (not shape[1])}tied"
+)
+async def sound(vllm_engine, tmp_path_factory, request):
+    """The parity recipe, as engines run it: compiled."""
+    dtype, tied = request.param
+    probed = await probed_engine.start(vllm_engine, tmp_path_factory.mktemp("sound"), tied=tied, dtype=dtype)
+    yield probed
+    await probed.engine.close()
+
+
+def altered(groups: list[RolloutGroup], change) -> list[RolloutGroup]:
+    """`groups` with every segment replaced by `change(segment)`."""
+    return [
+        msgspec.structs.replace(
+            group,
+            rollouts=tuple(
+                Rollout(segments=tuple(map(change, rollout.segments)), reward=rollout.reward)
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
+def named(report, cause: str) -> str:
+    """The verdict's sentence, of a mismatch by `cause`."""
+    print(report.verdict.sentence)
+    for each in report.hypotheses:
+        print(f"  {each.name:18} {each.gap.mean:.2e} {each.gap.p99:.2e} {each.gap.max:.2e} {each.note}")
+    assert (report.verdict.status, report.verdict.cause) == ("mismatch", cause), report.verdict
+    return report.verdict.sentence
+
+
+def num_mixed(groups: list[RolloutGroup]) -> int:
+    return sum(len(rollout.segments[0].version_spans) > 1 for group in groups for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_nothing_is_found_where_nothing_is_wrong(sound: ProbedEngine, seed):
+    base = sound.model(seed)
+    await sound.load(sound.policy(base))
+    updates = [sound.policy(base, nudge=NUDGE), sound.policy(base, nudge=2 * NUDGE)]
+    groups = await sound.sample(updates, temperature=(1.0, 0.7, 1.3)[seed - 1])
+    assert num_mixed(groups) >= 8, "rows were in flight when weights came"
+    report = sound.check(groups)
+    report = with_layers(report, await sound.layers())
+    print(report.verdict.sentence)
+    for layer in report.layers:
+        print(f"  {layer.name} {layer.error:.1e}")
+    assert (report.verdict.status, report.verdict.cause) == ("parity", "parity"), report.verdict
+    assert report.num_tokens == sum(r.num_sampled_tokens for g in groups for r in g.rollouts)
+
+
+async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: ProbedEngine):
+    # More requests than run at once, so that some wait, prompted under one policy, to be prefilled under the next.
+    updates = [faulty.policy(nudge=n * NUDGE) for n in (1, 2, 3)]
+    groups = await faulty.sample(updates, prompts=list(LONG_PROMPTS) * 8)
+    assert num_mixed(groups) >= 8
+    report = faulty.check(groups)
+    assert report.verdict.status == "parity", report
+
+
+async def test_raw_logprobs_are_named(raw: ProbedEngine):
+    sentence = named(raw.check(await raw.sample(temperature=0.7)), "raw")
+    assert "processed_logprobs" in sentence
+
+
+@pytest.mark.parametrize(("sampled", "recorded"), [(0.7, 1.0), (1.0, 0.7)])
+async def test_a_temperature_recorded_wrong_is_named_with_the_one_that_was_used(faulty, sampled, recorded):
+    groups = await faulty.sample(temperature=sampled)
+    settings = msgspec.structs.replace(groups[0].sampling, temperature=recorded)
+    groups = [msgspec.structs.replace(group, sampling=settings) for group in groups]
+    sentence = named(faulty.check(groups), "temperature")
+    assert f"{sampled:g} where {recorded:g} is recorded" in sentence
+
+
+async def test_top_p_without_the_mask_is_named(faulty: ProbedEngine):
+    named(faulty.check(await faulty.sample(top_p=0.9)), "kept-support")
+
+
+async def test_token_ids_made_again_from_text_are_named(faulty: ProbedEngine):
+    tokenizer = probed_engine.tokenizer()
+
+    def made_again(segment: Segment) -> Segment:
+        start = segment.loss_mask[0][0]
+        ids = unpack_ids(segment.token_ids).tolist()
+        # A completion so long that its text has as many tokens again: others could not be recorded.
+        for end in range(len(ids), start, -1):
+            again = tokenizer.encode(tokenizer.decode(ids[start:end]), add_special_tokens=False)
+            if len(again) == end - start:
+                break
+        return msgspec.structs.replace(
+            segment,
+            token_ids=pack_ids(ids[:start] + again),
+            behavior_logprobs=pack_floats(unpack_floats(segment.behavior_logprobs)[: len(again)]),
+            loss_mask=((start, end),),
+            version_spans=(VersionSpan(segment.version_spans[0].version, start, end),),
+        )
+
+    named(faulty.check(altered(await faulty.sample(), made_again)), "retokenized")
+
+
+async def test_logprobs_of_two_siblings_in_swapped_order_are_named(faulty: ProbedEngine):
+    groups = await faulty.sample()
+    swapped = []
+    for group in groups:
+        first, second, *others = [rollout.segments[0] for rollout in group.rollouts]
+        pair = [
+            msgspec.structs.replace(first, behavior_logprobs=second.behavior_logprobs),
+            msgspec.structs.replace(second, behavior_logprobs=first.behavior_logprobs),
+        ]
+        rollouts = tuple(
+            msgspec.structs.replace(rollout, segments=(segment,))
+            for rollout, segment in zip(group.rollouts, [*pair, *others], strict=True)
+        )
+        swapped.append(msgspec.structs.replace(group, rollouts=rollouts))
+    named(faulty.check(swapped), "siblings")
+
+
+async def test_an_update_that_moved_the_label_only_is_named(faulty: ProbedEngine):
+    skipped = faulty.policy(nudge=NUDGE)
+    groups = await faulty.sample([skipped], engine=LabelsOnly(faulty.engine))
+    assert groups[-1].rollouts[0].segments[0].version_spans[0].version == skipped.manifest.version
+    named(faulty.check(groups), "weights-1")
+
+
+@pytest.mark.parametrize("late", [1, 5])
+async def test_a_label_moved_late_is_named_with_the_number_of_tokens(faulty: ProbedEngine, late):
+    def moved(segment: Segment) -> Segment:
+        spans, end = [], segment.version_spans[-1].end
+        for n, span in enumerate(segment.version_spans):
+            start = min(span.start + late * (n > 0), end)
+            last = n == len(segment.version_spans) - 1
+            spans.append(VersionSpan(span.version, start, end if last else min(span.end + late, end)))
+        return msgspec.structs.replace(segment, version_spans=tuple(span for span in spans if span.start < span.end))
+
+    groups = await faulty.sample([faulty.policy(nudge=NUDGE)])
+    assert num_mixed(groups) >= 8
+    sentence = named(faulty.check(altered(groups, moved)), "label-late")
+    assert f"{late} token" in sentence
+
+
+async def test_cached_prefixes_of_older_weights_are_named(faulty: ProbedEngine, monkeypatch):
+    monkeypatch.setattr(faulty.engine, "_salted", False)
+    await faulty.sample(prompts=LONG_PROMPTS)
+    groups = await faulty.sample([faulty.policy(nudge=NUDGE)], prompts=LONG_PROMPTS)
+    named(faulty.check(groups), "stale-prefix")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "layer"),
+    [
+        ("penstock_break_rope", (1, 4.0), "layers.1.attention"),
+        ("penstock_break_norm", (0, "input_layernorm", 1e-3), "layers.0.attention"),
+        ("penstock_break_norm", (1, "post_attention_layernorm", 1e-3), "layers.1.mlp"),
+    ],
+    ids=["rope", "epsilon before attention", "epsilon before mlp"],
+)
+async def test_a_layer_with_another_rope_or_norm_epsilon_is_named(faulty: ProbedEngine, method, arguments, layer):
+    rpc = faulty.engine._llm.collective_rpc
+    await rpc(method, args=arguments)
+    try:
+        report = faulty.check(await faulty.sample())
+        print(report.verdict.sentence)
+        report = with_layers(report, await faulty.layers())
+    finally:
+        await rpc("penstock_mend")
+    assert named(report, "layer").startswith(layer)
+    off = [each.name for each in report.layers if each.error > each.allowed]
+    assert off == [layer], "no other layer is blamed"
+
+
+async def test_a_bfloat16_head_in_the_engine_only_is_named(half_head: ProbedEngine):
+    report = half_head.check(await half_head.sample())
+    named(report, "engine-head")
+    off = [each.name for each in await half_head.layers() if each.error > each.allowed]
+    assert off == ["head"]
+
+
+async def test_a_bfloat16_head_in_the_trainer_only_is_named(sound: ProbedEngine, monkeypatch):
+    groups = await sound.sample()
+    monkeypatch.setattr("consumers.scoring.selected_logprobs", bfloat16_head)
+    named(sound.check(groups), "trainer-head")
+
+
+async def test_batch_size_is_reported_as_the_engine_s_own_noise(sound: ProbedEngine):
+    found = await batch_dependence(sound.engine, probed_engine.posed())
+    print(found)
+    assert found.num_texts == len(PROMPTS)
+    assert found.num_tokens > 64
+    if sound.config.model.dtype == "float32":
+        assert found.max <= 1e-4
+        assert found.num_parted == 0
+    else:
+        assert np.isfinite(found.max)

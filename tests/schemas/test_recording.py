@@ -1,0 +1,115 @@
+"""A recording comes back as it was written, or is refused with the place where it breaks."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import wire_examples
+
+from schemas.recording import (
+    MAGIC,
+    RECORDING_VERSION,
+    RecordingError,
+    RecordingHeader,
+    is_recording,
+    read_recording,
+    write_recording,
+)
+from schemas.rollout import RecordError
+
+HEADER = RecordingHeader(
+    run="run-1",
+    model="models/demo",
+    model_digest="d" * 32,
+    dtype="bfloat16",
+    weights="rollouts.weights",
+    policy_version=1_000_000_003,
+    forks={1: 7},
+    announced={0: 9},
+)
+GROUPS = tuple(wire_examples.group(index) for index in (3, 1, 2))
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    file = tmp_path / "rollouts"
+    assert write_recording(file, HEADER, GROUPS) == len(GROUPS)
+    return file
+
+
+def test_header_and_groups_survive_the_round_trip_in_their_order(recording):
+    found = read_recording(recording)
+    assert found.header == HEADER
+    assert found.groups == GROUPS
+
+
+def test_a_recording_without_groups_is_one(tmp_path):
+    write_recording(tmp_path / "none", RecordingHeader(), ())
+    assert read_recording(tmp_path / "none").groups == ()
+
+
+def test_a_recording_is_known_by_its_first_bytes(recording, tmp_path):
+    assert is_recording(recording)
+    (tmp_path / "text").write_text("name = 'demo'\n")
+    assert not is_recording(tmp_path / "text")
+    assert not is_recording(tmp_path / "absent")
+    assert not is_recording(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RecordingError, match="absent: no such file"):
+        read_recording(tmp_path / "absent")
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    (tmp_path / "run.toml").write_text("name = 'demo'\n")
+    with pytest.raises(RecordingError, match=r"run.toml: not a recording of rollouts"):
+        read_recording(tmp_path / "run.toml")
+
+
+def test_a_recording_cut_off_anywhere_is_refused(recording):
+    """Also where the cut falls between two groups, so that each that is left is whole."""
+    whole = recording.read_bytes()
+    cuts = {*range(len(MAGIC), len(whole), 97), len(whole) - 1, len(whole) - 24, len(whole) - 20}
+    for cut in sorted(cuts):
+        recording.write_bytes(whole[:cut])
+        with pytest.raises(RecordingError, match=r"truncated in (its header|group [1-4]|its end): .* record it again"):
+            read_recording(recording)
+
+
+def test_no_altered_byte_goes_unnoticed(recording):
+    whole = recording.read_bytes()
+    for place in range(0, len(whole), 13):
+        altered = bytearray(whole)
+        altered[place] ^= 0x10
+        recording.write_bytes(altered)
+        with pytest.raises(RecordingError, match=re.escape(str(recording))):
+            read_recording(recording)
+
+
+def test_bytes_after_the_end_are_refused(recording):
+    recording.write_bytes(recording.read_bytes() + b"x")
+    with pytest.raises(RecordingError, match="bytes after its end"):
+        read_recording(recording)
+
+
+def test_a_length_beyond_every_group_is_refused_without_reading_it(tmp_path):
+    (tmp_path / "long").write_bytes(MAGIC + b"\xff\xff\xff\x7f")
+    with pytest.raises(RecordingError, match=r"its header: 2,147,483,647 bytes, expected at most 4,194,304"):
+        read_recording(tmp_path / "long")
+
+
+def test_a_recording_of_a_later_version_is_refused(tmp_path):
+    later = msgspec.structs.replace(HEADER, recording_version=RECORDING_VERSION + 1)
+    write_recording(tmp_path / "later", later, GROUPS)
+    with pytest.raises(RecordingError, match=r"recording_version: 2, this reader knows 1 to 1"):
+        read_recording(tmp_path / "later")
+
+
+def test_a_group_that_breaks_the_contract_is_not_written_and_leaves_the_old_file(recording):
+    before = recording.read_bytes()
+    with pytest.raises(RecordError, match="rollouts is empty"):
+        write_recording(recording, HEADER, (GROUPS[0], msgspec.structs.replace(GROUPS[1], rollouts=())))
+    assert recording.read_bytes() == before
+    assert [file.name for file in recording.parent.iterdir()] == [recording.name]
