@@ -11,9 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from consumers.stop_signals import StoppedError, StopSignals
+from deploy.ablation.command import add_ablate
 from deploy.operator_commands import add_operator_commands
+from deploy.parity.command import add_parity_command
 from schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
-from schemas.endpoint import redis_url
+from schemas.endpoint import place_of, redis_url
 
 DEFAULT_RUNS = Path("runs")
 
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _fail(error: Exception, status: int) -> int:
+def _fail(error: BaseException, status: int) -> int:
     print(f"penstock: {error}", file=sys.stderr)
     return status
 
@@ -73,9 +76,11 @@ def _parser() -> argparse.ArgumentParser:
 
     trainer = _command(commands, "trainer", _trainer, "the trainer of a run whose Redis is up (REDIS_URL)")
     _add_run_file(trainer)
-    trainer.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    trainer.add_argument("--resume", action="store_true", help="continue from the last checkpoint, now")
     trainer.add_argument(
-        "--standby", action="store_true", help="wait until the run has no trainer any more, and continue it then"
+        "--standby",
+        action="store_true",
+        help="wait until the run has had no trainer for trainer.lease_s, and continue it then",
     )
 
     make_model = _command(commands, "make-model", _make_model, "make the demo's small model and save it in FOLDER")
@@ -95,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
     )
     add_operator_commands(commands, _command, DEFAULT_RUNS)
+    add_parity_command(commands, _command, DEFAULT_RUNS)
+    add_ablate(commands, _command, DEFAULT_RUNS)
     return parser
 
 
@@ -133,7 +140,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from deploy.start_checks import check, check_objective, resolved_toml
+    from deploy.start_checks import check, check_external_server, check_objective, resolved_toml
 
     config, warnings = check(_load(arguments))
     for warning in warnings:
@@ -146,11 +153,13 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     from deploy.launcher import Launcher
     from deploy.live_view import open_view
+    from deploy.parity.refusal import tell_refusal
     from deploy.producer_pool import PartDied
     from deploy.redis_server import check_redis
     from deploy.run_folder import RunFolder
 
     check_redis(config, resume=arguments.resume)
+    check_external_server(config)
     with RunFolder(config, arguments.runs, resume=arguments.resume) as folder:
         for difference in folder.save(config):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
@@ -158,7 +167,9 @@ def _run(arguments: argparse.Namespace) -> int:
             launcher = Launcher(config, arguments.runs, resume=arguments.resume, view=view, lock=folder.lock)
             try:
                 status = launcher.run()
-            except PartDied:
+            except PartDied as death:
+                if death.part == "trainer" and tell_refusal(folder.path, death.started_s):
+                    return 1
                 print(f"penstock: to continue: {_resume_command(arguments, config)}", file=sys.stderr)
                 raise
         if status:
@@ -198,10 +209,24 @@ def _producer(arguments: argparse.Namespace) -> int:
 
 
 def _trainer(arguments: argparse.Namespace) -> int:
-    from deploy.start_checks import check
+    signals = StopSignals()
+    try:
+        return _train(arguments, signals)
+    except StoppedError as stopped:  # before the trainer's own module was there to say so
+        return _fail(stopped, 0)
+    finally:
+        signals.ignore()
 
+
+def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
+    from deploy.start_checks import check, check_server
+
+    if arguments.resume and arguments.standby:
+        raise ConfigError(
+            "--resume --standby: expected one of them: --resume continues the run now, --standby once it has no trainer"
+        )
     config = _load(arguments)
-    redis_url(config, arguments.runs)
+    place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
     if config.evaluation.num_prompts is None:  # not from the run file that `penstock run` has completed
         config = check(config).config
     _limit_threads(config.trainer.num_threads)
@@ -210,10 +235,20 @@ def _trainer(arguments: argparse.Namespace) -> int:
     from deploy.run_folder import RUN_FILE, save_run_file
 
     folder = config.folder(arguments.runs)
-    if not (folder / RUN_FILE).exists():  # started by hand, not by `penstock run`; the report reads it
-        save_run_file(config, folder)
 
-    return train(config, runs=arguments.runs, resume=arguments.resume, standby=arguments.standby)
+    def save() -> None:
+        if not (folder / RUN_FILE).exists():  # started by hand, not by `penstock run`; report and audit read it
+            save_run_file(config, folder)
+
+    return train(
+        config,
+        runs=arguments.runs,
+        resume=arguments.resume,
+        standby=arguments.standby,
+        signals=signals,
+        check_server=lambda info: check_server(config, info, place),
+        on_open=save,
+    )
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

@@ -1,15 +1,18 @@
 """The `penstock` command: what it refuses, in which words, with which status."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy import cli
+from deploy.operator_commands import add_operator_commands
 from schemas.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -143,10 +146,10 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     assert "runs/demo/report.html" in capsys.readouterr().out
 
 
-COMMANDS = ("run", "producer", "trainer", "make-model", "report", "audit", "dead", "producers")
+COMMANDS = ("run", "producer", "trainer", "make-model", "report", "audit", "dead", "producers", "parity")
 
 
-@pytest.mark.parametrize("command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers"])
+@pytest.mark.parametrize("command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "parity"])
 def test_a_command_about_a_run_that_nobody_knows_is_refused(capsys, command, tmp_path):
     name, *rest = command.split(" ")
     words = [name, *(rest[:1] if name == "dead" else []), "nothing", *rest[1:]]
@@ -199,3 +202,22 @@ def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "_load", refuse)
     assert "engine.head_dtype" in refused(capsys, "producer", DEMO)
+
+
+def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield below
+                yield from parsers_below(below)
+
+
+def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for():
+    parser = argparse.ArgumentParser()
+    add_operator_commands(parser.add_subparsers(), cli._command, cli.DEFAULT_RUNS)
+    found = list(parsers_below(parser))
+    assert len(found) == 6
+    for command in found:
+        assert command.description, command.prog
+        actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
+        assert [action.dest for action in actions if not action.help] == [], command.prog
