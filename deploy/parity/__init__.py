@@ -1,0 +1,1 @@
+"""`penstock parity`: is it the engine or the objective?"""

@@ -1,0 +1,240 @@
+"""`penstock parity`: rollouts and weights from wherever they are, one verdict."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from deploy.operator_commands import AddCommand
+from schemas.config import ConfigError, load_config
+from schemas.recording import RecordingError, is_recording
+
+if TYPE_CHECKING:
+    from consumers.parity.report import ParityReport
+    from deploy.parity.material import Material
+
+Say = Callable[[str], None]
+
+_COULD_NOT_TELL = 2
+
+
+def add_parity_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
+) -> None:
+    """Adds the command to the `penstock` parser; `add` makes one."""
+    parity = add(
+        commands,
+        "parity",
+        _parity,
+        "compare the engine's logprobs with the trainer's and name what is wrong; status 0 parity, 1 mismatch, 2 could "
+        "not tell",
+    )
+    parity.add_argument(
+        "target",
+        metavar="RUN|RUN.toml|FILE",
+        help="a run (its name or folder), a run file (boots one engine and probes it), or a file of recorded rollouts",
+    )
+    parity.add_argument(
+        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    parity.add_argument("--json", action="store_true", help="print the report as JSON for a machine")
+    parity.add_argument("--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights beside")
+    parity.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for parity.json, parity.svg and parity.png (default: the run's; of a file, the folder it is in)",
+    )
+    parity.add_argument(
+        "--groups", type=_positive, default=128, metavar="N", help="of a run, the newest N groups (default: 128)"
+    )
+    parity.add_argument(
+        "--wait", type=float, default=30.0, metavar="S", help="of a live run, wait S seconds for them (default: 30)"
+    )
+    parity.add_argument(
+        "--max-tokens", type=_positive, default=50_000, metavar="N", help="look at N sampled tokens (default: 50000)"
+    )
+    parity.add_argument(
+        "--prompts", type=_positive, default=8, metavar="N", help="of a probe, the prompts that it samples (default: 8)"
+    )
+    parity.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="where to recompute (default: cpu beside a run, else trainer.device)",
+    )
+    parity.add_argument("--model", metavar="FOLDER", help="of a recording, the base model if it has moved")
+    parity.add_argument(
+        "--weights", type=Path, metavar="FOLDER", help="of a recording, its v<version>.safetensors files"
+    )
+    parity.add_argument("--dtype", metavar="DTYPE", help="of a recording, the type of the published weights")
+    parity.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
+    parity.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="of a run file, override a field"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
+    return number
+
+
+class _Opened(NamedTuple):
+    """What is to be checked.
+
+    out: folder of the results.
+    device: as `trainer.device`.
+    num_threads: beside a run as many as its trainer has; None takes what torch takes.
+    capture: hidden states of a probe.
+    """
+
+    material: "Material"
+    out: Path
+    device: str
+    num_threads: int | None = None
+    capture: Path | None = None
+
+
+def _parity(arguments: argparse.Namespace) -> int:
+    """The verdict's exit status; 2 with one line on stderr where something is missing that the check needs."""
+    import redis
+
+    from consumers.parity.errors import ParityError
+    from deploy.parity.probe_run import progress
+    from deploy.redis_server import ServerError
+    from producers.interfaces import EngineError, WeightLoadError
+
+    missing = (ParityError, RecordingError, ConfigError, ServerError, EngineError, WeightLoadError, redis.RedisError)
+    say = progress(not arguments.json)
+    try:
+        with ExitStack() as closing:
+            return _check(_open(arguments, say, closing), arguments, say)
+    except missing as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return _COULD_NOT_TELL
+
+
+def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+    target = Path(arguments.target)
+    if is_recording(target):
+        return _open_recording(target, arguments, closing)
+    if target.suffix == ".toml":
+        return _open_probe(target, arguments, say, closing)
+    if target.is_file():
+        raise RecordingError(f"{target}: neither a run file (*.toml) nor a recording of rollouts")
+    return _open_run(arguments, say, closing)
+
+
+def _open_recording(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
+    from deploy.parity.recorded import load
+
+    material = load(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
+    closing.enter_context(material.weights)
+    return _Opened(material, arguments.out or file.parent, arguments.device or "auto")
+
+
+def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+    from deploy.parity.probe_run import run_probe
+    from deploy.start_checks import check
+    from producers.interfaces import EngineError
+
+    config = check(load_config(file, arguments.set)).config
+    # Where the run would publish its weights there is room for a few policies of this model.
+    shared = config.weights.folder
+    if shared is not None:
+        Path(shared).mkdir(parents=True, exist_ok=True)
+    folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-", dir=shared)))
+    out = arguments.out or Path()
+    log = out / "parity-engine.log"
+    try:
+        probed = run_probe(config, folder, num_prompts=arguments.prompts, log=log, say=say)
+    except EngineError as error:
+        raise EngineError(f"{error} ({log} holds what the engine printed)") from error
+    closing.enter_context(probed.material.weights)
+    return _Opened(probed.material, out, arguments.device or config.trainer.device, capture=probed.capture)
+
+
+def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+    from deploy.parity.stream import read_run
+    from deploy.parity.weights import Weights
+    from deploy.run_access import open_run
+
+    run = closing.enter_context(open_run(arguments.target, arguments.runs))
+    if run.config is None or run.folder is None:
+        raise ConfigError(
+            f"{run.name}: its folder, with run file and weights, is not on this machine; expected --runs DIR to hold it"
+        )
+    folder = Path(run.config.weights.folder) if run.config.weights.folder else run.folder / "weights"
+    weights = closing.enter_context(Weights(Path(run.config.model.path), folder))
+    material = read_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
+    threads = run.config.trainer.num_threads
+    return _Opened(material, arguments.out or run.folder, arguments.device or "cpu", threads)
+
+
+def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
+    import torch
+
+    from consumers.model import choose_device
+    from consumers.parity.check import check_parity
+    from consumers.parity.report import EXIT_STATUS
+    from deploy.parity.material import tokenizer_for
+    from deploy.parity.recorded import save
+
+    material = opened.material
+    if arguments.save is not None:
+        say(save(material, arguments.save))
+    tokenizer = None if arguments.no_tokenizer else tokenizer_for(material.config)
+    if opened.num_threads is not None:
+        torch.set_num_threads(opened.num_threads)
+    device = choose_device(opened.device)
+    say(f"computing {sum(len(group.rollouts) for group in material.groups):,} rollouts again, by the trainer's code")
+    report = check_parity(
+        material.groups,
+        config=material.config,
+        weights=material.weights,
+        lag_of=material.lag_of,
+        tokenizer=tokenizer,
+        device=device,
+        max_tokens=arguments.max_tokens,
+    )
+    report = msgspec.structs.replace(report, notes=(*material.notes, *report.notes))
+    if opened.capture is not None:
+        say("comparing layer by layer")
+        report = _with_layers(report, material, opened.capture, device)
+    _tell(report, opened, arguments, say)
+    return EXIT_STATUS[report.verdict.status]
+
+
+def _with_layers(report: "ParityReport", material: "Material", capture: Path, device: object) -> "ParityReport":
+    from consumers.parity.layers import captured_version, compare_layers
+    from consumers.parity.policies import Policies
+    from consumers.parity.verdict import with_layers
+
+    try:
+        model = Policies(material.config, material.weights, device).model(captured_version(capture))  # type: ignore[arg-type]
+        return with_layers(report, compare_layers(model, capture))
+    except ConfigError as error:
+        return msgspec.structs.replace(report, notes=(*report.notes, f"layers were not compared: {error}"))
+
+
+def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: Say) -> None:
+    from deploy.parity.pictures import write_pictures
+    from deploy.parity.table import print_report
+
+    say("drawing")
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    pictures = write_pictures(report, opened.out)
+    (opened.out / "parity.json").write_bytes(encoded)
+    if arguments.json:
+        print(encoded.decode())
+        return
+    print_report(report, opened.material.title)
+    print(f"\npicture  {pictures[1]}\nreport   {opened.out / 'parity.json'}")
+    if arguments.save is not None:
+        print(f"rollouts {arguments.save}")

@@ -1,0 +1,95 @@
+"""Rollouts in a file: written with the weights that they name, read back as something to check."""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from consumers.parity.errors import ParityError
+from consumers.parity.report import TOLERANCES
+from deploy.parity.material import Material, versions_of
+from deploy.parity.weights import Weights, with_neighbours
+from schemas.config import ModelConfig, Plug, RunConfig
+from schemas.recording import RecordingHeader, read_recording, write_recording
+
+_SAMPLED_BYTES = 1 << 20
+
+
+def save(material: Material, file: Path) -> str:
+    """Writes the rollouts to `file` and the weights they name, with their neighbours, to `<file>.weights`; says so."""
+    folder = file.with_name(file.name + ".weights")
+    copies = material.weights.copy(with_neighbours(versions_of(material.groups)), folder)
+    model = Path(material.config.model.path)
+    header = RecordingHeader(
+        run=material.config.name,
+        model=str(model.absolute()),
+        model_digest=model_digest(model),
+        dtype=material.config.model.dtype,
+        weights=folder.name,
+        policy_version=material.policy_version,
+        forks=material.forks,
+        announced=material.announced,
+    )
+    num_groups = write_recording(file, header, material.groups)
+    return f"{file}: {num_groups} groups; {folder}: {len(copies)} versions"
+
+
+def load(file: Path, *, model: str | None = None, folder: Path | None = None, dtype: str | None = None) -> Material:
+    """The rollouts of a recording. `model`, `folder` and `dtype` stand in for what its header says.
+
+    Raises:
+        ParityError: the base model is not there, or is another one than the recorded rollouts are of.
+        RecordingError: no whole recording.
+    """
+    header, groups = read_recording(file)
+    path = Path(model or header.model)
+    if not (model or header.model):
+        raise ParityError(f"{file} does not say of which model its rollouts are; expected --model FOLDER")
+    if not (path / "config.json").is_file():
+        raise ParityError(
+            f"{file}: its rollouts are of the model in {path}, which is not there; expected --model FOLDER to name it"
+        )
+    if header.model_digest and model_digest(path) != header.model_digest:
+        raise ParityError(
+            f"{file}: its rollouts are of another model than the one in {path}: digest {model_digest(path)[:12]}, "
+            f"recorded {header.model_digest[:12]}; expected the base model of run {header.run!r} (--model FOLDER)"
+        )
+    dtype = dtype or header.dtype
+    if dtype not in TOLERANCES:
+        raise ParityError(f"{file}: dtype {dtype!r} of the published weights: expected one of {', '.join(TOLERANCES)}")
+    if folder is None and header.weights:
+        folder = file.parent / header.weights
+    config = RunConfig(
+        name=header.run or "recording",
+        model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
+        environment=Plug(path="nobody:Needed"),
+    )
+    weights = Weights(path, folder)
+    weights.hold()
+    return Material(
+        title=f"recording {file.name}" + (f" of run {header.run}" if header.run else ""),
+        config=config,
+        groups=groups,
+        weights=weights,
+        policy_version=header.policy_version,
+        forks=header.forks,
+        announced=header.announced,
+        notes=(f"{len(groups)} groups in the recording",),
+    )
+
+
+def model_digest(folder: Path) -> str:
+    """BLAKE2b-128 of what tells one model folder from another: configuration, tokenizer, and of each weights file its
+    name, its size, its first and its last MiB. Without reading gigabytes it knows a model of other weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()

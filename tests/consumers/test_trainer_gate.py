@@ -1,0 +1,65 @@
+"""The gate in a trainer that really computes: a producer that invents its logprobs trains nobody."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from trainer_bench import Bench
+from training_groups import tiny_model
+
+import consumers.__main__ as entry
+from schemas.keys import Commit
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def invented(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A run with a real learner, and a producer that reports the same logprobs whatever the model."""
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    tiny_model(tmp_path / "model")
+    bench = Bench(redis_url, tmp_path)
+    bench.overrides = [f"model.path={tmp_path / 'model'}", "trainer.device=cpu", "num_updates=2"]
+    yield bench
+    bench.close()
+
+
+def train(bench: Bench, gate: str, *, resume: bool = False) -> int:
+    bench.overrides.append(f"parity.gate={gate}")
+    producer = bench.producer()
+    try:
+        return entry.main(bench.config, runs=bench.runs, resume=resume)
+    finally:
+        producer.stop.set()
+
+
+def test_a_mismatch_ends_the_trainer_with_status_1_and_nothing_trained(invented, redis_client, caplog):
+    assert train(invented, "refuse") == 1
+    assert "the parity gate refuses to train" in caplog.records[-1].getMessage()
+    report = json.loads((invented.folder / "parity.json").read_text())
+    assert (report["verdict"]["status"], report["gate"]) == ("mismatch", "refuse")
+    assert invented.lines("updates.jsonl") == []
+    commit = redis_client.hgetall(invented.keys.commit)
+    assert Commit.CHECKPOINT not in commit and Commit.FINISHED not in commit and int(commit[Commit.VERSION]) == 0
+
+
+def test_a_refused_run_that_is_resumed_is_refused_again(invented):
+    """The engine's rollouts are still on the stream, sampled by weights that equal the trainer's."""
+    assert train(invented, "refuse") == 1
+    (invented.folder / "parity.json").unlink()
+    assert train(invented, "refuse", resume=True) == 1
+    assert (invented.folder / "parity.json").exists() and invented.lines("updates.jsonl") == []
+
+
+def test_a_warning_trains_and_raises_the_alert(invented, caplog):
+    assert train(invented, "warn") == 0
+    assert "engine and trainer disagree, trained all the same" in caplog.text
+    assert caplog.text.count("parity alert:") == 1
+    assert len(invented.lines("updates.jsonl")) == 2
+
+
+def test_a_gate_that_is_off_trains_without_a_word_before(invented, caplog):
+    assert train(invented, "off") == 0
+    assert not (invented.folder / "parity.json").exists()
+    assert len(invented.lines("updates.jsonl")) == 2

@@ -1,0 +1,52 @@
+"""The page on the parity check says what the check does: its commands parse, causes and tolerances are real."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from consumers.parity import verdict
+from consumers.parity.report import TOLERANCES
+from deploy import cli
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "deploy" / "docs" / "parity.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    lines = re.findall(r"^\$ (penstock .*)$", TEXT, re.M)
+    return [line.removesuffix(" ...") for line in lines]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_on_the_page_is_one(command):
+    words = shlex.split(command)
+    arguments = cli._parser().parse_args(words[1:])
+    assert arguments.command.__name__ == f"_{words[1]}"
+
+
+def test_the_page_names_every_cause_and_no_other():
+    rows = re.findall(r"^\| (`.*?) \|", TEXT.partition("## What it can name")[2].partition("| `model.dtype`")[0], re.M)
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    known = {"weights-1" if name == "weights" else name for name in verdict._SAYS}
+    assert named == known | {"weights+1", "layer"}
+
+
+def test_each_cause_is_said_as_the_verdict_says_it():
+    flat = " ".join(TEXT.split())
+    for cause in ("raw", "temperature", "rounded", "siblings", "retokenized", "sampling", "weights", "stale-prefix"):
+        assert verdict._SAYS[cause][0] in flat, cause
+
+
+def test_the_tolerances_on_the_page_are_the_real_ones():
+    for dtype, tolerance in TOLERANCES.items():
+        (row,) = re.findall(rf"^\| `{dtype}` \|(.*)\|$", TEXT, re.M)
+        cells = [float(cell) if cell.strip() else None for cell in row.split("|")]
+        assert cells == [tolerance.mean, tolerance.p99, tolerance.max, tolerance.chi2, tolerance.ess_fraction]
+
+
+def test_what_the_page_points_to_is_there():
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert (PAGE.parent / target).exists(), target
