@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.keys import Commit, Field
+from schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.storm import Storm
 from tests.chaos.witness import Chain, ChainError, digest_of_base, digest_of_checkpoint
@@ -111,6 +111,9 @@ def _judge_redis(verdict: Verdict, storm: Storm) -> None:
     if client.xlen(keys.prompts):
         left: Any = client.xrange(keys.prompts)
         _complain(verdict, "a prompt still, after the end", [int(fields[Field.INDEX]) for _, fields in left])
+        groups: Any = client.xinfo_groups(keys.prompts)
+        held: Any = client.xpending_range(keys.prompts, PRODUCERS_GROUP, "-", "+", 100)
+        verdict.problems.append(f"prompts left: {left[:3]}; their group: {groups}; pending: {held[:3]}")
     letters = {int(index) for index in client.hkeys(keys.dead_index)}
     _complain(verdict, "a dead letter for what was not meant to die", {i for i in letters if fate(i) is not Fate.DEAD})
 
