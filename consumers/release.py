@@ -3,15 +3,19 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from consumers.connection import Connection
 from consumers.ledger import Ledger, Requeued
-from consumers.reader import LagOf, Reader
+from consumers.reader import LagOf, Reader, entry_key
 from consumers.scripts import Scripts
 from schemas.config import RunConfig
-from schemas.keys import Field, Keys, number_in
+from schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
 
 log = logging.getLogger(__name__)
+
+MOST_PENDING = 1_000_000
+"""More prompts than any credit has open at once."""
 
 
 class Releaser:
@@ -86,7 +90,7 @@ class Releaser:
         Prompts are listed first and the rollouts read after: a group moves from one to the other in one step, so it
         is seen in at least one of them. Takes note of the letters that an operator has requeued meanwhile.
         """
-        entries = self._connection.call(lambda client: client.xrange(self._prompts))
+        entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
         open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
         if None in open_prompts:
@@ -111,6 +115,36 @@ class Releaser:
             if (index := number_in(field)) is not None
         }
         return len(lost)
+
+    def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """The prompts but for those that no producer can get any more, which are removed: acknowledged and left there
+        by a broken producer, or its consumer deleted by hand.
+
+        What is delivered only after its group was asked how far it has come counts as still to be delivered; what is
+        acknowledged only then is no longer there at the second look, since a producer does both in one step.
+        """
+
+        def read(client: Any) -> tuple[list[Any], list[bytes]]:
+            entries = client.xrange(self._prompts)
+            groups = client.xinfo_groups(self._prompts) if entries else []
+            group = next((group for group in groups if group["name"] == PRODUCERS_GROUP.encode()), None)
+            if group is None:
+                return entries, []
+            delivered = entry_key(group["last-delivered-id"])
+            first, last = entries[0][0], entries[-1][0]
+            rows = client.xpending_range(self._prompts, PRODUCERS_GROUP, first, last, MOST_PENDING)
+            pending = {row["message_id"] for row in rows}
+            left = [entry for entry, _ in entries if entry_key(entry) <= delivered and entry not in pending]
+            still = {entry for entry, _ in client.xrange(self._prompts, left[0], left[-1])} if left else set()
+            return entries, [entry for entry in left if entry in still]
+
+        entries, left = self._connection.call(read)
+        if not left:
+            return entries
+        log.warning("prompts: %d entries that no producer can get any more are removed", len(left))
+        self._connection.call(lambda _: self._scripts.drop_prompts(self._epoch, left))
+        unreachable = set(left)
+        return [entry for entry in entries if entry[0] not in unreachable]
 
     def release_requeued(self, policy_version: int) -> int:
         """Opens dead indexes whose letters were requeued again, oldest first, as the credit lasts; returns how many.

@@ -98,6 +98,15 @@ return #ARGV - 2
 """
 )
 
+# ARGV: epoch, entry...
+_DROP_PROMPTS = (
+    _FENCE
+    + """
+for i = 2, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
+return #ARGV - 1
+"""
+)
+
 # ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''.
 # Announcing the newest once more (after a lost reply) adds nothing.
 _ANNOUNCE = (
@@ -190,6 +199,7 @@ class Scripts:
                 "leave_lease": _LEAVE_LEASE,
                 "release": _RELEASE,
                 "release_again": _RELEASE_AGAIN,
+                "drop_prompts": _DROP_PROMPTS,
                 "announce": _ANNOUNCE,
                 "evaluate": _EVALUATE,
                 "dead_letter": _DEAD_LETTER,
@@ -235,6 +245,11 @@ class Scripts:
                 version,
                 *indexes[start : start + 1000],
             )
+
+    def drop_prompts(self, epoch: int, entries: list[bytes]) -> None:
+        for start in range(0, len(entries), 1000):
+            keys = [self._keys.commit, self._keys.prompts]
+            self._run("drop_prompts", keys, epoch, *entries[start : start + 1000])
 
     def announce(self, epoch: int, version: int, manifest: bytes, keep: int, parent: int | None) -> None:
         fork = "" if parent is None else parent

@@ -42,6 +42,8 @@ _TRAINER = (
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
     Right("lease", "set del"),
+    Right("prompts", "xdel"),
+    Right("prompts", "xinfo|groups", read_only=True),
 )
 _OBSERVER = (
     # A script that only reads (`penstock audit` has one) may call what its user may call, and nothing that writes.

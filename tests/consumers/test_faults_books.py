@@ -13,6 +13,7 @@ from consumers.checkpoints import CheckpointError
 from consumers.learner import StepReport
 from consumers.scripts import FencedError
 from consumers.settlement import RunFailedError
+from schemas.keys import PRODUCERS_GROUP
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
 
@@ -157,6 +158,23 @@ def test_streams_that_were_emptied_while_the_trainer_waits_are_released_again(be
     bench.hardy_producer()
     thread.join(60)
     assert thread.outcome is True
+    assert_settled_once(bench, redis_client)
+
+
+def test_prompts_that_were_acknowledged_and_left_there_are_released_again(bench, redis_client, monkeypatch, caplog):
+    monkeypatch.setattr(consumers.trainer, "WAITING_LOG_S", 1.0)
+    bench.overrides = ["evaluation.num_prompts=0"]
+    trainer = bench.trainer()
+    thread = TrainerThread(trainer)
+    wait_for(lambda: redis_client.xlen(bench.keys.prompts) == 12)
+    redis_client.xgroup_create(bench.keys.prompts, PRODUCERS_GROUP, id="0")
+    [(_, entries)] = redis_client.xreadgroup(PRODUCERS_GROUP, "broken", {bench.keys.prompts: ">"}, count=5)
+    redis_client.xack(bench.keys.prompts, PRODUCERS_GROUP, *(entry for entry, _ in entries[:3]))
+    bench.hardy_producer()
+    thread.join(60)
+    assert thread.outcome is True
+    assert "3 entries that no producer can get any more are removed" in caplog.text
+    assert redis_client.xlen(bench.keys.prompts) == 0
     assert_settled_once(bench, redis_client)
 
 

@@ -79,7 +79,7 @@ _FORBIDDEN = {
     "trainer": [
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XGROUP CREATE {test}:prompts g 0 MKSTREAM",
         "XADD {test}:rollouts * index 1", "XADD {test}:evaluation_results * n 1", "SET {test}:producers:a x",
-        "DEL {test}:producers:a", "DEL {test}:commit", "XTRIM {test}:prompts MAXLEN 0", "XDEL {test}:prompts 0-1",
+        "DEL {test}:producers:a", "DEL {test}:commit", "XTRIM {test}:prompts MAXLEN 0", "XDEL {test}:rollouts 0-1",
         "HSET {test}:requeued 1 0-1", "HDEL {test}:requeued 1",
     ],
     "observer": [
