@@ -117,7 +117,7 @@ def num_mixed(groups: list[RolloutGroup]) -> int:
 
 
 async def met_in_flight(probed: ProbedEngine, *nudges: float, base=None, **sampling) -> list[RolloutGroup]:
-    """Groups of which some were in flight when the weights came, which may come between two requests: then once more."""
+    """Groups of which some were in flight when the weights came, which may fall between two requests."""
     for _ in range(5):
         groups = await probed.sample([probed.policy(base, nudge=nudge) for nudge in nudges], **sampling)
         if num_mixed(groups) >= 8:
