@@ -15,6 +15,8 @@ import numpy as np
 from deploy.ablation.results import CellResult, of_arm
 from deploy.drawing import running_mean
 
+STANDS_OUT = 1.3
+"""The multiple of what the reference's seeds are apart from which on a distance is more than a repetition's."""
 Curve = Callable[[CellResult], np.ndarray]
 
 
@@ -62,8 +64,9 @@ class Distance(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Every seed of the arm is farther away than any of the reference's own."""
-        return bool(self.of_reference) and min(self.of_seeds) > max(self.of_reference)
+        """Every seed of the arm is farther away than any of the reference's own, and the arm is so by a margin: one run
+        more of the reference lies a little beyond a few others by chance."""
+        return bool(self.of_reference) and min(self.of_seeds) > max(self.of_reference) and self.ratio >= STANDS_OUT
 
 
 def distance(results: Sequence[CellResult], arm: str, reference: str, curve: Curve) -> Distance:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from deploy.ablation.distances import MEASURES, Measure, distance
+from deploy.ablation.distances import MEASURES, STANDS_OUT, Measure, distance
 from deploy.ablation.plan import Arm, Plan
 from deploy.ablation.results import LAST_UPDATES, CellResult, of_arm
 from deploy.study.page import replace_part, table
@@ -59,7 +59,7 @@ def _distances(plan: Plan, results: Sequence[CellResult]) -> str:
         "**Distance to the reference's trajectory**: mean over updates of the gap between the smoothed curves, the "
         "reference's being the mean of its *other* seeds; in brackets the least and the largest over seeds, then the "
         "multiple of what the reference's seeds are apart. **Bold**: every seed of the arm is farther away than any of "
-        f"the reference's own.\n\n{table(rows)}"
+        f"the reference's own, and {STANDS_OUT:g} times as far or more.\n\n{table(rows)}"
     )
 
 
@@ -87,7 +87,7 @@ def _findings(plan: Plan, results: Sequence[CellResult]) -> str:
             continue
         out = [m.name for m in MEASURES if distance(results, arm.name, plan.reference, m.curve).stands_out]
         seen = (
-            "differs from the reference in " + ", ".join(f"`{name}`" for name in out)
+            "lies beyond the reference's seeds in " + ", ".join(f"`{name}`" for name in out)
             if out
             else ("cannot be told from another seed of the reference")
         )

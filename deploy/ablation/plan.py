@@ -86,6 +86,8 @@ def load_plan(file: Path) -> Plan:
         plan = msgspec.convert(tomllib.loads(file.read_text()), Plan, dec_hook=lambda kind, value: kind(value))
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
     except msgspec.ValidationError as error:

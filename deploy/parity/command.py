@@ -110,7 +110,16 @@ def _parity(arguments: argparse.Namespace) -> int:
     from deploy.redis_server import ServerError
     from producers.interfaces import EngineError, WeightLoadError
 
-    missing = (ParityError, RecordingError, ConfigError, ServerError, EngineError, WeightLoadError, redis.RedisError)
+    missing = (
+        ParityError,
+        RecordingError,
+        ConfigError,
+        ServerError,
+        EngineError,
+        WeightLoadError,
+        redis.RedisError,
+        OSError,
+    )
     say = progress(not arguments.json)
     try:
         with ExitStack() as closing:

@@ -1,4 +1,5 @@
 import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -429,14 +430,20 @@ def test_an_unusable_run_file_is_refused_before_anything_is_run(
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: Path):
+def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch):
     model = tmp_path / "model"
+    # A random model is rewarded for hardly anything else; without variance no update would train.
+    (tmp_path / "by_parity.py").write_text(
+        "def score(prompt, completion):\n    return float(sum(map(ord, completion)) % 2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     make_model(model, ModelRecipe(train=False, hidden_size=64, num_heads=2, num_kv_heads=1), progress=lambda _: None)
     (plan_file.parent / "run.toml").write_text(RUN.replace("nothing-here", str(model)))
     common = (
         "num_updates=3", "groups_per_step=4", "group_size=4", "producers.count=1", 'model.dtype="bfloat16"',
         'objective.path="deploy.ablation.objective:GspoWithClipRate"', 'correction={mode="none", bypass=true}',
-        "environment.kwargs={width=1, num_evaluation_prompts=4, partial_credit=0.5}", "sampling.temperature=0.8",
+        "environment.kwargs={width=1, num_evaluation_prompts=4}", 'reward={path="by_parity:score"}',
+        "sampling.temperature=0.8",
         "sampling.max_tokens=4", 'parity.gate="off"', "max_lag=1", "engine.kv_cache_gib=0.25",
     )  # fmt: skip
     plan_file.write_text(
@@ -502,7 +509,7 @@ def test_what_stands_out_is_bold_and_named(plan: Plan):
     text = render(plan, all_results(plan, shift=0.5))
     [row] = [line for line in text.splitlines() if line.startswith("| another | 1 |")]
     assert row.count("**") == 2 * len(MEASURES)
-    assert "- *another* differs from the reference in `clamp_log_ratio_new_old_indicator`" in text
+    assert "- *another* lies beyond the reference's seeds in `clamp_log_ratio_new_old_indicator`" in text
     text = render(plan, all_results(plan))
     [row] = [line for line in text.splitlines() if line.startswith("| another | 1 |")]
     assert "**" not in row
