@@ -120,25 +120,25 @@ class Releaser:
         """The prompts but for those that no producer can get any more, which are removed: acknowledged and left there
         by a broken producer, or its consumer deleted by hand.
 
-        What is delivered only after its group was asked how far it has come counts as still to be delivered; what is
-        acknowledged only then is no longer there at the second look, since a producer does both in one step.
+        Prompts, their group and its claims are read at one moment: claims come and go all the time.
         """
 
-        def read(client: Any) -> tuple[list[Any], list[bytes]]:
-            entries = client.xrange(self._prompts)
-            groups = client.xinfo_groups(self._prompts) if entries else []
-            group = next((group for group in groups if group["name"] == PRODUCERS_GROUP.encode()), None)
-            if group is None:
-                return entries, []
-            delivered = entry_key(group["last-delivered-id"])
-            first, last = entries[0][0], entries[-1][0]
-            rows = client.xpending_range(self._prompts, PRODUCERS_GROUP, first, last, MOST_PENDING)
-            pending = {row["message_id"] for row in rows}
-            left = [entry for entry, _ in entries if entry_key(entry) <= delivered and entry not in pending]
-            still = {entry for entry, _ in client.xrange(self._prompts, left[0], left[-1])} if left else set()
-            return entries, [entry for entry in left if entry in still]
+        def read(client: Any) -> list[Any]:
+            pipeline = client.pipeline(transaction=True)
+            pipeline.xrange(self._prompts)
+            pipeline.xinfo_groups(self._prompts)
+            pipeline.xpending_range(self._prompts, PRODUCERS_GROUP, "-", "+", MOST_PENDING)
+            return pipeline.execute(raise_on_error=False)
 
-        entries, left = self._connection.call(read)
+        entries, groups, rows = self._connection.call(read)
+        if not entries:
+            return []  # and no group need be there
+        group = next((group for group in groups if group["name"] == PRODUCERS_GROUP.encode()), None)
+        if group is None:
+            return entries
+        delivered = entry_key(group["last-delivered-id"])
+        pending = {row["message_id"] for row in rows}
+        left = [entry for entry, _ in entries if entry_key(entry) <= delivered and entry not in pending]
         if not left:
             return entries
         log.warning("prompts: %d entries that no producer can get any more are removed", len(left))

@@ -13,14 +13,13 @@ from consumers.model import PackedModel
 from consumers.parity.check import check_parity
 from consumers.parity.errors import ParityError
 from consumers.parity.policies import LoadedPolicy
-from consumers.parity.report import TOLERANCES, ParityReport
+from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport
 from schemas.config import RunConfig
 from schemas.policy import FutureVersionError, UnknownVersionError
 from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 log = logging.getLogger(__name__)
 
-REPORT_FILE = "parity.json"
 MAX_TOKENS = 20_000
 """Sampled tokens that the gate looks at: a second or so for the trainer that is to train on them."""
 

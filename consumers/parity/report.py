@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+REPORT_FILE = "parity.json"
+"""In the run's folder."""
 Layer = Literal["semantics", "inference", "objective"]
 """In this order: a wrong meaning makes every later comparison worthless."""
 Status = Literal["parity", "mismatch", "unclear"]

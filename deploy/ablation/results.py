@@ -14,7 +14,7 @@ import numpy as np
 
 from deploy.ablation.objective import CLIP_RATE
 from deploy.ablation.plan import Cell
-from deploy.study.results import ResultError, rounded_value, write_whole
+from deploy.study.results import read_cell_result, rounded_value, write_whole
 from deploy.telemetry import Telemetry, Update, WeightsLoaded
 from schemas.policy import split_version
 
@@ -146,16 +146,7 @@ def read_result(cell: Cell, folder: Path) -> CellResult | None:
     Raises:
         ResultError: a file that is no such result.
     """
-    file = folder / f"{cell.name}.json"
-    try:
-        result = msgspec.json.decode(file.read_bytes(), type=CellResult)
-    except FileNotFoundError:
-        return None
-    except msgspec.DecodeError as error:
-        raise ResultError(f"{file}: no result of an ablation: {error}; remove it to run the cell again") from None
-    if result.cell != cell:
-        raise ResultError(f"{file}: holds the cell {result.cell.name}; remove it to run the cell again")
-    return result
+    return read_cell_result(cell, folder, CellResult, "an ablation")
 
 
 def of_arm(results: Sequence[CellResult], arm: str) -> list[CellResult]:

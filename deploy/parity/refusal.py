@@ -5,10 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from consumers.parity.report import Verdict
+from consumers.parity.report import REPORT_FILE, Verdict
 from deploy.run_folder import RUN_FILE
-
-REPORT_FILE = "parity.json"
 
 
 class _Report(msgspec.Struct):

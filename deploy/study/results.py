@@ -5,11 +5,13 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from deploy.study.cells import Cell
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 5
@@ -92,13 +94,26 @@ def read_result(cell: Cell, folder: Path) -> CellResult | None:
     Raises:
         ResultError: a file that is no such result.
     """
+    return read_cell_result(cell, folder, CellResult, "the study")
+
+
+def read_cell_result(cell: Any, folder: Path, kind: type[R], whose: str) -> R | None:
+    """The result, of type `kind`, that `<cell>.json` holds; None where there is no such file.
+
+    Args:
+        cell: what the result's own `cell` must be. It has a `name`.
+        whose: as in "the study", for an error.
+
+    Raises:
+        ResultError: a file that is no such result.
+    """
     file = folder / f"{cell.name}.json"
     try:
-        result = msgspec.json.decode(file.read_bytes(), type=CellResult)
+        result: Any = msgspec.json.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise ResultError(f"{file}: no result of the study: {error}; remove it to run the cell again") from None
+        raise ResultError(f"{file}: no result of {whose}: {error}; remove it to run the cell again") from None
     if result.cell != cell:
         raise ResultError(f"{file}: holds the cell {result.cell.name}; remove it to run the cell again")
     return result

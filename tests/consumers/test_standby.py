@@ -13,6 +13,7 @@ from mini_producer import dead_fields, group_fields
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once, wait_for
 from trainer_process import wait_until_stopped, with_learner
+from trainer_thread import TrainerThread
 
 import consumers.__main__ as entry
 from consumers.checkpoints import CheckpointError, Checkpoints
@@ -35,22 +36,6 @@ def contents(client: redis.Redis) -> dict[bytes, object]:
     """Everything in Redis but the lease."""
     read = {b"stream": client.xrange, b"hash": client.hgetall, b"string": client.get}
     return {key: read[client.type(key)](key) for key in client.scan_iter() if not key.endswith(b":lease")}
-
-
-class InThread(threading.Thread):
-    """A trainer's run; `outcome` is what it returned or raised."""
-
-    def __init__(self, trainer) -> None:
-        super().__init__(daemon=True)
-        self._trainer = trainer
-        self.outcome: object = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.outcome = self._trainer.run()
-        except Exception as error:
-            self.outcome = error
 
 
 # Where the first trainer is when it falls asleep: before a command is executed, or after with the reply under way.
@@ -77,7 +62,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
     bench.hardy_producer(answer)
     with bench.proxy() as proxy:
         asleep = proxy.hold(command, nth, when)
-        first = InThread(bench.trainer(url=proxy.url))
+        first = TrainerThread(bench.trainer(url=proxy.url))
         asleep.wait()
         second = bench.trainer(resume=True)
         second.learner.fail_at[11] = KilledError()  # so that there is something left for the first to spoil
@@ -113,7 +98,7 @@ def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_success
         committed(name)
 
     monkeypatch.setattr(first._checkpoints, "committed", fall_asleep)
-    thread = InThread(first)
+    thread = TrainerThread(first)
     assert asleep.wait(60)
     second = bench.trainer(resume=True)
     assert second.run()
@@ -130,7 +115,7 @@ def test_what_a_fenced_trainer_wrote_last_stays_until_its_successor_commits(benc
     bench.hardy_producer()
     with bench.proxy() as proxy:
         asleep = proxy.hold("commit", 2, "before")
-        first = InThread(bench.trainer(url=proxy.url))
+        first = TrainerThread(bench.trainer(url=proxy.url))
         asleep.wait()
         second = bench.trainer(resume=True)
         names = {path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()}
@@ -324,7 +309,7 @@ def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoi
 def test_a_stopped_trainer_commits_a_second_starts_and_the_first_s_work_is_kept(bench, redis_client):
     bench.hardy_producer()
     first = bench.trainer()
-    thread = InThread(first)
+    thread = TrainerThread(first)
     wait_for(lambda: first.learner.num_steps >= 3)
     first.stop()
     thread.join(60)
