@@ -28,8 +28,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from producers.engines.completions import pack
 from producers.engines.leash import children_leashed
-from producers.engines.prefix_cache import FORGET_PREFIXES
 from producers.engines.settings import engine_arguments, fingerprint, verify
+from producers.engines.stale_kv import DROP_STALE_KV
 from producers.engines.weight_files import BaseModel, HeldFile, check
 from producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
 from producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
@@ -225,8 +225,7 @@ class VllmEngine:
             await pause(mode="wait", clear_cache=True)
         else:
             await pause(mode="keep", clear_cache=False)
-            if self._salted:
-                await self._llm.engine_core.call_utility_async(FORGET_PREFIXES)
+            await self._llm.engine_core.call_utility_async(DROP_STALE_KV, self._salted)
 
     async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
         """Loads `paths`, or failing that the weights of `policy_version` again."""

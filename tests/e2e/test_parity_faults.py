@@ -32,6 +32,8 @@ NUDGE = 0.02
 """Relative change of the weights from one policy to the next."""
 LONG_PROMPTS = [[(7 * n + p) % 50 + 3 for n in range(200)] for p in (0, 5)]
 """Several blocks of the KV cache."""
+CHUNK = 128
+"""Tokens that an engine computes in a step: a long prompt takes more than one, and an update may fall between them."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,7 +46,12 @@ async def changeable(vllm_engine, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "EngineReport", FaultyWorker)
         probed = await probed_engine.start(
-            vllm_engine, tmp_path_factory.mktemp("faulty"), tied=False, eager=True, prefix_caching=True
+            vllm_engine,
+            tmp_path_factory.mktemp("faulty"),
+            tied=False,
+            eager=True,
+            prefix_caching=True,
+            args={"max_num_batched_tokens": CHUNK},
         )
     yield probed
     await probed.engine.close()
@@ -84,7 +91,13 @@ SHAPES = [(dtype, tied) for dtype in ("float32", "bfloat16") for tied in (False,
 async def sound(vllm_engine, tmp_path_factory, request):
     """The parity recipe, as engines run it: compiled."""
     dtype, tied = request.param
-    probed = await probed_engine.start(vllm_engine, tmp_path_factory.mktemp("sound"), tied=tied, dtype=dtype)
+    probed = await probed_engine.start(
+        vllm_engine,
+        tmp_path_factory.mktemp("sound"),
+        tied=tied,
+        dtype=dtype,
+        args={"max_num_batched_tokens": CHUNK},
+    )
     yield probed
     await probed.engine.close()
 
@@ -143,6 +156,12 @@ async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: Pr
     # More requests than run at once, so that some wait, prompted under one policy, to be prefilled under the next.
     groups = await met_in_flight(faulty, NUDGE, 2 * NUDGE, 3 * NUDGE, prompts=list(LONG_PROMPTS) * 8)
     report = faulty.check(groups)
+    assert report.verdict.status == "parity", report
+
+
+async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine):
+    updates = [sound.policy(nudge=n * NUDGE) for n in (1, 2, 3)]
+    report = sound.check(await sound.sample(updates, prompts=LONG_PROMPTS * 4, max_tokens=48))
     assert report.verdict.status == "parity", report
 
 
