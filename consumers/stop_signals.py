@@ -1,8 +1,14 @@
 """SIGTERM and SIGINT from a trainer's first moment on, before anything heavy is imported."""
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+AGAIN_S = 0.01
 
 
 class StoppedError(BaseException):
@@ -19,11 +25,16 @@ class StopSignals:
     First a signal raises StoppedError wherever the program is: nothing is there yet that would have to be saved, and
     what a trainer has begun may be left at any point (it might as well be killed). After `hand_to` it calls what it was
     handed to. After `ignore` the process is about to end, and with the status it has.
+
+    Where Python can only print an exception and go on (a finalizer, a callback of a weak reference, of which imports
+    have many), the signal is sent once more, a moment later.
     """
 
     def __init__(self) -> None:
         self._requested = False
         self._stop: Callable[[], None] | None = None
+        self._print_unraisable = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -39,6 +50,13 @@ class StopSignals:
 
     def ignore(self) -> None:
         self._stop = lambda: None
+
+    def _unraisable(self, args: Any) -> None:
+        if not isinstance(args.exc_value, StoppedError):
+            self._print_unraisable(args)
+        elif self._stop is None:
+            self._requested = False
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first, self._requested = not self._requested, True
