@@ -1,0 +1,128 @@
+"""Rollouts that agents have open, in the groups that they belong to, and what becomes of both."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
+
+from producers.endpoint.ledger import Ledger
+from producers.episode import Dead
+from producers.in_flight import Claim
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import EngineFingerprint, Rollout, RolloutGroup, SamplingSettings, Segment, Timings
+from schemas.segments import segments
+
+NO_TOKEN = "nothing_sampled"
+
+
+@dataclass(slots=True, eq=False)
+class AgentRollout:
+    """One conversation or several of an agent at one task, from its opening to its end.
+
+    reason: why it died; empty while it is open, and once it is finished.
+    segments: what is trained of it, once it is finished.
+    """
+
+    id: str
+    group: "AgentGroup"
+    ledger: Ledger = field(default_factory=Ledger)
+    running: set[asyncio.Task] = field(default_factory=set)
+    last_seen: float = field(default_factory=time.monotonic)
+    reward: Reward | None = None
+    reason: str = ""
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        return self.reward is None and not self.reason
+
+    def is_idle(self, now: float, timeout_s: float) -> bool:
+        return not self.running and now - self.last_seen > timeout_s
+
+    def finish(self, reward: Reward) -> int:
+        """Freezes it with its reward; one without a sampled token is dead. Returns the sampled tokens it hands over."""
+        chains, _ = segments(self.ledger.recorded())
+        self.segments = tuple(chain.segment for chain in chains)
+        self.reward = reward
+        if not self.segments:
+            self.die(NO_TOKEN)
+        self._end()
+        return sum(segment.num_sampled_tokens for segment in self.segments)
+
+    def die(self, reason: str) -> None:
+        self.reward, self.reason = None, reason
+        self._end()
+
+    def _end(self) -> None:
+        for task in self.running:
+            task.cancel()
+        self.ledger = Ledger()
+
+
+@dataclass(slots=True, eq=False)
+class AgentGroup:
+    """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short."""
+
+    claim: Claim
+    prompt: Prompt
+    size: int
+    deadline: float
+    """Monotonic seconds."""
+    rollouts: list[AgentRollout] = field(default_factory=list)
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.rollouts) < self.size
+
+    @property
+    def is_complete(self) -> bool:
+        """Every place was taken, and nothing is open any more."""
+        return not self.has_place and not any(rollout.is_open for rollout in self.rollouts)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(rollout.reward is not None for rollout in self.rollouts)
+
+    def open(self, producer_id: str) -> AgentRollout:
+        rollout = AgentRollout(rollout_id(producer_id), self)
+        self.rollouts.append(rollout)
+        return rollout
+
+    def missing(self) -> str:
+        """Why siblings are missing; empty for a whole group."""
+        reasons = Counter(rollout.reason for rollout in self.rollouts if rollout.reason)
+        if self.has_place:
+            reasons["never opened"] = self.size - len(self.rollouts)
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+
+    def outcome(
+        self, producer_id: str, fingerprint: EngineFingerprint, sampling: SamplingSettings
+    ) -> RolloutGroup | Dead:
+        """The group of what is finished; dead where nothing is."""
+        finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        if not finished:
+            return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
+        now = time.time()
+        return RolloutGroup(
+            index=self.claim.index,
+            prompt=self.prompt,
+            rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
+            producer_id=producer_id,
+            fingerprint=fingerprint,
+            sampling=sampling,
+            timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
+        )
+
+
+def rollout_id(producer_id: str) -> str:
+    """A new id, from which every producer can tell whose it is; it stands in a path as it is."""
+    safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
+    return f"{safe}.{secrets.token_hex(8)}"
+
+
+def producer_of(rollout_id: str) -> str | None:
+    """The producer that opened a rollout; None for an id that none has made."""
+    safe, dot, _ = rollout_id.rpartition(".")
+    return unquote(safe.replace("~", "%")) if dot and safe else None

@@ -1,0 +1,65 @@
+"""One completion of one prompt, however often the engine breaks off in between."""
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from producers.interfaces import Completion, Engine, EngineError
+from schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
+
+RESUMES_WITHOUT_A_TOKEN = 3
+
+
+async def sample(engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, request_id: str) -> Completion:
+    """Samples one completion. What an abort leaves unfinished is resumed from its partial ids with what is left of the
+    budget; version spans and logprobs of the parts are joined.
+
+    Raises:
+        EngineError: the engine serves no longer, or aborts again and again without a token.
+        ValueError: it refuses the prompt.
+    """
+    parts: list[Completion] = []
+    num_sampled = num_empty = 0
+    for attempt in itertools.count():
+        context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+        budget = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
+        # An id may be used once only.
+        part_id = f"{request_id}-{attempt}"
+        completions = await engine.generate(context, budget, 1, part_id)
+        if len(completions) != 1:
+            raise EngineError(f"request {part_id}: {len(completions)} completions, expected 1")
+        part = completions[0]
+        num_part = len(part.token_ids) // 4
+        if num_part:
+            parts.append(part)
+        num_sampled += num_part
+        if part.finish_reason != "abort":
+            return join(parts, part)
+        if num_sampled >= sampling.max_tokens:
+            return msgspec.structs.replace(join(parts, part), finish_reason="length")
+        num_empty = 0 if num_part else num_empty + 1
+        if num_empty > RESUMES_WITHOUT_A_TOKEN:
+            break
+    raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
+
+
+def join(parts: Sequence[Completion], last: Completion) -> Completion:
+    """Consecutive parts as one completion that ended as `last` did."""
+    if len(parts) == 1:
+        return msgspec.structs.replace(parts[0], finish_reason=last.finish_reason)
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.version_spans:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, span.end + offset)
+            else:
+                spans.append(VersionSpan(span.version, span.start + offset, span.end + offset))
+        offset += len(part.token_ids) // 4
+    return Completion(
+        token_ids=b"".join(part.token_ids for part in parts),
+        behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),
+        version_spans=tuple(spans),
+        finish_reason=last.finish_reason,
+    )

@@ -1,0 +1,115 @@
+"""An environment of several turns inside the producer goes the way of an agent outside."""
+
+import asyncio
+
+import pytest
+from agent_client import tool_user
+from producer_run import KEYS, until
+from scripted_engine import ScriptedEngine
+from tool_caller import ToolCaller
+
+from producers.endpoint.errors import ApiError
+from producers.interfaces import EngineError
+from schemas.config import ConfigError, EndpointConfig
+from schemas.keys import Field, Kind
+
+pytestmark = pytest.mark.redis
+
+
+async def test_an_environment_s_conversations_become_groups(serve) -> None:
+    environment = ToolCaller()
+    one = await serve(environment=environment, group_size=4)
+    one.trainer.release(1, 12)
+    groups = await one.groups(12)
+    assert sorted(group.index for group in groups) == list(range(1, 13))
+    for group in groups:
+        assert len(group.rollouts) == 4 and group.prompt.text == str(group.index)
+        for rollout in group.rollouts:
+            (segment,) = rollout.segments
+            assert len(segment.loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
+    assert len(environment.replies) == 12 * 4 * 3
+    await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
+    one.trainer.release(13, 13)
+    assert (await one.groups(1))[0].index == 13
+
+
+async def test_a_conversation_that_raises_ends_alone(serve) -> None:
+    class Fragile(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            if prompt.text == "2" or self.num_begun == 1:
+                raise LookupError("no such tool")
+            if self.num_begun == 2:
+                return float("nan")
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Fragile(), group_size=4)
+    one.trainer.release(1, 2)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
+    assert entries[1][Field.KIND] == Kind.GROUP and entries[2][Field.KIND] == Kind.DEAD
+    assert b"4 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 2
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 6
+
+
+async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(serve) -> None:
+    class Curious(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with pytest.raises(ApiError, match="n is 2, expected 1"):
+                await conversation.chat([{"role": "user", "content": "x"}], n=2)
+            with pytest.raises(ApiError, match="maximum context length"):
+                await conversation.chat([{"role": "user", "content": "x" * 5000}])
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Curious(), group_size=2)
+    one.trainer.release(1, 1)
+    assert len((await one.groups(1))[0].rollouts) == 2
+
+
+async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:
+    class Slow(ToolCaller):
+        cancelled = 0
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "1":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
+            return await super().converse(prompt, conversation)
+
+    environment = Slow()
+    endpoint = EndpointConfig(port=0, idle_timeout_s=0.3, group_deadline_s=1.5)
+    one = await serve(environment=environment, endpoint=endpoint, group_size=2)
+    one.trainer.release(1, 2)
+    kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(2)}
+    assert kinds == {1: Kind.DEAD, 2: Kind.GROUP}
+    await until(lambda: environment.cancelled == 2)
+
+
+async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.loop.GRACE_S", 0.2)
+    engine = ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096)
+    one = await serve(engine, environment=ToolCaller(), group_size=2)
+    one.trainer.release(1, 2)
+    await until(lambda: engine.num_active == 4)
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    assert sorted(fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)) == [b"1", b"2"]
+    assert engine.num_active == 0
+
+
+async def test_an_engine_that_dies_under_a_conversation_ends_the_producer(serve) -> None:
+    one = await serve(ScriptedEngine(die_after=0, max_model_len=4096), environment=ToolCaller())
+    one.trainer.release(1, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)
+
+
+async def test_an_environment_that_converses_needs_the_endpoint_s_table(serve) -> None:
+    with pytest.raises(ConfigError, match=r"it converses, .* expected an \[endpoint\] table"):
+        await serve(environment=ToolCaller(), endpoint=None)
