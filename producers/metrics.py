@@ -33,6 +33,7 @@ class ProducerMetrics:
         self.reward_errors = self._counter(ProducerMetric.REWARD_ERRORS)
         self.agent_rollouts = self._counter(ProducerMetric.AGENT_ROLLOUTS)
         self.agent_rollouts_open = self._gauge(ProducerMetric.AGENT_ROLLOUTS_OPEN)
+        self.agent_calls_running = self._gauge(ProducerMetric.AGENT_CALLS_RUNNING)
         self.agent_calls = self._counter(ProducerMetric.AGENT_CALLS)
         self.agent_segments = self._counter(ProducerMetric.AGENT_SEGMENTS)
         self.alternate_stops = self._counter(ProducerMetric.ALTERNATE_STOPS)

@@ -34,6 +34,7 @@ class ProducerMetric:
     REWARD_ERRORS = Metric("penstock_reward_errors_total", "Groups whose reward raised or was not finite")
     AGENT_ROLLOUTS = Metric("penstock_agent_rollouts_total", "Rollouts of agents that ended, by outcome", ("outcome",))
     AGENT_ROLLOUTS_OPEN = Metric("penstock_agent_rollouts_open", "Rollouts of agents that are open")
+    AGENT_CALLS_RUNNING = Metric("penstock_agent_calls_running", "Calls of agents that are being answered")
     AGENT_CALLS = Metric(
         "penstock_agent_calls_total", "Calls of agents answered, by how their prompt came about", ("prompt",)
     )
