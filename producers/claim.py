@@ -96,6 +96,10 @@ class Claims:
             await self._connection.retrying(lambda: self._hand_back(claims))
         return len(claims)
 
+    async def give_back(self, claim: Claim) -> None:
+        """Makes one claim, with which nothing was begun, available to the other producers at once."""
+        await self._connection.retrying(lambda: self._hand_back([claim]))
+
     async def _take(self) -> list[Claim]:
         try:
             if self._connection.num_recoveries != self._recoveries_seen:

@@ -6,10 +6,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from producers.cancellation import end
 from producers.claim import Claims
 from producers.connection import Connection
 from producers.endpoint.answers import AnswerParser
@@ -147,7 +147,7 @@ class Producer:
                 running = [services.create_task(part()) for part in parts]
                 await self._work_until_stopped()
                 heard = await self._leave_nothing_behind()
-                await _end(running)
+                await end(running)
             if heard:
                 # Only now: a heartbeat sent after its removal would keep the id taken.
                 with contextlib.suppress(TimeoutError):
@@ -166,13 +166,13 @@ class Producer:
             claiming = groups.create_task(self._claim(groups))
             serving = groups.create_task(self._serve_agents())
             await self.stop.wait()
-            await _end([claiming])
+            await end([claiming])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
                     if self._endpoint is not None:
                         await self._endpoint.drain()
                     await self._nothing_runs()
-            await _end([*self._running, serving])
+            await end([*self._running, serving])
             if self._endpoint is not None:
                 await self._endpoint.close(append=not self._run_is_finished)
 
@@ -301,12 +301,3 @@ class Producer:
     def _num_tokens(self) -> int:
         """Tokens sampled since the start."""
         return self._episodes.num_tokens + (0 if self._endpoint is None else self._endpoint.num_tokens)
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels and waits. Again and again: a library in between may lose a cancellation."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=0.2)
