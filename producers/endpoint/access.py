@@ -30,12 +30,21 @@ def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ)
     return key
 
 
-def check_key(authorization: str | None, key: str | None) -> None:
-    """Raises ApiError 401 unless the request's Authorization header carries the key."""
+def check_access(headers: Mapping[str, str], key: str | None) -> None:
+    """
+    Raises:
+        ApiError: 401 for a request that does not carry the key; without a key 403 for one that a page in a browser
+            sends, since any page may.
+    """
     if key is None:
+        if "Origin" in headers:
+            raise ApiError(403, "requests of web pages are refused by a run without a key", code="origin_refused")
         return
+    authorization = headers.get("Authorization")
     scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+    # A header may hold any byte.
+    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
+    if scheme.lower() != "bearer" or not same:
         raise ApiError(
             401,
             "expected the run's key in the header 'Authorization: Bearer KEY'",

@@ -5,6 +5,9 @@ import logging
 import time
 from collections import OrderedDict
 
+import msgspec
+
+from producers.cancellation import end
 from producers.claim import Claims
 from producers.endpoint.errors import ApiError
 from producers.endpoint.groups import AgentGroup, AgentRollout
@@ -16,8 +19,8 @@ from producers.telemetry import Telemetry
 from producers.weights import Weights
 from producers.writer import Writer
 from schemas.config import RunConfig
-from schemas.prompt import Reward
-from schemas.rollout import EngineFingerprint, SamplingSettings
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,8 @@ CLAIM_S = 5.0
 RETRY_AFTER_S = 2
 ENDED_KEPT = 4096
 """Rollouts that ended are told from ones that never were, the last so many."""
+GROUP_BYTES = 64 * 1024
+"""Of a group's entry, for what it says beside its prompt and its rollouts."""
 LEAST_SHORT_GROUP = 2
 """A producer that stops hands a group with fewer finished rollouts back: their rewards have nothing to compare with."""
 
@@ -58,6 +63,8 @@ class Agents:
         self._group_size = config.group_size
         self._max_attempts = config.producers.max_attempts
         self._lag_bound = config.lag_bound
+        # Agents keep a group for as long as they like, and evaluations come in between.
+        self._reserve = 1 if config.producers.groups_in_flight > 1 and config.evaluation.num_prompts != 0 else 0
         self._producer_id = producer_id
         self._environment = environment
         self._claims = claims
@@ -78,6 +85,14 @@ class Agents:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def has_room(self) -> bool:
+        return self._table.groups_free > self._reserve
+
+    async def wait_for_room(self) -> None:
+        """Waits until one more group fits beside what is left to evaluations."""
+        await self._table.wait_for_room(self._reserve + 1)
 
     async def open(self) -> AgentRollout:
         """A place in the oldest group that has one, else in a group that is claimed for it.
@@ -109,12 +124,15 @@ class Agents:
             raise ApiError(410, f"rollout {rollout_id} {how}", code="rollout_ended")
         return rollout
 
-    def finish(self, rollout: AgentRollout, reward: Reward) -> None:
-        """Freezes a rollout; the last of its group sends the group on its way."""
+    def finish(self, rollout: AgentRollout, reward: Reward) -> str:
+        """Freezes a rollout; the last of its group sends the group on its way. Returns what is wrong with it, where it
+        died instead."""
         num_sampled = rollout.ledger.num_sampled
-        rollout.finish(reward)
+        if wrong := rollout.finish(reward):
+            log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
         self._metrics.agent_tokens.inc(num_sampled)
         self._end(rollout)
+        return wrong
 
     def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
         """Whether a rollout has ended with this very reward: a finish whose answer was lost comes again."""
@@ -125,16 +143,28 @@ class Agents:
         pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
-            self._end_overdue(time.monotonic())
+            now = time.monotonic()
+            self._end_overdue(now)
+            await self._hand_back_unopened(now)
 
     def _end_overdue(self, now: float) -> None:
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._idle_timeout_s):
-                self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
+                timeout_s = rollout.idle_timeout_s(self._idle_timeout_s)
+                setting = " (endpoint.idle_timeout_s)" if timeout_s == self._idle_timeout_s else ", without a call"
+                self.give_up(rollout, f"idle for {timeout_s:g} s{setting}")
         for group in list(self._groups):
             if now > group.deadline:
                 reason = f"not finished after {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
                 self._close_group(group, reason)
+
+    async def _hand_back_unopened(self, now: float) -> None:
+        """Whoever asked for these groups has gone: their prompts are others' to take."""
+        for group in list(self._groups):
+            if not group.rollouts and now - group.posed > self._idle_timeout_s:
+                self._groups.remove(group)
+                await self._claims.give_back(group.claim)
+                self._metrics.in_flight.set(len(self._table))
 
     async def drain(self) -> None:
         """Takes no more openings; waits until no rollout is open."""
@@ -148,8 +178,7 @@ class Agents:
         claims of the others stay in the table, to be handed back."""
         self._is_closing = True
         if self._claiming is not None:
-            self._claiming.cancel()
-            await asyncio.wait({self._claiming})
+            await end([self._claiming])
         for group in list(self._groups):
             if append and group.num_finished >= LEAST_SHORT_GROUP:
                 self._close_group(group, "producer stopped")
@@ -168,7 +197,7 @@ class Agents:
         if self._claiming is None or self._claiming.done():
             if self._weights.behind > self._lag_bound:
                 raise _later(429, "this producer's weights are behind the run's", "weights_behind")
-            if not self._table.groups_free:
+            if not self.has_room:
                 raise _later(429, "this producer has as many groups as it takes at once", "no_room")
             self._claiming = asyncio.create_task(self._take())
         await asyncio.wait({self._claiming}, timeout=CLAIM_S)
@@ -189,12 +218,25 @@ class Agents:
             return
         try:
             prompt = self._environment.prompt(claim.index)
+            rollout_bytes = self._rollout_bytes(prompt)
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}"))
             return
-        deadline = time.monotonic() + self._group_deadline_s
-        self._groups.append(AgentGroup(claim, prompt, self._group_size, deadline))
+        self._groups.append(AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, rollout_bytes))
         self._metrics.in_flight.set(len(self._table))
+
+    def _rollout_bytes(self, prompt: Prompt) -> int:
+        """How much of its group's stream entry each rollout may take up.
+
+        Raises:
+            Exception: a prompt that the entry cannot hold. Nobody should work on it first.
+        """
+        data = msgspec.msgpack.encode(prompt)
+        msgspec.msgpack.decode(data, type=Prompt)
+        left = MAX_ENTRY_BYTES - GROUP_BYTES - len(data)
+        if left < self._group_size:
+            raise ValueError(f"{len(data):,} bytes encoded, which leave a stream entry no room for rollouts")
+        return left // self._group_size
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
         """Ends a rollout without a reward. complete: whether its group may go on its way for it."""
@@ -224,13 +266,16 @@ class Agents:
 
     def _hand_over(self, group: AgentGroup) -> None:
         self._groups.remove(group)
-        outcome = group.outcome(self._producer_id, self._fingerprint, self._sampling)
+        try:
+            outcome = group.outcome(self._producer_id, self._fingerprint, self._sampling)
+            if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
+                self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
+        except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
+            log.exception("%s failed", group.claim)
+            self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}"))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
             self._telemetry.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
-        if not isinstance(outcome, Dead):
-            self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
-        self._writer.put(group.claim, outcome)
 
 
 def _later(status: int, message: str, code: str) -> ApiError:

@@ -64,9 +64,13 @@ class Calls:
             ApiError: 400 or 409, the request cannot be answered; 500, this once.
             EngineError: the engine serves no longer.
         """
+        with self._metrics.agent_calls_running.track_inprogress():
+            return await self._answer(rollout, request)
+
+    async def _answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._room(request, prompt))
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
         number = rollout.ledger.next_number()
         try:
@@ -84,7 +88,7 @@ class Calls:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _room(self, request: ChatRequest, prompt: RenderedPrompt) -> int:
+    def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
         """The most tokens that the answer may have."""
         longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
         if num_prompt >= longest:
@@ -94,7 +98,8 @@ class Calls:
                 "messages",
                 "context_length_exceeded",
             )
-        return min(longest - num_prompt, self._sampling.max_tokens, request.max_tokens or longest)
+        room = rollout.ledger.room(prompt.base, num_prompt)
+        return min(longest - num_prompt, self._sampling.max_tokens, request.max_tokens or longest, room)
 
     def _record(
         self,
@@ -105,18 +110,17 @@ class Calls:
         message: Json,
         number: int,
     ) -> Call:
-        num_prompt, num_sampled = len(prompt.token_ids), len(completion.token_ids) // 4
-        continued = prompt.parent.spans if prompt.parent is not None and not prompt.reason else ()
+        known = prompt.base.spans[-1][1] if prompt.base is not None else 0
         call = Call(
             number=number,
-            prompt=pack_ids(prompt.token_ids),
+            base=prompt.base,
+            context=pack_ids(prompt.token_ids[known:]),
             completion=completion,
-            spans=(*continued, (num_prompt, num_prompt + num_sampled)),
             rendered=prompt.rendered,
         )
+        rollout.ledger.record(call, request.messages, message)
         if prompt.parent is not None:
             prompt.parent.rendered = None  # what continues this call is encoded faster than what branches off before it
-        rollout.ledger.record(call, request.messages, message)
         self._metrics.agent_calls.labels(prompt.kind).inc()
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()

@@ -95,9 +95,7 @@ class Endpoint:
         self._inside: InsideAgents | None = None
         if hasattr(environment, "converse"):
             conversing: Any = environment
-            self._inside = InsideAgents(
-                conversing, agents=self._agents, calls=self._calls, table=table, sampling=sampling
-            )
+            self._inside = InsideAgents(conversing, agents=self._agents, calls=self._calls, sampling=sampling)
         self._server = Server(
             config.endpoint,
             key=api_key(config.endpoint),
@@ -105,6 +103,7 @@ class Endpoint:
             agents=self._agents,
             calls=self._calls,
             sampling=sampling,
+            max_model_len=engine.max_model_len,
             connection=connection,
             keys=keys,
             producer_id=producer_id,

@@ -1,20 +1,36 @@
 """Rollouts that agents have open, in the groups that they belong to, and what becomes of both."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
+import msgspec
+
 from producers.endpoint.ledger import Ledger
 from producers.episode import Dead
 from producers.in_flight import Claim
 from schemas.prompt import Prompt, Reward
-from schemas.rollout import EngineFingerprint, Rollout, RolloutGroup, SamplingSettings, Segment, Timings
-from schemas.segments import segments
+from schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    EngineFingerprint,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    Timings,
+    one_line,
+)
+from schemas.segments import CallError, segments
 
 NO_TOKEN = "nothing_sampled"
+TOO_LARGE = "rollout_too_large"
+NO_RECORD = "invalid_record"
+FIRST_CALL_S = 60.0
+"""A rollout that was opened for nothing holds its place no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,21 +54,40 @@ class AgentRollout:
     def is_open(self) -> bool:
         return self.reward is None and not self.reason
 
-    def is_idle(self, now: float, timeout_s: float) -> bool:
-        return not self.running and now - self.last_seen > timeout_s
+    def idle_timeout_s(self, timeout_s: float) -> float:
+        return timeout_s if self.ledger.num_begun else min(timeout_s, FIRST_CALL_S)
 
-    def finish(self, reward: Reward) -> int:
-        """Freezes it with its reward; one without a sampled token is dead. Returns the sampled tokens it hands over."""
-        chains, _ = segments(self.ledger.recorded())
-        self.segments = tuple(chain.segment for chain in chains)
-        self.reward = reward
-        if not self.segments:
+    def is_idle(self, now: float, timeout_s: float) -> bool:
+        return not self.running and now - self.last_seen > self.idle_timeout_s(timeout_s)
+
+    def finish(self, reward: Reward) -> str:
+        """Freezes it with its reward; one that cannot be trained is dead, and its siblings are none the worse.
+
+        Returns what is wrong with it; empty for one that is finished.
+        """
+        try:
+            chains, _ = segments(self.ledger.recorded())
+            finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
+            num_bytes = len(msgspec.msgpack.encode(finished))
+            msgspec.convert(msgspec.to_builtins(reward), Reward)
+        except CallError as error:
+            self.die(error.code)
+            return str(error)
+        except Exception as error:  # an environment's reward may hold what no record can
+            self.die(NO_RECORD)
+            return one_line(f"{type(error).__name__}: {error}")
+        if not finished.segments:
             self.die(NO_TOKEN)
+            return "no sampled token to train"
+        if num_bytes > self.group.rollout_bytes:
+            self.die(TOO_LARGE)
+            return f"{num_bytes:,} bytes, expected at most {self.group.rollout_bytes:,}, its share of a stream entry"
+        self.segments, self.reward = finished.segments, reward
         self._end()
-        return sum(segment.num_sampled_tokens for segment in self.segments)
+        return ""
 
     def die(self, reason: str) -> None:
-        self.reward, self.reason = None, reason
+        self.reason = reason
         self._end()
 
     def _end(self) -> None:
@@ -63,13 +98,20 @@ class AgentRollout:
 
 @dataclass(slots=True, eq=False)
 class AgentGroup:
-    """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short."""
+    """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short.
+
+    deadline_s: from its first opening to its deadline.
+    rollout_bytes: the most that the record of one rollout may take up.
+    posed: monotonic seconds, as `deadline` is.
+    """
 
     claim: Claim
     prompt: Prompt
     size: int
-    deadline: float
-    """Monotonic seconds."""
+    deadline_s: float
+    rollout_bytes: int = MAX_ENTRY_BYTES
+    posed: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
     rollouts: list[AgentRollout] = field(default_factory=list)
 
     @property
@@ -86,7 +128,10 @@ class AgentGroup:
         return sum(rollout.reward is not None for rollout in self.rollouts)
 
     def open(self, producer_id: str) -> AgentRollout:
-        rollout = AgentRollout(rollout_id(producer_id), self)
+        if not self.rollouts:
+            self.deadline = time.monotonic() + self.deadline_s
+        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its metrics
+        rollout = AgentRollout(rollout_id(producer_id), self, Ledger(calls_bytes))
         self.rollouts.append(rollout)
         return rollout
 

@@ -9,7 +9,6 @@ from producers.endpoint.calls import Calls
 from producers.endpoint.errors import ApiError
 from producers.endpoint.groups import AgentRollout
 from producers.endpoint.requests import parse_chat
-from producers.in_flight import InFlightTable
 from producers.interfaces import EngineError
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import MAX_REWARD, SamplingSettings, one_line
@@ -32,8 +31,11 @@ class Conversation:
         """The assistant's message, to be put behind `messages` as it is. fields: those of OpenAI's request (`tools`).
 
         Raises:
-            ApiError: a request that cannot be answered; one past the context has the code `context_length_exceeded`.
+            ApiError: a request that cannot be answered; one past the context has the code `context_length_exceeded`,
+                one of a rollout that has ended `rollout_ended`.
         """
+        if not self._rollout.is_open:
+            raise ApiError(410, f"rollout {self._rollout.id} has ended", code="rollout_ended")
         request = parse_chat({"messages": messages, **fields}, self._sampling)
         answered = await self._calls.answer(self._rollout, request)
         answered.call.delivered = True
@@ -57,13 +59,11 @@ class InsideAgents:
         *,
         agents: Agents,
         calls: Calls,
-        table: InFlightTable,
         sampling: SamplingSettings,
     ) -> None:
         self._environment = environment
         self._agents = agents
         self._calls = calls
-        self._table = table
         self._sampling = sampling
 
     async def run(self) -> None:
@@ -79,7 +79,7 @@ class InsideAgents:
                 except ApiError as refused:
                     if refused.status != 429:
                         return
-                    await (asyncio.sleep(CREDIT_S) if self._table.groups_free else self._table.wait_for_room())
+                    await (asyncio.sleep(CREDIT_S) if self._agents.has_room else self._agents.wait_for_room())
                     continue
                 rollout.running.add(conversations.create_task(self._converse(rollout)))
 
@@ -87,14 +87,15 @@ class InsideAgents:
         conversation = Conversation(rollout, self._calls, self._sampling)
         try:
             reward = _checked(await self._environment.converse(rollout.group.prompt, conversation))
+            if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
+                rollout.running.clear()
+                self._agents.finish(rollout, reward)
         except EngineError:
             raise
         except Exception as error:  # the environment is the user's, and one rollout never ends the others
-            rollout.running.clear()
-            self._agents.give_up(rollout, one_line(f"environment: {type(error).__name__}: {error}"))
-            return
-        rollout.running.clear()
-        self._agents.finish(rollout, reward)
+            if rollout.is_open:
+                rollout.running.clear()
+                self._agents.give_up(rollout, one_line(f"environment: {type(error).__name__}: {error}"))
 
 
 def _checked(reward: float | Reward) -> Reward:

@@ -30,6 +30,11 @@ class RenderedPrompt(NamedTuple):
     reason: str
     rendered: Encoded
 
+    @property
+    def base(self) -> Call | None:
+        """The call whose tokens the ids begin with."""
+        return None if self.reason else self.parent
+
 
 class Prompts:
     """Renders prompts by the model's own chat template.

@@ -12,14 +12,14 @@ from aiohttp import web
 from redis.exceptions import RedisError
 
 from producers.connection import Connection, RedisGoneError
-from producers.endpoint.access import check_key
+from producers.endpoint.access import check_access
 from producers.endpoint.agents import Agents
 from producers.endpoint.answers import chunks, finish_reason, response
 from producers.endpoint.calls import Answered, Calls
 from producers.endpoint.errors import ApiError
 from producers.endpoint.groups import AgentRollout, producer_of
 from producers.endpoint.listening import listen
-from producers.endpoint.requests import parse_chat, parse_finish, parse_json
+from producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from producers.interfaces import EngineError
 from schemas.config import EndpointConfig
 from schemas.heartbeat import decode_heartbeat
@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+BODY_BYTES = 1024 * 1024
+BODY_BYTES_PER_TOKEN = 256
+"""Of the model's context, for messages that carry the token ids of every answer: each names those of its prompt too."""
+LARGE_BODY_BYTES = 64 * 1024
+"""Larger ones are parsed in a thread."""
 SHUTDOWN_S = 1.0
 """Answers under way get so long to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
@@ -54,6 +58,7 @@ class Server:
         agents: Agents,
         calls: Calls,
         sampling: SamplingSettings,
+        max_model_len: int,
         connection: Connection,
         keys: Keys,
         producer_id: str,
@@ -64,6 +69,7 @@ class Server:
         self._agents = agents
         self._calls = calls
         self._sampling = sampling
+        self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
         self._connection = connection
         self._keys = keys
         self._producer_id = producer_id
@@ -78,7 +84,7 @@ class Server:
         Raises:
             ConfigError: the host cannot be listened on, or no port in the range is free.
         """
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
         app.router.add_post("/r", self._open)
         app.router.add_post("/r/{rollout}/v1/chat/completions", self._chat)
         app.router.add_get("/r/{rollout}/v1/models", self._models)
@@ -107,17 +113,17 @@ class Server:
 
     async def close(self) -> None:
         """Hangs up on everybody."""
-        self._calls.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        self._calls.close()
         if self._failed.done():
             self._failed.exception()  # told by `run`, if that was there to hear of it
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_key(request.headers.get("Authorization"), self._key)
+            check_access(request.headers, self._key)
             return await handler(request)
         except ApiError as error:
             answer = error
@@ -129,8 +135,7 @@ class Server:
         except ConnectionError:
             return web.Response()  # nobody is there to read it
         except FATAL as error:
-            if not self._failed.done():
-                self._failed.set_exception(error)
+            self._fail(error)
             answer = ApiError(503, "this producer serves no longer", code="producer_failed")
         except Exception as error:  # the isolation boundary of this server: one request never ends the others
             log.exception("%s %s failed", request.method, request.path)
@@ -157,13 +162,12 @@ class Server:
         rollout_id = request.match_info["rollout"]
         if not self._agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
-            self._agents.finish(rollout, reward)
-            if rollout.reason:
-                raise ApiError(400, f"rollout {rollout_id} has no sampled token to train", code=rollout.reason)
+            if wrong := self._agents.finish(rollout, reward):
+                raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
         return _json({"id": rollout_id, "status": "finished"})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_chat(parse_json(await request.read()), self._sampling)
+        asked = await self._asked(await request.read())
         rollout = await self._rollout(request)
         answered = await self._answered(rollout, asked)
         finished = response(
@@ -188,9 +192,16 @@ class Server:
         answered.call.delivered = True
         return answer
 
-    async def _answered(self, rollout: AgentRollout, asked: Any) -> Answered:
+    async def _asked(self, body: bytes) -> ChatRequest:
+        def parse() -> ChatRequest:
+            return parse_chat(parse_json(body), self._sampling)
+
+        return await asyncio.to_thread(parse) if len(body) > LARGE_BODY_BYTES else parse()
+
+    async def _answered(self, rollout: AgentRollout, asked: ChatRequest) -> Answered:
         """The answer, computed in a task that ends with the rollout or with the request, whichever ends first."""
         task = asyncio.create_task(self._calls.answer(rollout, asked))
+        task.add_done_callback(self._end_if_fatal)  # its client may have hung up, and nobody look at it
         rollout.running.add(task)
         try:
             await asyncio.wait({task})
@@ -201,6 +212,14 @@ class Server:
         if task.cancelled():
             raise ApiError(410, f"rollout {rollout.id} has ended during this call", code="rollout_ended")
         return task.result()
+
+    def _end_if_fatal(self, task: asyncio.Task[Answered]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), FATAL):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
     async def _rollout(self, request: web.Request) -> AgentRollout:
         """The rollout that a path names.

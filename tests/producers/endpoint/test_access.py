@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.endpoint.access import api_key, check_key
+from producers.endpoint.access import api_key, check_access
 from producers.endpoint.errors import ApiError
 from schemas.config import ConfigError, EndpointConfig
 
@@ -14,7 +14,7 @@ OPEN = EndpointConfig(host="0.0.0.0")
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_this_machine_alone_needs_no_key(host: str) -> None:
     assert api_key(EndpointConfig(host=host), {}) is None
-    check_key(None, None)
+    check_access({}, None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "producer.example"])
@@ -41,10 +41,23 @@ def test_a_key_that_no_header_can_carry_is_refused_unquoted() -> None:
     assert "sec" not in str(caught.value).replace("PENSTOCK_API_KEY", "")
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic right", "right"])
-def test_only_the_bearer_of_the_key_gets_in(header: str | None) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        *({"Authorization": text} for text in ("", "Bearer", "Bearer wrong", "Basic right", "right", "Bearer \udcff")),
+    ],
+)
+def test_only_the_bearer_of_the_key_gets_in(headers: dict[str, str]) -> None:
     with pytest.raises(ApiError) as caught:
-        check_key(header, "right")
+        check_access(headers, "right")
     assert caught.value.status == 401 and "right" not in caught.value.message
-    check_key("Bearer right", "right")
-    check_key("bearer right", "right")
+    check_access({"Authorization": "Bearer right"}, "right")
+    check_access({"Authorization": "bearer right", "Origin": "http://page.example"}, "right")
+
+
+def test_a_web_page_gets_in_with_the_key_alone() -> None:
+    """Any page that a browser on this machine shows may send requests here."""
+    with pytest.raises(ApiError) as caught:
+        check_access({"Origin": "http://page.example"}, None)
+    assert (caught.value.status, caught.value.code) == (403, "origin_refused")

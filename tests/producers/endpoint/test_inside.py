@@ -1,6 +1,7 @@
 """An environment of several turns inside the producer goes the way of an agent outside."""
 
 import asyncio
+import math
 
 import pytest
 from agent_client import tool_user
@@ -10,8 +11,9 @@ from tool_caller import ToolCaller
 
 from producers.endpoint.errors import ApiError
 from producers.interfaces import EngineError
-from schemas.config import ConfigError, EndpointConfig
+from schemas.config import ConfigError
 from schemas.keys import Field, Kind
+from schemas.prompt import Reward
 
 pytestmark = pytest.mark.redis
 
@@ -82,12 +84,65 @@ async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(se
             return await super().converse(prompt, conversation)
 
     environment = Slow()
-    endpoint = EndpointConfig(port=0, idle_timeout_s=0.3, group_deadline_s=1.5)
-    one = await serve(environment=environment, endpoint=endpoint, group_size=2)
+    one = await serve(environment=environment, group_size=2)
     one.trainer.release(1, 2)
-    kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(2)}
-    assert kinds == {1: Kind.DEAD, 2: Kind.GROUP}
+    (other,) = await one.groups(1)
+    assert other.index == 2
+    one.producer._endpoint._agents._end_overdue(math.inf)
+    kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(1)}
+    assert kinds == {1: Kind.DEAD}
     await until(lambda: environment.cancelled == 2)
+
+
+@pytest.mark.parametrize("makes", ["an error", "a reward", "another call"])
+async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(serve, makes: str) -> None:
+    class Stubborn(ToolCaller):
+        num_waiting = 0
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "2":
+                return await super().converse(prompt, conversation)
+            try:
+                self.num_waiting += 1
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.num_waiting -= 1
+                if makes == "an error":
+                    raise ValueError("was cancelled") from None
+                if makes == "another call":
+                    with pytest.raises(ApiError) as caught:
+                        await conversation.chat([{"role": "user", "content": "x"}])
+                    assert caught.value.status == 410
+            return Reward(value=1.0)
+
+    environment = Stubborn()
+    one = await serve(environment=environment, group_size=2)
+    one.trainer.release(1, 1)
+    await until(lambda: environment.num_waiting == 2)
+    one.producer._endpoint._agents._end_overdue(math.inf)
+    await until(lambda: environment.num_waiting == 0)
+    one.trainer.release(2, 2)
+    dead, group = await one.entries(2)
+    assert (dead[Field.INDEX], dead[Field.KIND]) == (b"1", Kind.DEAD)
+    assert (group[Field.INDEX], group[Field.KIND]) == (b"2", Kind.GROUP)
+    assert one.engine.requests and not one.task.done()
+
+
+async def test_a_reward_that_no_record_can_hold_costs_its_own_rollout_alone(serve) -> None:
+    class Odd(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            parts = {"\ud800": 1.0} if self.num_begun == 1 else {}
+            await super().converse(prompt, conversation)
+            return Reward(value=0.5, parts=parts)
+
+    one = await serve(environment=Odd(), group_size=2)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
 
 
 async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:

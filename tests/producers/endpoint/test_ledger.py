@@ -1,12 +1,18 @@
 """Which call a request continues."""
 
+import contextlib
+import random
+
+import msgspec
 import pytest
 
 from producers.endpoint.errors import ApiError
 from producers.endpoint.ledger import Call, Ledger
 from producers.endpoint.messages import canonical_form, chain_keys, for_template
 from producers.interfaces import Completion
-from schemas.rollout import VersionSpan, pack_floats, pack_ids
+from schemas.prompt import Reward
+from schemas.rollout import Rollout, VersionSpan, pack_floats, pack_ids
+from schemas.segments import segments
 
 USER = {"role": "user", "content": "what is 3 + 4?"}
 CALLING = {
@@ -18,15 +24,14 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "7"}
 ANSWER = {"role": "assistant", "content": "seven"}
 
 
-def call(ledger: Ledger, prompt: list[int], sampled: list[int]) -> Call:
+def call(ledger: Ledger, context: list[int], sampled: list[int], base: Call | None = None) -> Call:
     completion = Completion(
         token_ids=pack_ids(sampled),
         behavior_logprobs=pack_floats([-0.5] * len(sampled)),
         version_spans=(VersionSpan(3, 0, len(sampled)),),
         finish_reason="stop",
     )
-    spans = ((len(prompt), len(prompt) + len(sampled)),)
-    return Call(number=ledger.next_number(), prompt=pack_ids(prompt), completion=completion, spans=spans, rendered=None)
+    return Call(number=ledger.next_number(), base=base, context=pack_ids(context), completion=completion, rendered=None)
 
 
 @pytest.fixture
@@ -135,3 +140,50 @@ def test_an_answer_that_was_lost_on_the_way_gives_way_to_the_same_one_that_arriv
     ledger.record(call(ledger, [1, 2], [3, 4]), [USER], CALLING)
     ledger.record(call(ledger, [1, 2], [3, 9]), [USER], CALLING)
     assert [recorded.call_id for recorded in ledger.recorded()] == ["0", "1", "3"]
+
+
+def test_a_call_that_continues_another_keeps_what_is_new_alone() -> None:
+    ledger = Ledger()
+    first = call(ledger, [1, 2], [3, 4])
+    second = call(ledger, [5], [6], first)
+    third = call(ledger, [7, 8], [9], second)
+    assert third.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9] and third.prompt == pack_ids(range(1, 9))
+    assert third.spans == ((2, 4), (5, 6), (8, 9))
+    for one in (first, second, third):
+        ledger.record(one, [USER], ANSWER)
+    assert [recorded.prompt_token_ids for recorded in ledger.recorded()] == [
+        one.prompt for one in (first, second, third)
+    ]
+
+
+def test_calls_fit_in_the_record_that_they_were_let_in_for() -> None:
+    """Chains, branches and conversations of their own: what the ledger counts is no less than what is encoded."""
+    chance = random.Random(7)
+    for _ in range(50):
+        ledger = Ledger(20_000)
+        with contextlib.suppress(ApiError):
+            while True:
+                base = chance.choice([None, *ledger.calls])
+                context = [chance.randrange(1000) for _ in range(chance.randrange(1, 60))]
+                num_prompt = len(context) + (len(base.token_ids) if base is not None else 0)
+                num_sampled = min(ledger.room(base, num_prompt), chance.randrange(1, 60))
+                made = call(ledger, context, list(range(num_sampled)), base)
+                ledger.record(made, [{"role": "user", "content": str(made.number)}], ANSWER)
+                made.delivered = True
+        chains, _ = segments(ledger.recorded())
+        rollout = Rollout(segments=tuple(chain.segment for chain in chains), reward=Reward(value=1.0))
+        assert 10_000 < ledger.num_bytes <= 20_000
+        assert len(msgspec.msgpack.encode(rollout)) <= ledger.num_bytes
+
+
+def test_a_rollout_that_is_full_takes_no_call_more() -> None:
+    ledger = Ledger(600)
+    first = call(ledger, [1] * 10, [2] * 10)
+    beside = call(ledger, [3] * 10, [2] * 20)
+    assert ledger.room(None, 10) > 20
+    ledger.record(first, [USER], ANSWER)
+    for refused in (lambda: ledger.record(beside, [USER], ANSWER), lambda: ledger.room(None, 30)):
+        with pytest.raises(ApiError, match="396 of the 600 bytes") as caught:
+            refused()
+        assert (caught.value.status, caught.value.code) == (400, "rollout_too_large")
+    assert ledger.calls == [first]

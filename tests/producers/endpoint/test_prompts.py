@@ -41,13 +41,12 @@ def answered(ledger: Ledger, prompt: RenderedPrompt, messages: list[dict], ids: 
         version_spans=(VersionSpan(0, 0, len(ids)),),
         finish_reason="stop",
     )
-    start = len(prompt.token_ids)
-    continued = prompt.parent.spans if prompt.parent is not None and not prompt.reason else ()
+    known = len(prompt.base.token_ids) if prompt.base is not None else 0
     call = Call(
         number=ledger.next_number(),
-        prompt=pack_ids(prompt.token_ids),
+        base=prompt.base,
+        context=pack_ids(prompt.token_ids[known:]),
         completion=completion,
-        spans=(*continued, (start, start + len(ids))),
         rendered=prompt.rendered,
     )
     ledger.record(call, messages, reply)

@@ -2,21 +2,33 @@
 
 import asyncio
 import json
+import math
+import time
 
+import msgspec
 import pytest
 from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
-from producer_run import KEYS, until
+from producer_run import KEYS, QUICK, Numbers, until
 from scripted_engine import ScriptedEngine
 
+from producers.endpoint.agents import GROUP_BYTES, Agents
+from producers.endpoint.groups import AgentGroup, AgentRollout
+from producers.in_flight import Claim
 from producers.interfaces import EngineError
 from schemas.config import EndpointConfig, SamplingConfig
 from schemas.keys import PRODUCERS_GROUP, Field, Kind
-from schemas.rollout import Segment, decode_group, unpack_ids
+from schemas.prompt import Prompt
+from schemas.rollout import Segment, decode_group, encode_group, unpack_ids
+from schemas.segments import CallError
 
 pytestmark = pytest.mark.redis
 
 ASKED = [{"role": "user", "content": "what is three plus four"}]
+
+
+def agents_of(one) -> Agents:
+    return one.producer._endpoint._agents
 
 
 def runs(segment: Segment) -> list[list[int]]:
@@ -127,13 +139,28 @@ async def test_a_prompt_that_cannot_be_posed_is_dead_and_the_next_is_taken(serve
 
 
 async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_one(serve) -> None:
-    one = await serve(ScriptedEngine(script=tool_user(), token_s=0.01, max_model_len=4096), group_size=2)
+
+    class Gate(asyncio.Event):
+        """Lets `left` tokens through, then none until weights are loaded."""
+
+        left = 0
+
+        async def wait(self) -> bool:
+            if self.left == 0:
+                self.clear()
+            self.left -= 1
+            return await super().wait()
+
+    engine, gate = ScriptedEngine(script=tool_user(), max_model_len=4096), Gate()
+    engine._sampling = gate
+    gate.set()
+    one = await serve(engine, group_size=2)
     one.trainer.release(1, 1)
     for reward in (0.0, 1.0):
         rollout = await one.client.open()
+        gate.left = 10
         conversing = asyncio.create_task(one.client.converse(rollout, 2))
-        await until(lambda: one.engine.num_active > 0)
-        await asyncio.sleep(0.1)
+        await until(lambda: gate.left < 0)
         one.trainer.announce(one.engine.policy_version + 1)
         await conversing
         await one.client.finish(rollout, reward)
@@ -144,34 +171,39 @@ async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_on
 
 
 async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
-    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=0.5, group_deadline_s=30.0), group_size=2)
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=3.0, group_deadline_s=90.0), group_size=2)
     one.trainer.release(1, 1)
-    silent, other = await one.client.open(), await one.client.open()
+    silent = await one.client.open()
     await one.client.chat(silent, ASKED)
+    other = await one.client.open()
     await one.client.converse(other, 1)
     await one.client.finish(other, 1.0)
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1
     status, body = await one.client.request("POST", f"/r/{silent['id']}/finish", 1.0)
-    assert status == 410 and "idle for 0.5 s" in body["error"]["message"]
+    assert status == 410 and "idle for 3 s (endpoint.idle_timeout_s)" in body["error"]["message"]
     assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
     assert one.count("penstock_agent_tokens_total") > one.count("penstock_agent_tokens_delivered_total") > 0
 
 
 async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serve) -> None:
-    endpoint = EndpointConfig(port=0, idle_timeout_s=30.0, group_deadline_s=1.5)
-    one = await serve(endpoint=endpoint, group_size=2)
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=600.0, group_deadline_s=100.0), group_size=2)
     one.trainer.release(1, 2)
     finished, slow = await one.client.open(), await one.client.open()
     await one.client.converse(finished, 1)
     await one.client.finish(finished, 1.0)
     third = await one.client.open()
     assert third["index"] == 2
+    for rollout in (slow, third):
+        await one.client.chat(rollout, ASKED)
+    agents_of(one)._end_overdue(time.monotonic() + 40.0)
+    assert agents_of(one).num_open == 2
+    agents_of(one)._end_overdue(time.monotonic() + 100.0)
     entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
     assert len(decode_group(entries[1][Field.PAYLOAD]).rollouts) == 1
     assert entries[2][Field.KIND] == Kind.DEAD
     assert entries[2][Field.REASON] == (
-        b"agents: no rollout of 2 finished: 1 never opened, 1 not finished after 1.5 s (endpoint.group_deadline_s)"
+        b"agents: no rollout of 2 finished: 1 never opened, 1 not finished after 100 s (endpoint.group_deadline_s)"
     )
     assert (await one.client.request("POST", f"/r/{slow['id']}/finish", 1.0))[0] == 410
 
@@ -299,12 +331,176 @@ async def test_an_engine_that_dies_under_an_agent_ends_the_producer(serve) -> No
 async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None:
     folder = tmp_path / "test"
     folder.mkdir(exist_ok=True)
-    one = await serve(endpoint=EndpointConfig(port=0, group_deadline_s=1.0), group_size=2)
+    one = await serve(group_size=2)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
     await one.client.converse(rollout, 1)
     await one.client.finish(rollout, 1.0)
+    agents_of(one)._end_overdue(math.inf)
     await one.groups(1)
     lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
     (short,) = [line for line in lines if line["event"] == "short_group"]
     assert (short["index"], short["finished"], short["missing"]) == (1, 1, "1 never opened")
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800", 5])
+async def test_a_prompt_that_no_record_can_hold_is_dead_before_an_agent_works_on_it(serve, value) -> None:
+    class Odd(Numbers):
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(text="x", metadata={"value": value} if index == 1 else {})
+
+    one = await serve(environment=Odd())
+    one.trainer.release(1, 2)
+    assert (await one.client.open())["index"] == 2
+    (fields,) = await one.entries(1)
+    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"prompt: ")
+
+
+@pytest.mark.parametrize("how", ["finish", "deadline"])
+async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, how: str) -> None:
+    one = await serve(group_size=2)
+    agents = agents_of(one)
+    agents._fingerprint = msgspec.structs.replace(agents._fingerprint, other={"value": object()})
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts[: 2 if how == "finish" else 1]:
+        await one.client.converse(rollout, 1)
+        await one.client.finish(rollout, 1.0)
+    if how == "deadline":
+        agents._end_overdue(math.inf)
+    (fields,) = await one.entries(1)
+    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
+    await until(lambda: not one.producer._table)
+    assert one.count("penstock_agent_tokens_total") > 0 == one.count("penstock_agent_tokens_delivered_total")
+    assert not one.task.done()
+
+
+async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    path = f"/r/{rollouts[0]['id']}/v1/chat/completions"
+    question = {"messages": [{"role": "user", "content": "three plus four " * 40}]}
+    statuses = []
+    while not statuses or statuses[-1] == 200:
+        status, body = await one.client.request("POST", path, question)
+        statuses.append(status)
+    assert len(statuses) > 2
+    assert (status, body["error"]["code"], body["error"]["type"]) == (400, "rollout_too_large", "invalid_request_error")
+    await one.client.converse(rollouts[1], 1)
+    for rollout in rollouts:
+        await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    assert [len(rollout.segments) for rollout in group.rollouts] == [len(statuses) - 1, 1]
+    assert len(encode_group(group)) < GROUP_BYTES + 2 * 8000
+
+
+async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts:
+        await one.client.converse(rollout, 1)
+    body = {"reward": 1.0, "metrics": {"m" * 8000: 1.0}}
+    status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", body)
+    assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
+    await one.client.finish(rollouts[1], 0.5)
+    (group,) = await one.groups(1)
+    assert [rollout.reward.value for rollout in group.rollouts] == [0.5]
+
+
+async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(serve, monkeypatch) -> None:
+    def refuse(calls):
+        raise CallError("logprob_length_mismatch", "call '0': 1 behavior_logprobs for 2")
+
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts:
+        await one.client.converse(rollout, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("producers.endpoint.groups.segments", refuse)
+        status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", 1.0)
+    assert (status, answer["error"]["code"]) == (400, "logprob_length_mismatch")
+    await one.client.finish(rollouts[1], 0.5)
+    assert len((await one.groups(1))[0].rollouts) == 1
+
+
+def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
+    group = AgentGroup(Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0)
+    assert group.deadline == math.inf
+    group.open("a")
+    deadline = group.deadline
+    assert 0 < deadline - time.monotonic() <= 50
+    group.open("a")
+    assert group.deadline == deadline
+
+
+async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=0.2, group_deadline_s=90.0))
+    one.trainer.release(1, 1)
+    ((released, _),) = one.server.client.xrange(KEYS.prompts)
+    assert await agents_of(one)._claim() and len(one.producer._table) == 1
+    await until(lambda: not one.producer._table)
+    ((again, fields),) = one.server.client.xrange(KEYS.prompts)
+    assert again != released and (fields[Field.INDEX], fields[Field.ATTEMPT]) == (b"1", b"0")
+    assert (await one.client.open())["index"] == 1
+
+
+async def test_agents_leave_evaluations_a_place(serve) -> None:
+    producers = msgspec.structs.replace(QUICK, groups_in_flight=2)
+    one = await serve(group_size=2, producers=producers, sampling=SamplingConfig(max_tokens=4))
+    one.trainer.release(1, 2)
+    assert [(await one.client.open())["index"] for _ in range(2)] == [1, 1]
+    status, body = await one.client.request("POST", "/r")
+    assert (status, body["error"]["code"]) == (429, "no_room")
+    one.trainer.evaluate(0, 3)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+
+
+async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> None:
+    async def take():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    one = await serve()
+    agents = agents_of(one)
+    agents._claims.take = take
+    opening = asyncio.create_task(one.client.request("POST", "/r"))
+    await until(lambda: agents._claiming is not None)
+    await asyncio.wait_for(agents.close(append=False), 20)
+    assert (await opening)[0] in (429, 503)
+
+
+def test_a_rollout_without_a_call_is_idle_sooner() -> None:
+    claim = Claim(stream="", entry_id=b"", index=1, version=0)
+    rollout = AgentRollout("a.1", AgentGroup(claim, Prompt(text="x"), 2, 1800.0))
+    assert not rollout.is_idle(rollout.last_seen + 59, 300.0) and rollout.is_idle(rollout.last_seen + 61, 300.0)
+    assert rollout.is_idle(rollout.last_seen + 2, 1.0)
+    rollout.ledger.next_number()
+    assert not rollout.is_idle(rollout.last_seen + 299, 300.0) and rollout.is_idle(rollout.last_seen + 301, 300.0)
+
+
+async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serve) -> None:
+    class Frail(ScriptedEngine):
+        async def generate(self, *request):
+            try:
+                return await super().generate(*request)
+            except asyncio.CancelledError:
+                raise EngineError("died of an abort") from None
+
+    one = await serve(Frail(script=tool_user(), token_s=60.0, max_model_len=4096))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    hasty = AgentClient(one.url)
+    calling = asyncio.create_task(hasty.chat(rollout, ASKED))
+    await until(lambda: one.engine.num_active == 1)
+    calling.cancel()
+    await hasty.close()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)

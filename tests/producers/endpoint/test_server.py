@@ -1,16 +1,22 @@
 """The endpoint as OpenAI clients meet it: shapes, streams, keys, and every error."""
 
 import asyncio
+import io
 import json
+import threading
 
 import pytest
 from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
 from producer_run import KEYS, until
 from scripted_engine import ScriptedEngine
 
+from producers.endpoint.calls import Calls
+from producers.endpoint.requests import parse_json
+from producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
 from schemas.config import ConfigError, EndpointConfig, SamplingConfig
 
 openai = pytest.importorskip("openai")
+web = pytest.importorskip("aiohttp.web")
 pytestmark = pytest.mark.redis
 
 ASKED = [{"role": "user", "content": "what is three plus four"}]
@@ -207,3 +213,65 @@ async def test_parallel_tool_calls_can_be_switched_off(serve) -> None:
     assert len((await one.client.chat(rollout, ASKED, tools=[ADD], parallel_tool_calls=False))["tool_calls"]) == 1
     without = await one.client.chat(rollout, ASKED, tools=[ADD], tool_choice="none")
     assert "tool_calls" not in without and "<tool_call>" in without["content"]
+
+
+async def test_a_body_larger_than_the_model_s_context_calls_for_is_refused(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
+    body = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
+    async with one.client._session.post(path, data=body) as reply:
+        assert reply.status == 413 and (await reply.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop(serve, monkeypatch) -> None:
+    where = []
+
+    def parse(body: bytes):
+        where.append(threading.current_thread() is threading.main_thread())
+        return parse_json(body)
+
+    monkeypatch.setattr("producers.endpoint.server.parse_json", parse)
+    one = await serve()
+    one.trainer.release(1, 1)
+    path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
+    for text in ("x", "x" * LARGE_BODY_BYTES):
+        await one.client.request("POST", path, {"messages": [{"role": "user", "content": text}]})
+    assert where == [True, False]
+
+
+async def test_a_header_of_any_bytes_is_no_key(serve, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "right")
+    one = await serve(key="right")
+    host, _, port = one.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /r HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 0\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+
+
+async def test_a_web_page_gets_nothing_without_a_key(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    async with one.client._session.post("/r", headers={"Origin": "http://page.example"}) as reply:
+        assert reply.status == 403 and (await reply.json())["error"]["type"] == "permission_error"
+
+
+async def test_answers_under_way_go_out_before_what_makes_them_is_closed(serve, monkeypatch) -> None:
+    order = []
+    cleanup, close = web.AppRunner.cleanup, Calls.close
+
+    async def clean(runner) -> None:
+        await cleanup(runner)
+        order.append("server")
+
+    def end(calls) -> None:
+        order.append("calls")
+        close(calls)
+
+    monkeypatch.setattr(web.AppRunner, "cleanup", clean)
+    monkeypatch.setattr(Calls, "close", end)
+    one = await serve()
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    assert order[:2] == ["server", "calls"]
