@@ -396,6 +396,20 @@ async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call
     assert len(encode_group(group)) < GROUP_BYTES + 2 * 8000
 
 
+async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 700)
+    engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=4096)
+    one = await serve(engine, group_size=2)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    assert 0 < len((await one.client.chat(rollout, ASKED))["generation_token_ids"]) < 60
+    status, body = await one.client.request("POST", path, {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (400, "rollout_too_large")
+    assert len(one.engine.requests) == 1
+    await one.client.finish(rollout, 1.0)
+
+
 async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
     monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
     one = await serve(group_size=2)
