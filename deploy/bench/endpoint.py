@@ -13,7 +13,7 @@ from deploy.bench.result import Figure, Result, describe_machine, now
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much and how often. The defaults take about four minutes on two quiet cores."""
+    """How much and how often. The defaults take about three minutes on two quiet cores."""
 
     gateway: GatewaySettings = GatewaySettings()
     encoding: EncodingSettings = EncodingSettings()
