@@ -106,6 +106,7 @@ def _levels(plan: Plan, results: Sequence[CellResult]) -> str:
         ("`policy_clipped_frac`", lambda r: 100 * r.overall("policy_clipped_frac"), "{:.1f} %"),
         ("`kl_new_old`", lambda r: r.overall("kl_new_old"), "{:.2e}"),
         ("gap at lag 0, nats", lambda r: r.overall("mismatch_lag0"), "{:.2e}"),
+        ("updates that have one", lambda r: float(r.num_with("mismatch_lag0")), "{:.0f}"),
         ("(policy ratio - 1) x 10⁴", lambda r: float(r.ratio_deviation.mean()), "{:+.1f}"),
         ("`entropy` at the end", lambda r: r.at_the_end("entropy"), "{:.3f}"),
         ("`reward`, all updates", lambda r: 100 * r.overall("reward"), "{:.1f} %"),

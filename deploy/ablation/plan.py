@@ -80,7 +80,7 @@ def load_plan(file: Path) -> Plan:
     """Reads an ablation's file.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm that is named and not there.
+        ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm or run file that is not there.
     """
     try:
         plan = msgspec.convert(tomllib.loads(file.read_text()), Plan, dec_hook=lambda kind, value: kind(value))
@@ -103,6 +103,8 @@ def load_plan(file: Path) -> Plan:
     if plan.arm(plan.reference).gpu_only:
         raise ConfigError(f"{file}: reference = {plan.reference!r}: expected an arm that runs everywhere")
     folder = file.parent
+    if not (folder / plan.run_file).is_file():
+        raise ConfigError(f"{file}: run_file = {str(plan.run_file)!r}: no such file in {folder}; expected a run file")
     return msgspec.structs.replace(
         plan, **{name: folder / getattr(plan, name) for name in ("run_file", "results", "page")}
     )

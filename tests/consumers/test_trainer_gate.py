@@ -9,6 +9,7 @@ from trainer_bench import Bench
 from training_groups import tiny_model
 
 import consumers.__main__ as entry
+from consumers.metrics import TrainerMetrics
 from schemas.keys import Commit
 
 pytestmark = pytest.mark.redis
@@ -52,10 +53,13 @@ def test_a_refused_run_that_is_resumed_is_refused_again(invented):
     assert (invented.folder / "parity.json").exists() and invented.lines("updates.jsonl") == []
 
 
-def test_a_warning_trains_and_raises_the_alert(invented, caplog):
+def test_a_warning_trains_and_raises_the_alert(invented, caplog, monkeypatch):
+    metrics = TrainerMetrics()
+    monkeypatch.setattr(entry, "TrainerMetrics", lambda: metrics)
     assert train(invented, "warn") == 0
     assert "engine and trainer disagree, trained all the same" in caplog.text
     assert caplog.text.count("parity alert:") == 1
+    assert metrics.registry.get_sample_value("penstock_trainer_parity_alert") == 1
     assert len(invented.lines("updates.jsonl")) == 2
 
 

@@ -499,6 +499,32 @@ def test_an_unfinished_ablation_leaves_the_page_as_it_is(plan_file: Path, capsys
     assert (plan_file.parent / "page.md").read_text() == before
 
 
+def test_a_cell_of_settings_that_are_no_more_does_not_reach_the_page(
+    plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
+    before = plan.page.read_text()
+    assert cli.main(["ablate", str(plan_file), "--present"]) == 0
+    assert "not finished: other-seed1; figures and page are left as they are" in capsys.readouterr().out
+    assert plan.page.read_text() == before
+
+
+def test_cells_of_two_devices_are_not_compared(plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    write_result(result(plan, Cell(arm="other", seed=1), gpu=True), plan.results)
+    assert cli.main(["ablate", str(plan_file), "--present"]) == 2
+    assert "cells of a cpu and of a gpu cannot be compared" in capsys.readouterr().err
+
+
+def test_a_run_file_that_is_not_there_is_named(plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    plan_file.write_text(SHORT.replace("run.toml", "gone.toml"))
+    assert cli.main(["ablate", str(plan_file)]) == 2
+    assert "run_file = 'gone.toml': no such file in" in capsys.readouterr().err
+
+
 def test_a_page_without_its_markers_is_refused(plan: Plan):
     plan.page.write_text("nothing\n")
     with pytest.raises(PageError, match="expected one <!-- short"):

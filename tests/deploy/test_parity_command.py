@@ -135,6 +135,25 @@ def test_the_newest_groups_are_taken_and_the_rest_is_told(run, groups, capsys):
     assert f"the newest 2 of {len(groups)} groups" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", ["a", "0", "1.5"])
+def test_a_number_of_groups_that_is_none_is_refused_in_words(run, number, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parity(run, "--groups", number)
+    assert refused.value.code == 2
+    assert f"argument --groups: {number!r}: expected a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_a_defect_of_the_check_is_no_mismatch(run, groups, capsys, monkeypatch):
+    run.append(groups)
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr("consumers.parity.check.check_parity", broken)
+    assert parity(run) == 2
+    assert "ZeroDivisionError: broken" in capsys.readouterr().err
+
+
 def test_a_live_run_is_waited_for(run, groups):
     run.beat()
     later = threading.Timer(1.0, run.append, [groups])

@@ -74,6 +74,15 @@ async def raw(vllm_engine, tmp_path_factory):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def raw_bfloat16(vllm_engine, tmp_path_factory):
+    probed = await probed_engine.start(
+        vllm_engine, tmp_path_factory.mktemp("raw"), tied=True, dtype="bfloat16", logprobs_mode="raw_logprobs"
+    )
+    yield probed
+    await probed.engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def half_head(vllm_engine, tmp_path_factory):
     probed = await probed_engine.start(
         vllm_engine, tmp_path_factory.mktemp("head"), tied=True, dtype="bfloat16", head_dtype="model"
@@ -170,6 +179,10 @@ async def test_raw_logprobs_are_named(raw: ProbedEngine):
     assert "processed_logprobs" in sentence
 
 
+async def test_raw_logprobs_of_a_bfloat16_body_are_named(raw_bfloat16: ProbedEngine):
+    named(raw_bfloat16.check(await raw_bfloat16.sample(temperature=0.7)), "raw")
+
+
 @pytest.mark.parametrize(("sampled", "recorded"), [(0.7, 1.0), (1.0, 0.7)])
 async def test_a_temperature_recorded_wrong_is_named_with_the_one_that_was_used(faulty, sampled, recorded):
     groups = await faulty.sample(temperature=sampled)
@@ -227,6 +240,16 @@ async def test_an_update_that_moved_the_label_only_is_named(faulty: ProbedEngine
     groups = await faulty.sample([skipped], engine=LabelsOnly(faulty.engine))
     assert groups[-1].rollouts[0].segments[0].version_spans[0].version == skipped.manifest.version
     named(faulty.check(groups), "weights-1")
+
+
+async def test_an_update_that_moved_the_label_only_is_named_at_either_precision(sound: ProbedEngine):
+    await sound.load(sound.policy())
+    skipped = sound.policy(nudge=0.2)
+    try:
+        groups = await sound.sample([skipped], engine=LabelsOnly(sound.engine))
+        named(sound.check(groups), "weights-1")
+    finally:
+        await sound.load(sound.policy())
 
 
 @pytest.mark.parametrize("late", [1, 5])
