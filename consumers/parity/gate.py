@@ -15,7 +15,7 @@ from consumers.model import PackedModel
 from consumers.parity.check import check_parity
 from consumers.parity.errors import ParityError
 from consumers.parity.policies import LoadedPolicy
-from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport
+from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport, Verdict
 from schemas.config import RunConfig
 from schemas.policy import FutureVersionError, UnknownVersionError
 from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
@@ -65,8 +65,8 @@ class Gate:
             lag_of: lags for `version`.
 
         Raises:
-            ParityRefusedError: `parity.gate` is "refuse", and they disagree (the report is in `<run>/parity.json`) or
-                the records cannot be compared.
+            ParityRefusedError: `parity.gate` is "refuse", and they disagree or the records cannot be compared. The
+                report is in `<run>/parity.json`.
         """
         if not self.is_pending:
             return
@@ -78,6 +78,7 @@ class Gate:
             report = self._report(fresh, model, version)
         except ParityError as error:
             if self._config.parity.gate == "refuse":
+                self._write(_not_comparable(fresh, self._config, str(error)))
                 raise ParityRefusedError(f"{REFUSES}: parity cannot be checked: {error}") from None
             self._say(f"parity cannot be checked with this batch: {error}")
             return
@@ -102,10 +103,13 @@ class Gate:
             report, gate=self._config.parity.gate, seconds=time.monotonic() - began_s, points=()
         )
 
-    def _conclude(self, report: ParityReport) -> None:
+    def _write(self, report: ParityReport) -> None:
         partial = self._file.with_suffix(".json.partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
         partial.replace(self._file)
+
+    def _conclude(self, report: ParityReport) -> None:
+        self._write(report)
         verdict = report.verdict
         if verdict.status == "parity":
             log.info("%s (%.1f s)", verdict.sentence, report.seconds)
@@ -160,6 +164,26 @@ class Alert:
             )
         else:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
+
+
+def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:
+    """The report that stands for a check which could not be made."""
+    return ParityReport(
+        verdict=Verdict(
+            status="unclear",
+            cause="not comparable",
+            sentence=f"could not tell: {why}",
+            advice="look at what producers record",
+        ),
+        dtype=config.model.dtype,
+        tolerance=TOLERANCES[config.model.dtype],
+        num_groups=len(groups),
+        num_rollouts=sum(len(group.rollouts) for group in groups),
+        num_tokens=0,
+        versions=(),
+        hypotheses=(),
+        gate="refuse",
+    )
 
 
 def _at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:

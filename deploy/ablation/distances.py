@@ -64,9 +64,14 @@ class Distance(NamedTuple):
 
     @property
     def stands_out(self) -> bool:
-        """Every seed of the arm is farther away than any of the reference's own, and the arm is so by a margin: one run
-        more of the reference lies a little beyond a few others by chance."""
-        return bool(self.of_reference) and min(self.of_seeds) > max(self.of_reference) and self.ratio >= STANDS_OUT
+        """Two seeds of the arm or more, every one farther away than any of the reference's own, and the arm so by a
+        margin: one run more of the reference lies beyond a few others by chance."""
+        return (
+            bool(self.of_reference)
+            and len(self.of_seeds) > 1
+            and min(self.of_seeds) > max(self.of_reference)
+            and self.ratio >= STANDS_OUT
+        )
 
 
 def distance(results: Sequence[CellResult], arm: str, reference: str, curve: Curve) -> Distance:

@@ -58,8 +58,8 @@ def _distances(plan: Plan, results: Sequence[CellResult]) -> str:
     return (
         "**Distance to the reference's trajectory**: mean over updates of the gap between the smoothed curves, the "
         "reference's being the mean of its *other* seeds; in brackets the least and the largest over seeds, then the "
-        "multiple of what the reference's seeds are apart. **Bold**: every seed of the arm is farther away than any of "
-        f"the reference's own, and {STANDS_OUT:g} times as far or more.\n\n{table(rows)}"
+        "multiple of what the reference's seeds are apart. **Bold**: two seeds of the arm or more, every one farther "
+        f"away than any of the reference's own, and {STANDS_OUT:g} times as far or more.\n\n{table(rows)}"
     )
 
 

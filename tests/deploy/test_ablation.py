@@ -323,12 +323,15 @@ def test_an_arm_that_trains_as_the_reference_is_no_farther_away_than_its_seeds(p
 
 
 def test_the_distance_is_the_gap_to_the_mean_of_the_other_seeds(plan: Plan):
-    found = distance(all_results(plan, shift=0.5), "other", "base", lambda r: r.curve("reward"))
+    results = all_results(plan, shift=0.5)
+    found = distance(results, "other", "base", lambda r: r.curve("reward"))
     # Seeds 2 and 3 are .03 above seed 1 on average; noise of .01 in the smoothed curves averages out.
     assert found.of_seeds[0] == pytest.approx(0.47, abs=0.01)
     assert found.of_reference == pytest.approx((0.0, 0.03, 0.03), abs=0.012)
     assert found.ratio == pytest.approx(found.of_seeds[0] / fmean(found.of_reference))
-    assert found.stands_out
+    assert not found.stands_out, "one seed may be far away by chance"
+    second = result(plan, Cell(arm="other", seed=2), shift=0.5)
+    assert distance([*results, second], "other", "base", lambda r: r.curve("reward")).stands_out
 
 
 def test_without_a_second_seed_of_the_reference_nothing_stands_out(plan: Plan):
@@ -519,6 +522,11 @@ def test_cells_of_two_devices_are_not_compared(plan: Plan, plan_file: Path, caps
     assert "cells of a cpu and of a gpu cannot be compared" in capsys.readouterr().err
 
 
+def test_a_file_that_is_no_ablation_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["ablate", str(plan_file.parent / "run.toml")]) == 2
+    assert "unknown field, expected one of name, run_file, results" in capsys.readouterr().err
+
+
 def test_a_run_file_that_is_not_there_is_named(plan_file: Path, capsys: pytest.CaptureFixture[str]):
     plan_file.write_text(SHORT.replace("run.toml", "gone.toml"))
     assert cli.main(["ablate", str(plan_file)]) == 2
@@ -532,8 +540,8 @@ def test_a_page_without_its_markers_is_refused(plan: Plan):
 
 
 def test_what_stands_out_is_bold_and_named(plan: Plan):
-    text = render(plan, all_results(plan, shift=0.5))
-    [row] = [line for line in text.splitlines() if line.startswith("| another | 1 |")]
+    text = render(plan, [*all_results(plan, shift=0.5), result(plan, Cell(arm="other", seed=2), shift=0.5)])
+    [row] = [line for line in text.splitlines() if line.startswith("| another | 2 |")]
     assert row.count("**") == 2 * len(MEASURES)
     assert "- *another* lies beyond the reference's seeds in `clamp_log_ratio_new_old_indicator`" in text
     text = render(plan, all_results(plan))

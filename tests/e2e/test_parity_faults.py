@@ -1,13 +1,13 @@
 """The parity check on the real vLLM: it names each fault that is injected, and finds none where there is none."""
 
 import msgspec
-import numpy as np
 import probed_engine
 import pytest
 import pytest_asyncio
 from parity_faults import LabelsOnly, bfloat16_head
 from probed_engine import PROMPTS, ProbedEngine
 
+from consumers.parity.report import TOLERANCES
 from consumers.parity.verdict import with_layers
 from producers.probe import batch_dependence
 from schemas.rollout import (
@@ -168,9 +168,28 @@ async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: Pr
     assert report.verdict.status == "parity", report
 
 
-async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine):
-    updates = [sound.policy(nudge=n * NUDGE) for n in (1, 2, 3)]
-    report = sound.check(await sound.sample(updates, prompts=LONG_PROMPTS * 4, max_tokens=48))
+async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine, monkeypatch):
+    from producers.engines.stale_kv import DROP_STALE_KV
+
+    begun_anew: list[int] = []
+    core = sound.engine._llm.engine_core
+    call = core.call_utility_async
+
+    async def recorded(name, *arguments):
+        found = await call(name, *arguments)
+        if name == DROP_STALE_KV:
+            begun_anew.append(found)
+        return found
+
+    monkeypatch.setattr(core, "call_utility_async", recorded)
+    groups = []
+    for _ in range(5):
+        updates = [sound.policy(nudge=n * NUDGE) for n in (1, 2, 3)]
+        groups += await sound.sample(updates, prompts=LONG_PROMPTS * 4, max_tokens=48)
+        if any(begun_anew):
+            break
+    assert any(begun_anew), "no update met half a prompt in 15"
+    report = sound.check(groups)
     assert report.verdict.status == "parity", report
 
 
@@ -319,4 +338,4 @@ async def test_batch_size_is_reported_as_the_engine_s_own_noise(sound: ProbedEng
         assert found.max <= 1e-4
         assert found.num_parted == 0
     else:
-        assert np.isfinite(found.max)
+        assert found.mean <= TOLERANCES["bfloat16"].mean

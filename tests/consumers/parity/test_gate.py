@@ -144,6 +144,9 @@ def test_records_that_cannot_be_compared_are_refused(bench, model, sound, tmp_pa
     wordless = with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings])
     with pytest.raises(ParityRefusedError, match="parity cannot be checked: every behavior_logprob is 0"):
         Gate(config_of(bench), tmp_path).check(wordless, model, 0, AT_0)
+    report = report_in(tmp_path)
+    assert (report["verdict"]["status"], report["gate"], report["num_rollouts"]) == ("unclear", "refuse", 16)
+    assert "every behavior_logprob is 0" in report["verdict"]["sentence"]
 
 
 def test_records_that_cannot_be_compared_are_warned_of_and_the_gate_waits(bench, model, sound, tmp_path, caplog):
