@@ -58,9 +58,14 @@ class Distance(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the mean distance between the reference's seeds."""
-        own = fmean(self.of_reference) if self.of_reference else math.nan
-        return self.mean / own if own else math.nan
+        """To the mean distance between the reference's seeds; nan without a second one, inf where they are equal and
+        the arm is not."""
+        if not self.of_reference:
+            return math.nan
+        own = fmean(self.of_reference)
+        if own:
+            return self.mean / own
+        return math.inf if self.mean else 1.0
 
     @property
     def stands_out(self) -> bool:

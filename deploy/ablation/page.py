@@ -11,6 +11,8 @@ from deploy.ablation.plan import Arm, Plan
 from deploy.ablation.results import LAST_UPDATES, CellResult, of_arm
 from deploy.study.page import replace_part, table
 
+MOST_TIMES = 1000
+"""Larger multiples are not counted out: the reference may hardly move."""
 NOT_RUN = "not run"
 
 
@@ -74,7 +76,7 @@ def _distance(plan: Plan, results: Sequence[CellResult], arm: Arm, measure: Meas
         text += f" ({short(min(found.of_seeds))} to {short(max(found.of_seeds))})"
     if arm.name == plan.reference or not found.of_reference:
         return text
-    text += f", {found.ratio:.1f}x"
+    text += f", {found.ratio:.1f}x" if found.ratio < MOST_TIMES else f", > {MOST_TIMES:,}x"
     return f"**{text}**" if found.stands_out else text
 
 

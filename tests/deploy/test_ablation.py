@@ -1,4 +1,5 @@
 import fcntl
+import math
 import os
 import re
 import subprocess
@@ -171,7 +172,8 @@ def test_the_shared_prefix_fills_a_block_of_the_cache():
         (environment.evaluation_prompt(5), plain.evaluation_prompt(5)),
     ):
         ids = tokenizer(prompt.text).input_ids
-        assert ids[:BLOCK_TOKENS] == [tokenizer.pad_token_id] * BLOCK_TOKENS
+        assert tokenizer.decode(ids[:BLOCK_TOKENS]) == "What is the sum of these numbers"
+        assert tokenizer.pad_token_id not in ids, "its embedding is zero: keys and values of no weights' own"
         assert ids[BLOCK_TOKENS:] == tokenizer(problem.text).input_ids
         assert environment.reward(prompt, problem.answer).value == 1.0
     assert config.engine.args["block_size"] == BLOCK_TOKENS
@@ -332,6 +334,19 @@ def test_the_distance_is_the_gap_to_the_mean_of_the_other_seeds(plan: Plan):
     assert not found.stands_out, "one seed may be far away by chance"
     second = result(plan, Cell(arm="other", seed=2), shift=0.5)
     assert distance([*results, second], "other", "base", lambda r: r.curve("reward")).stands_out
+
+
+def test_where_the_reference_does_not_move_at_all_any_distance_stands_out(plan: Plan):
+    still = [
+        replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES)) if each.cell.arm == "base" else each
+        for each in [*all_results(plan), result(plan, Cell(arm="other", seed=2))]
+    ]
+    found = distance(still, "other", "base", lambda r: r.curve("reward"))
+    assert found.ratio == math.inf and found.stands_out
+    assert "> 1,000x" in render(plan, still)
+    same = [msgspec.structs.replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES)) for each in still]
+    found = distance(same, "other", "base", lambda r: r.curve("reward"))
+    assert found.ratio == 1.0 and not found.stands_out
 
 
 def test_without_a_second_seed_of_the_reference_nothing_stands_out(plan: Plan):
