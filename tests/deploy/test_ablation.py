@@ -338,7 +338,9 @@ def test_the_distance_is_the_gap_to_the_mean_of_the_other_seeds(plan: Plan):
 
 def test_where_the_reference_does_not_move_at_all_any_distance_stands_out(plan: Plan):
     still = [
-        replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES)) if each.cell.arm == "base" else each
+        msgspec.structs.replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES))
+        if each.cell.arm == "base"
+        else each
         for each in [*all_results(plan), result(plan, Cell(arm="other", seed=2))]
     ]
     found = distance(still, "other", "base", lambda r: r.curve("reward"))
