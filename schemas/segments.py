@@ -1,0 +1,187 @@
+"""From the recorded calls of a rollout to the segments that are trained.
+
+A call whose prompt begins with all that an earlier call saw and sampled continues it, and one segment holds both. A
+prompt that begins otherwise (the harness edited, summarised or stripped its history, or a second agent spoke) opens a
+segment of its own. Every sampled token is trained in exactly one segment, preceded there by exactly the ids that the
+engine was given; a segment that shares its beginning with an earlier one holds that beginning as context.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from schemas.prefixes import PrefixTrie
+from schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
+
+_ID_BYTES = 4
+
+
+class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the model: what the engine was given and what it sampled.
+
+    t: the call's place in the order in which the rollout's calls began; a call continues only earlier ones.
+    prompt_token_ids: int32 bytes, `[num_prompt_tokens]`, as the engine was given them.
+    generation_token_ids: int32 bytes, `[num_sampled]`, the stop token included where it was sampled.
+    behavior_logprobs: float32 bytes, `[num_sampled]`.
+    version_spans: tile `[0, num_sampled)`.
+    delivered: whether the answer reached the client; None: not known.
+    """
+
+    call_id: str
+    t: int
+    prompt_token_ids: bytes
+    generation_token_ids: bytes
+    behavior_logprobs: bytes
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason = "stop"
+    delivered: bool | None = None
+
+
+class Chain(NamedTuple):
+    """Calls of which each continues the one before, and their segment. A call that an earlier chain holds as well is
+    trained there and context here."""
+
+    call_ids: tuple[str, ...]
+    segment: Segment
+
+
+class DroppedCall(NamedTuple):
+    """A call whose tokens are not trained, and why: `nothing_sampled`, `not_delivered` (the client never had the
+    answer), `retry_superseded` (the client asked again with the same prompt and went on from that answer)."""
+
+    call_id: str
+    reason: str
+
+
+class CallError(RecordError):
+    """A recorded call that contradicts itself or another. `code` is `invalid_token_ids`, `logprob_length_mismatch`,
+    `version_spans_mismatch` or `duplicate_call_id`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCall]]:
+    """The segments of one rollout, whatever the order in which its calls are given.
+
+    An answer that the client had is never dropped, nor is one that a later call builds on.
+
+    Returns:
+        Chains by their last call's `t`, and the dropped calls by theirs. There may be no chain: nothing was sampled,
+        or nothing reached the client.
+
+    Raises:
+        CallError: a call that contradicts itself, or two of one id.
+    """
+    ordered = sorted(calls, key=lambda call: (call.t, call.call_id))
+    known: set[str] = set()
+    for call in ordered:
+        _check_call(call)
+        if call.call_id in known:
+            raise CallError("duplicate_call_id", f"calls: two have call_id {call.call_id!r}, expected one each")
+        known.add(call.call_id)
+    sampled = [call for call in ordered if call.generation_token_ids]
+    parents = _parents(sampled)
+    reasons = {call.call_id: "nothing_sampled" for call in ordered if not call.generation_token_ids}
+    reasons |= _unused(sampled, parents)
+    dropped = [DroppedCall(call.call_id, reasons[call.call_id]) for call in ordered if call.call_id in reasons]
+
+    kept = [n for n, call in enumerate(sampled) if call.call_id not in reasons]
+    continued = {parents[n] for n in kept}
+    trained: set[int] = set()
+    chains = []
+    for leaf in kept:
+        if leaf in continued:
+            continue
+        path: list[int] = []
+        n: int | None = leaf
+        while n is not None:
+            path.append(n)
+            n = parents[n]
+        path.reverse()
+        chains.append(
+            Chain(
+                tuple(sampled[n].call_id for n in path),
+                _segment([sampled[n] for n in path], [n not in trained for n in path]),
+            )
+        )
+        trained.update(path)
+    return chains, dropped
+
+
+def _unused(sampled: list[RecordedCall], parents: list[int | None]) -> dict[str, str]:
+    """The calls whose answers were lost on the way or given up, and why, by id."""
+    built_on = {parent for parent in parents if parent is not None}
+    prompts_built_on = {sampled[n].prompt_token_ids for n in built_on}
+    reasons = {}
+    for n, call in enumerate(sampled):
+        if n in built_on or call.delivered:
+            continue
+        if call.delivered is False:
+            reasons[call.call_id] = "not_delivered"
+        elif call.prompt_token_ids in prompts_built_on:
+            reasons[call.call_id] = "retry_superseded"
+    return reasons
+
+
+def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
+    """One segment of calls that continue each other; those that it does not train are context."""
+    pieces: list[bytes] = []
+    logprobs: list[bytes] = []
+    runs: list[tuple[int, int]] = []
+    spans: list[VersionSpan] = []
+    end = 0
+    for call, trained in zip(calls, trains, strict=True):
+        start = len(call.prompt_token_ids) // _ID_BYTES
+        pieces.append(call.prompt_token_ids[end * _ID_BYTES :])
+        pieces.append(call.generation_token_ids)
+        end = start + len(call.generation_token_ids) // _ID_BYTES
+        if not trained:
+            continue
+        logprobs.append(call.behavior_logprobs)
+        spans += (VersionSpan(span.version, start + span.start, start + span.end) for span in call.version_spans)
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, end))
+    return Segment(
+        token_ids=b"".join(pieces),
+        behavior_logprobs=b"".join(logprobs),
+        loss_mask=tuple(runs),
+        version_spans=tuple(spans),
+        finish_reason=calls[-1].finish_reason,
+    )
+
+
+def _parents(ordered: list[RecordedCall]) -> list[int | None]:
+    """For each call the earlier one that it continues: the longest, and of equals the latest."""
+    trie = PrefixTrie()
+    parents: list[int | None] = []
+    for n, call in enumerate(ordered):
+        parents.append(trie.longest_prefix(call.prompt_token_ids))
+        trie.insert(call.prompt_token_ids + call.generation_token_ids, n)
+    return parents
+
+
+def _check_call(call: RecordedCall) -> None:
+    where = f"call {call.call_id!r}"
+    for name in ("prompt_token_ids", "generation_token_ids"):
+        ids = getattr(call, name)
+        if len(ids) % _ID_BYTES or not ids[_ID_BYTES - 1 :: _ID_BYTES].isascii():
+            raise CallError("invalid_token_ids", f"{where}: {name}, expected int32 values from 0 on")
+    num_sampled = len(call.generation_token_ids) // _ID_BYTES
+    if len(call.behavior_logprobs) != len(call.generation_token_ids):
+        raise CallError(
+            "logprob_length_mismatch",
+            f"{where}: {len(call.behavior_logprobs) // _ID_BYTES} behavior_logprobs for {num_sampled} "
+            "generation_token_ids; expected equal lengths",
+        )
+    ends = [0, *(span.end for span in call.version_spans)]
+    starts = [*(span.start for span in call.version_spans), num_sampled]
+    if ends != starts or any(span.start >= span.end for span in call.version_spans):
+        raise CallError(
+            "version_spans_mismatch",
+            f"{where}: version_spans {tuple((span.start, span.end) for span in call.version_spans)}, "
+            f"expected spans that tile 0 to {num_sampled}",
+        )

@@ -1,0 +1,22 @@
+"""A parser of answers without vLLM: calls between <tool_call> tags, reasoning between <think> tags."""
+
+import json
+import re
+
+from producers.endpoint.answers import ParsedAnswer
+from producers.endpoint.requests import ChatRequest
+
+
+class TaggedCalls:
+    skip_special_tokens = False
+
+    def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
+        reasoning = None
+        if found := re.match(r"<think>\n?(.*?)\n?</think>\n*", text, re.DOTALL):
+            reasoning, text = found[1], text[found.end() :]
+        calls = []
+        for inside in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL) if request.use_tools else ():
+            call = json.loads(inside)
+            calls.append((call["name"], json.dumps(call["arguments"])))
+        content = re.sub(r"\s*<tool_call>.*?</tool_call>\s*", "", text, flags=re.DOTALL) if calls else text
+        return ParsedAnswer(content or None, reasoning, tuple(calls))
