@@ -43,6 +43,8 @@ class Claims:
         self._consumer = producer_id
         self._table = table
         self._config = config
+        self._accepted: list[Claim] = []
+        """In the table, and not yet returned by `take`."""
         self._more_waiting = True
         self._reply_lost = False
         self._recoveries_seen = 0
@@ -85,6 +87,13 @@ class Claims:
         return len(claims)
 
     async def _take(self) -> list[Claim]:
+        # A command that fails halfway leaves claims that are in the table already: nobody else would hand them out.
+        if not self._accepted:
+            await self._find()
+        found, self._accepted = self._accepted, []
+        return found
+
+    async def _find(self) -> None:
         try:
             if self._connection.num_recoveries != self._recoveries_seen:
                 self._observe_recovery()
@@ -92,23 +101,21 @@ class Claims:
                 adopted = await self._adopt_lost()
                 self._reply_lost = False
                 if adopted:
-                    return adopted
+                    return
             if time.monotonic() >= self._takeover_from:
                 for stream in (self._keys.evaluations, self._keys.prompts):
                     taken_over = await self._take_over(stream)
                     if taken_over is not None:
-                        return [taken_over]
+                        return
                 self._takeover_from = time.monotonic() + self._config.claim_refresh_s
             # From the moment the command leaves until its reply is here, entries may be ours without our knowing.
             self._reply_lost = True
-            claims = await self._read_new()
+            await self._read_new()
             self._reply_lost = False
-            return claims
         except ResponseError as error:
             _unless_no_group(error)
             log.warning("the prompts stream has lost its consumer group (an emptied Redis?): creating it again")
             await self._create_groups()
-            return []
 
     def _observe_recovery(self) -> None:
         # While Redis was away nobody could refresh a claim: give every live producer the time to do so.
@@ -116,7 +123,7 @@ class Claims:
         self._takeover_from = time.monotonic() + self._config.claim_idle_s
         self._reply_lost = True
 
-    async def _read_new(self) -> list[Claim]:
+    async def _read_new(self) -> None:
         table, streams = self._table, (self._keys.evaluations, self._keys.prompts)
         num_prompts = max(1, math.ceil(table.groups_free / SHARE))
         if self._more_waiting:
@@ -132,13 +139,9 @@ class Claims:
             )
         entries = {name.decode(): part for name, part in replies}
         self._more_waiting = any(len(entries.get(s, ())) == n for s, n in zip(streams, counts, strict=True))
-        claims = []
         for stream in streams:
             for entry_id, fields in entries.get(stream, ()):
-                claim = await self._accept(stream, entry_id, fields, num_deliveries=1)
-                if claim is not None:
-                    claims.append(claim)
-        return claims
+                await self._accept(stream, entry_id, fields, num_deliveries=1)
 
     def _group_read(self) -> tuple[str, ...]:
         return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
@@ -178,6 +181,7 @@ class Claims:
             await pipeline.execute()
             return None
         self._table.add(claim)
+        self._accepted.append(claim)
         return claim
 
     async def _take_over(self, stream: str) -> Claim | None:
