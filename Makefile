@@ -1,6 +1,6 @@
 # Every target that needs it makes .venv first; ENGINE=cpu or gpu overrides what deploy/install.sh finds.
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 export VENV

@@ -3,19 +3,15 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from consumers.connection import Connection
 from consumers.ledger import Ledger, Requeued
-from consumers.reader import LagOf, Reader, entry_key
+from consumers.reader import LagOf, Reader
 from consumers.scripts import Scripts
 from schemas.config import RunConfig
-from schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
+from schemas.keys import Field, Keys, number_in
 
 log = logging.getLogger(__name__)
-
-MOST_PENDING = 1_000_000
-"""More prompts than any credit has open at once."""
 
 
 class Releaser:
@@ -118,33 +114,11 @@ class Releaser:
 
     def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """The prompts but for those that no producer can get any more, which are removed: acknowledged and left there
-        by a broken producer, or its consumer deleted by hand.
-
-        Prompts, their group and its claims are read at one moment: claims come and go all the time.
-        """
-
-        def read(client: Any) -> list[Any]:
-            pipeline = client.pipeline(transaction=True)
-            pipeline.xrange(self._prompts)
-            pipeline.xinfo_groups(self._prompts)
-            pipeline.xpending_range(self._prompts, PRODUCERS_GROUP, "-", "+", MOST_PENDING)
-            return pipeline.execute(raise_on_error=False)
-
-        entries, groups, rows = self._connection.call(read)
-        if not entries:
-            return []  # and no group need be there
-        group = next((group for group in groups if group["name"] == PRODUCERS_GROUP.encode()), None)
-        if group is None:
-            return entries
-        delivered = entry_key(group["last-delivered-id"])
-        pending = {row["message_id"] for row in rows}
-        left = [entry for entry, _ in entries if entry_key(entry) <= delivered and entry not in pending]
-        if not left:
-            return entries
-        log.warning("prompts: %d entries that no producer can get any more are removed", len(left))
-        self._connection.call(lambda _: self._scripts.drop_prompts(self._epoch, left))
-        unreachable = set(left)
-        return [entry for entry in entries if entry[0] not in unreachable]
+        by a broken producer, or its consumer deleted by hand."""
+        dropped = self._connection.call(lambda _: self._scripts.drop_unreachable(self._epoch))
+        if dropped:
+            log.warning("prompts: %d entries that no producer can get any more are removed", dropped)
+        return self._connection.call(lambda client: client.xrange(self._prompts))
 
     def release_requeued(self, policy_version: int) -> int:
         """Opens dead indexes whose letters were requeued again, oldest first, as the credit lasts; returns how many.

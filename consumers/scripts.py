@@ -9,7 +9,10 @@ from typing import Any
 
 import redis
 
-from schemas.keys import Commit, Keys
+from schemas.keys import PRODUCERS_GROUP, Commit, Keys
+
+MOST_PENDING = 1_000_000
+"""More prompts than any credit has open at once."""
 
 _HEAD = "#!lua flags=allow-oom\n"
 
@@ -98,12 +101,25 @@ return #ARGV - 2
 """
 )
 
-# ARGV: epoch, entry...
-_DROP_PROMPTS = (
+# ARGV: epoch, group of the producers, the most claims there can be. What was delivered and is claimed by nobody.
+_DROP_UNREACHABLE = (
     _FENCE
     + """
-for i = 2, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
-return #ARGV - 1
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+local delivered
+for _, flat in ipairs(redis.call('XINFO', 'GROUPS', KEYS[2])) do
+  local group = {}
+  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
+  if group['name'] == ARGV[2] then delivered = group['last-delivered-id'] end
+end
+if not delivered then return 0 end
+local claimed = {}
+for _, claim in ipairs(redis.call('XPENDING', KEYS[2], ARGV[2], '-', '+', ARGV[3])) do claimed[claim[1]] = true end
+local dropped = 0
+for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '-', delivered)) do
+  if not claimed[entry[1]] then dropped = dropped + redis.call('XDEL', KEYS[2], entry[1]) end
+end
+return dropped
 """
 )
 
@@ -199,7 +215,7 @@ class Scripts:
                 "leave_lease": _LEAVE_LEASE,
                 "release": _RELEASE,
                 "release_again": _RELEASE_AGAIN,
-                "drop_prompts": _DROP_PROMPTS,
+                "drop_unreachable": _DROP_UNREACHABLE,
                 "announce": _ANNOUNCE,
                 "evaluate": _EVALUATE,
                 "dead_letter": _DEAD_LETTER,
@@ -246,10 +262,11 @@ class Scripts:
                 *indexes[start : start + 1000],
             )
 
-    def drop_prompts(self, epoch: int, entries: list[bytes]) -> None:
-        for start in range(0, len(entries), 1000):
-            keys = [self._keys.commit, self._keys.prompts]
-            self._run("drop_prompts", keys, epoch, *entries[start : start + 1000])
+    def drop_unreachable(self, epoch: int) -> int:
+        """Removes prompts that were delivered and that no producer has claimed: none can get them any more. Returns how
+        many."""
+        keys = [self._keys.commit, self._keys.prompts]
+        return self._run("drop_unreachable", keys, epoch, PRODUCERS_GROUP, MOST_PENDING)
 
     def announce(self, epoch: int, version: int, manifest: bytes, keep: int, parent: int | None) -> None:
         fork = "" if parent is None else parent

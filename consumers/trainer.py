@@ -97,8 +97,8 @@ class Trainer:
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
         self._books = BooksFile(self._folder / "trainer.json")
-        self._gate = Gate(config, self._folder)
         self._alert = Alert(config, metrics.parity_alert.set)
+        self._gate = Gate(config, self._folder, self._alert.narrow)
 
     def adopt_release_cursor(self, released: int) -> None:
         """Takes over what Redis knows to be released, where the checkpoint is older."""

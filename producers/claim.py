@@ -55,6 +55,8 @@ class Claims:
         self._config = config
         self._streams = streams or (keys.evaluations, keys.prompts)
         self._one_at_a_time = one_at_a_time
+        self._accepted: list[Claim] = []
+        """In the table, and not yet returned by `take`."""
         self._more_waiting = True
         self._reply_lost = False
         self._recoveries_seen = 0
@@ -101,30 +103,35 @@ class Claims:
         await self._connection.retrying(lambda: self._hand_back([claim]))
 
     async def _take(self) -> list[Claim]:
+        # A command that fails halfway leaves claims that are in the table already: nobody else would hand them out.
+        if not self._accepted:
+            await self._find()
+        found, self._accepted = self._accepted, []
+        return found
+
+    async def _find(self) -> None:
         try:
             if self._connection.num_recoveries != self._recoveries_seen:
                 self._observe_recovery()
             if self._reply_lost:
-                adopted = await self._adopt_lost()
+                await self._adopt_lost()
                 self._reply_lost = False
-                if adopted:
-                    return adopted
+                if self._accepted:
+                    return
             if time.monotonic() >= self._takeover_from:
                 for stream in self._streams:
                     taken_over = await self._take_over(stream)
                     if taken_over is not None:
-                        return [taken_over]
+                        return
                 self._takeover_from = time.monotonic() + self._config.claim_refresh_s
             # From the moment the command leaves until its reply is here, entries may be ours without our knowing.
             self._reply_lost = True
-            claims = await self._read_new()
+            await self._read_new()
             self._reply_lost = False
-            return claims
         except ResponseError as error:
             _unless_no_group(error)
             log.warning("the prompts stream has lost its consumer group (an emptied Redis?): creating it again")
             await self._create_groups()
-            return []
 
     def _observe_recovery(self) -> None:
         # While Redis was away nobody could refresh a claim: give every live producer the time to do so.
@@ -132,7 +139,7 @@ class Claims:
         self._takeover_from = time.monotonic() + self._config.claim_idle_s
         self._reply_lost = True
 
-    async def _read_new(self) -> list[Claim]:
+    async def _read_new(self) -> None:
         table, streams = self._table, self._streams
         num_prompts = 1 if self._one_at_a_time else max(1, math.ceil(table.groups_free / SHARE))
         counts = [num_prompts for _ in streams]
@@ -149,13 +156,9 @@ class Claims:
             )
         entries = {name.decode(): part for name, part in replies}
         self._more_waiting = any(len(entries.get(s, ())) == n for s, n in zip(streams, counts, strict=True))
-        claims = []
         for stream in streams:
             for entry_id, fields in entries.get(stream, ()):
-                claim = await self._accept(stream, entry_id, fields, num_deliveries=1)
-                if claim is not None:
-                    claims.append(claim)
-        return claims
+                await self._accept(stream, entry_id, fields, num_deliveries=1)
 
     def _group_read(self) -> tuple[str, ...]:
         return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
@@ -195,6 +198,7 @@ class Claims:
             await pipeline.execute()
             return None
         self._table.add(claim)
+        self._accepted.append(claim)
         return claim
 
     async def _take_over(self, stream: str) -> Claim | None:
@@ -220,8 +224,8 @@ class Claims:
             )
         return claim
 
-    async def _adopt_lost(self) -> list[Claim]:
-        adopted = []
+    async def _adopt_lost(self) -> None:
+        num_adopted = 0
         redis = self._connection.commands
         for stream, entry_id, num_deliveries in await self._own_pending():
             if (stream, entry_id) in self._table:
@@ -230,13 +234,10 @@ class Claims:
             claimed: Any = await redis.xclaim(
                 stream, PRODUCERS_GROUP, self._consumer, 0, [entry_id], retrycount=num_deliveries
             )
-            if claimed:
-                claim = await self._accept(stream, entry_id, claimed[0][1], num_deliveries)
-                if claim is not None:
-                    adopted.append(claim)
-        if adopted:
-            log.warning("found %d claims of our own whose reply was lost", len(adopted))
-        return adopted
+            if claimed and await self._accept(stream, entry_id, claimed[0][1], num_deliveries):
+                num_adopted += 1
+        if num_adopted:
+            log.warning("found %d claims of our own whose reply was lost", num_adopted)
 
     async def _own_pending(self) -> list[tuple[str, bytes, int]]:
         """(stream, entry id, number of deliveries) of everything claimed under this id."""

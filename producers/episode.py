@@ -19,6 +19,7 @@ from schemas.rollout import (
     Segment,
     Timings,
     VersionSpan,
+    one_line,
     pack_ids,
     unpack_ids,
 )
@@ -201,5 +202,5 @@ def load_tokenizer(config: RunConfig) -> Any:
         return AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path = {config.model.path!r}: no tokenizer that transformers can load: {error}"
+            f"model.path = {config.model.path!r}: no tokenizer that transformers can load: {one_line(str(error))}"
         ) from None

@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -414,7 +414,7 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = msgspec.convert(document, RunConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {_explain(error, document)}") from None
+        raise ConfigError(f"{file}: {explain(error, document, RunConfig)}") from None
     _check(config, file)
     return config
 
@@ -436,21 +436,46 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-def _explain(error: msgspec.ValidationError, document: dict[str, Any]) -> str:
-    """msgspec's message with the field's path first and the offending value beside it."""
+def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type[msgspec.Struct]) -> str:
+    """msgspec's message on a document that is to become a `root`: the field's path first, the offending value beside
+    it, then what was expected."""
     text, _, path = str(error).partition(" - at ")
     path = path.strip("`").removeprefix("$").removeprefix(".")
+    parts = path.replace("[", ".").replace("]", "").split(".") if path else []
+    kind: Any = root
+    for part in parts:
+        kind = _inner(kind, part)
     if text.startswith(("Object contains unknown field", "Object missing required field")):
-        verb = "unknown field" if "unknown" in text else "missing field"
         name = text.split("`")[1]
-        return f"{path + '.' if path else ''}{name}: {verb}"
+        where = f"{path + '.' if path else ''}{name}"
+        if "unknown" not in text:
+            return f"{where}: missing field"
+        known = f", expected one of {', '.join(_section(kind).__struct_fields__)}" if _section(kind) else ""
+        return f"{where}: unknown field{known}"
     value: Any = document
-    for part in path.replace("[", ".").replace("]", "").split("."):
+    for part in parts:
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{path}: {text}"
+    choices = [choice for each in (kind, *get_args(kind)) if get_origin(each) is Literal for choice in get_args(each)]
+    if text.startswith("Invalid enum value") and choices:
+        return f"{path} = {value!r}: expected one of {', '.join(map(repr, choices))}"
     return f"{path} = {value!r}: {text}"
+
+
+def _inner(kind: Any, part: str) -> Any:
+    """The type of a section's field, or of a list's items; None where it is not known."""
+    section = _section(kind)
+    if section is not None:
+        return get_type_hints(section).get(part)
+    return next(iter(get_args(kind)), None) if part.isdecimal() else None
+
+
+def _section(kind: Any) -> Any:
+    """The struct that `kind` is, or that it is besides None."""
+    structs = (each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct))
+    return next(structs, None)
 
 
 _NOT_REPRODUCIBLE = (

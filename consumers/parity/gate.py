@@ -3,8 +3,10 @@
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import torch
@@ -13,7 +15,7 @@ from consumers.model import PackedModel
 from consumers.parity.check import check_parity
 from consumers.parity.errors import ParityError
 from consumers.parity.policies import LoadedPolicy
-from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport
+from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport, Verdict
 from schemas.config import RunConfig
 from schemas.policy import FutureVersionError, UnknownVersionError
 from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
@@ -22,6 +24,11 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS = 20_000
 """Sampled tokens that the gate looks at: a second or so for the trainer that is to train on them."""
+REFUSES = 'the parity gate refuses to train (parity.gate = "refuse")'
+WINDOW = 8
+"""Batches with rows of lag 0 whose mean the alert judges: a batch may have a few such tokens only."""
+SPREAD = 5.0
+"""The alert's band, in multiples of the gap that the gate measured; at least a tenth of the tolerance, at most all."""
 
 LagOf = Callable[[int], int]
 
@@ -35,10 +42,15 @@ class Gate:
 
     A new run's first batch does. After a resume the batches that were sampled before come first, by older weights; they
     pass, and the gate waits.
+
+    on_checked: called with the mean gap in nats once a batch is in parity.
     """
 
-    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+    def __init__(
+        self, config: RunConfig, run_folder: Path, on_checked: Callable[[float], None] = lambda gap: None
+    ) -> None:
         self._config = config
+        self._on_checked = on_checked
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
         self._said = ""
@@ -53,7 +65,8 @@ class Gate:
             lag_of: lags for `version`.
 
         Raises:
-            ParityRefusedError: they disagree, and `parity.gate` is "refuse". The report is in `<run>/parity.json`.
+            ParityRefusedError: `parity.gate` is "refuse", and they disagree or the records cannot be compared. The
+                report is in `<run>/parity.json`.
         """
         if not self.is_pending:
             return
@@ -64,6 +77,9 @@ class Gate:
         try:
             report = self._report(fresh, model, version)
         except ParityError as error:
+            if self._config.parity.gate == "refuse":
+                self._write(_not_comparable(fresh, self._config, str(error)))
+                raise ParityRefusedError(f"{REFUSES}: parity cannot be checked: {error}") from None
             self._say(f"parity cannot be checked with this batch: {error}")
             return
         if report.verdict.status == "unclear":
@@ -87,41 +103,56 @@ class Gate:
             report, gate=self._config.parity.gate, seconds=time.monotonic() - began_s, points=()
         )
 
-    def _conclude(self, report: ParityReport) -> None:
+    def _write(self, report: ParityReport) -> None:
         partial = self._file.with_suffix(".json.partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
         partial.replace(self._file)
+
+    def _conclude(self, report: ParityReport) -> None:
+        self._write(report)
         verdict = report.verdict
         if verdict.status == "parity":
             log.info("%s (%.1f s)", verdict.sentence, report.seconds)
+            self._on_checked(next(each.gap.mean for each in report.hypotheses if each.name == "processed"))
             return
         if self._config.parity.gate == "refuse":
-            raise ParityRefusedError(f'the parity gate refuses to train (parity.gate = "refuse"): {verdict.sentence}')
+            raise ParityRefusedError(f"{REFUSES}: {verdict.sentence}")
         log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', verdict.sentence)
 
     def _say(self, text: str) -> None:
         """Once, however many batches it holds for."""
         if text != self._said:
             self._said = text
-            log.info("%s", text)
+            log.warning("%s", text)
 
 
 class Alert:
     """Watches the gap at lag 0, which is the engine's alone: no drift is in it.
 
-    on_change: called with whether the gap is outside the tolerance of `model.dtype`, at the start and at each change.
+    on_change: called with whether the gap, a mean over the last `WINDOW` batches that have one, is outside its band: at
+        the start and at each change. The band is the tolerance of `model.dtype` until `narrow` has a measurement.
     """
 
     def __init__(self, config: RunConfig, on_change: Callable[[bool], None]) -> None:
-        self._band = TOLERANCES[config.model.dtype].mean
+        self._tolerance = TOLERANCES[config.model.dtype].mean
+        self.band = self._tolerance
+        self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._on_change = on_change
         self.is_raised = False
         on_change(False)
 
+    def narrow(self, gap: float) -> None:
+        """Takes the mean gap of engine and trainer in parity, in nats."""
+        self.band = min(self._tolerance, max(SPREAD * gap, self._tolerance / 10))
+
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Takes one batch's metrics; a batch without rows of lag 0 changes nothing."""
-        gap = metrics.get("mismatch_lag0", math.nan)
-        if math.isnan(gap) or (gap > self._band) == self.is_raised:
+        newest = metrics.get("mismatch_lag0", math.nan)
+        if math.isnan(newest):
+            return
+        self._gaps.append(newest)
+        gap = fmean(self._gaps)
+        if (gap > self.band) == self.is_raised:
             return
         self.is_raised = not self.is_raised
         self._on_change(self.is_raised)
@@ -129,10 +160,30 @@ class Alert:
             log.warning(
                 "parity alert: mean |engine - trainer| at lag 0 is %.1e nats, %.0e is allowed; ask `penstock parity`",
                 gap,
-                self._band,
+                self.band,
             )
         else:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
+
+
+def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:
+    """The report that stands for a check which could not be made."""
+    return ParityReport(
+        verdict=Verdict(
+            status="unclear",
+            cause="not comparable",
+            sentence=f"could not tell: {why}",
+            advice="look at what producers record",
+        ),
+        dtype=config.model.dtype,
+        tolerance=TOLERANCES[config.model.dtype],
+        num_groups=len(groups),
+        num_rollouts=sum(len(group.rollouts) for group in groups),
+        num_tokens=0,
+        versions=(),
+        hypotheses=(),
+        gate="refuse",
+    )
 
 
 def _at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:

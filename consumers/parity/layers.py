@@ -19,7 +19,7 @@ from consumers.attention import make_layout
 from consumers.fp32_head import selected_logprobs
 from consumers.model import PackedModel
 from consumers.parity.errors import ParityError
-from consumers.parity.report import LayerGap
+from consumers.parity.report import AS_SERVED, LayerGap
 from schemas import hidden_states as names
 
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -73,7 +73,7 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
     logprobs, _ = selected_logprobs(hidden[:-1], head, tensors[names.TOKEN_IDS][1:])
     error = _error(tensors[names.LOGPROBS], logprobs)
     found.append(LayerGap(name="head", error=error, allowed=ALLOWED_HEAD))
-    found.append(_gap("as served", tensors[names.AS_SERVED], hidden[-1], ALLOWED_AS_SERVED))
+    found.append(_gap(AS_SERVED, tensors[names.AS_SERVED], hidden[-1], ALLOWED_AS_SERVED))
     return tuple(found)
 
 

@@ -86,11 +86,11 @@ class Policies:
         except (ConfigError, OSError, SafetensorError) as error:
             if not path.exists():
                 raise ParityError(
-                    f"the weights of version {version} were deleted during the check ({path}); a larger "
+                    f"the weights of version {version} were deleted during the check ({path.resolve()}); a larger "
                     "weights.keep_versions keeps them"
                 ) from error
             raise ParityError(
-                f"the weights of version {version} in {path} are not those of model.path = "
+                f"the weights of version {version} in {path.resolve()} are not those of model.path = "
                 f"{self._config.model.path!r}: {error}"
             ) from error
         state: dict[str, Tensor] = model.module.state_dict()

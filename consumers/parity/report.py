@@ -6,6 +6,8 @@ import msgspec
 
 REPORT_FILE = "parity.json"
 """In the run's folder."""
+AS_SERVED = "as served"
+"""The `LayerGap` of the engine's whole body against itself."""
 Layer = Literal["semantics", "inference", "objective"]
 """In this order: a wrong meaning makes every later comparison worthless."""
 Status = Literal["parity", "mismatch", "unclear"]

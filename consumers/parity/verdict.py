@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consumers.parity.gaps import passes
-from consumers.parity.report import TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport, Tolerance, Verdict
+from consumers.parity.report import AS_SERVED, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport, Tolerance, Verdict
 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""
@@ -132,14 +132,41 @@ def _layer(evidence: Evidence, null: Gap) -> Verdict | None:
     return None if worst is None else _of_layer(worst, null)
 
 
+_LAYER_SAYS = {
+    "embedding": (
+        "the embedding is another one in the engine",
+        "compare the weights of embed_tokens in engine and trainer, and how the model scales them",
+    ),
+    "head": (
+        "the head computes something else in the engine; the whole body agrees",
+        'set engine.head_dtype = "float32" (vLLM: hf_overrides={"head_dtype": "float32"}), then compare the weights of '
+        "lm_head, or of embed_tokens where they are tied",
+    ),
+    AS_SERVED: (
+        "the engine serves another hidden state than it computes step by step; each part of it agrees with the trainer",
+        "the compiled model differs from the eager one: look at what it fuses (vLLM: compilation_config), or set "
+        "engine.args = {enforce_eager = true}",
+    ),
+}
+"""By part: what is wrong and what to do, where it is not a layer of the body."""
+
+
 def _of_layer(layer: LayerGap, null: Gap) -> Verdict:
+    opening, advice = _LAYER_SAYS.get(
+        layer.name,
+        (
+            f"{layer.name} computes something else in the engine",
+            f"compare the engine's implementation and settings of {layer.name} with the model's config.json "
+            "(rope_parameters, norm epsilon, activation); every layer before it agrees",
+        ),
+    )
+    under = "against the one it recorded" if layer.name == AS_SERVED else "on equal input"
     return Verdict(
         status="mismatch",
         cause="layer",
-        sentence=f"{layer.name} computes something else in the engine: relative error {layer.error:.1e} on equal "
-        f"input, {layer.allowed:.1e} is allowed; residual {null.mean:.1e} as processed",
-        advice=f"compare the engine's implementation and settings of {layer.name} with the model's config.json "
-        "(rope_parameters, norm epsilon, activation); every other layer before it agrees",
+        sentence=f"{opening}: relative error {layer.error:.1e} {under}, {layer.allowed:.1e} is allowed; residual "
+        f"{null.mean:.1e} as processed",
+        advice=advice,
     )
 
 

@@ -1,6 +1,7 @@
 """Which weights sampled the tokens, and whose keys and values they saw: the labels put to the test."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from consumers.parity.sample import Row, Sample, evenly
 TOKENS_PER_VERSION = 512
 """Tokens that other weights are tried on, for each version whose tokens are off."""
 MIXED_TOKENS = 1024
-STALE_ROWS = 64
+STALE_TOKENS = 16_384
+"""Tokens, contexts included, of the rows that older prefixes are tried on; the worst rows come first."""
 MAX_MOVE = 8
 """The farthest that a label's boundary is moved, in tokens."""
 _OLDER, _NEWER = 3, 1
@@ -115,22 +117,26 @@ class Versions:
 
         block_size: of the engine's prefix cache in tokens, where it is known.
         """
-        rows = self._off()[:STALE_ROWS]
+        rows = self._off(STALE_TOKENS)
+        if not rows:
+            return
         found, used = self._null.clone(), set()
-        for length, older in self._prefixes(rows, block_size):
+        for trial in _trials(rows, self._sample.rows, (block_size,) if block_size else _BLOCKS):
+            left = [row for row in rows if self._mean(found, row.tokens) > self._tolerance.mean]
             plans = [
-                plan for row in rows if (plan := _with_older_prefix(row, self._older(row, older), length)) is not None
+                plan
+                for row in left
+                if row.first in trial.lengths
+                and (plan := _with_older_prefix(row, self._older(row, trial.step), trial.lengths[row.first]))
             ]
             tried = self._replay.logprobs(plans)
             for plan in plans:
                 part = plan.row.tokens
                 if self._mean(tried, part) < self._mean(found, part):
                     found[part] = tried[part]
-                    used.add((length, older))
-        if not rows:
-            return
+                    used.add(trial.lengths[plan.row.first])
         found[~self._sample.mask_of(rows)] = torch.nan
-        blocks = sorted({length for length, _ in used})
+        blocks = sorted(used)
         yield Candidate(
             layer="inference",
             name="stale-prefix",
@@ -161,10 +167,12 @@ class Versions:
             chosen |= {rest[n].first: rest[n] for n in evenly([len(r.sampled) for r in rest], max_tokens // 2)}
         return [chosen[first] for first in sorted(chosen)]
 
-    def _off(self) -> list[Row]:
-        """Rows whose mean gap is above the tolerance, the worst first."""
+    def _off(self, max_tokens: int) -> list[Row]:
+        """Rows whose mean gap is above the tolerance, the worst first; of at most `max_tokens` in all, or one row."""
         off = [row for row in self._sample.rows if self._mean(self._null, row.tokens) > self._tolerance.mean]
-        return sorted(off, key=lambda row: -self._mean(self._null, row.tokens))
+        off.sort(key=lambda row: -self._mean(self._null, row.tokens))
+        total = np.cumsum([len(row.token_ids) for row in off])
+        return off[: max(1, int((total <= max_tokens).sum()))]
 
     def _mean(self, logprobs: Tensor, part: slice) -> float:
         return float((self._sample.engine[part] - logprobs[part]).abs().nanmean())
@@ -190,14 +198,6 @@ class Versions:
     def _older(self, row: Row, step: int) -> int | None:
         return next((other for n, other in self._around(int(row.versions[0])) if n == -step), None)
 
-    def _prefixes(self, rows: Sequence[Row], block_size: int | None) -> list[tuple[int, int]]:
-        """(tokens, policies back) to try: contexts in whole blocks, and what contexts of several groups share."""
-        lengths = set()
-        for block in (block_size,) if block_size else _BLOCKS:
-            lengths |= {(row.start - 1) // block * block for row in rows}
-            lengths.add(_shared_prefix(self._sample.rows) // block * block)
-        return [(length, step) for length in sorted(lengths - {0}) for step in range(1, _OLDER + 1)]
-
 
 def _moved(versions: np.ndarray, move: int) -> np.ndarray:
     """[m] versions with every boundary `move` tokens earlier; later where it is negative."""
@@ -213,16 +213,46 @@ def _with_older_prefix(row: Row, older: int | None, length: int) -> Plan | None:
     return Plan(row, ((older, 0, length), (version, length, end), *rest))
 
 
-def _shared_prefix(rows: Sequence[Row]) -> int:
-    """Tokens that the contexts of all groups begin with; 0 where there is one group."""
-    contexts = {row.group: row.token_ids[: row.start] for row in rows}
-    first, *others = contexts.values()
-    shared = len(first) if others else 0
-    for other in others:
-        size = min(shared, len(other))
-        differs = np.flatnonzero(first[:size] != other[:size])
-        shared = int(differs[0]) if len(differs) else size
-    return shared
+class _Trial(NamedTuple):
+    """Stale prefixes to try at once. lengths: by a row's first token, in tokens. step: policies back."""
+
+    lengths: dict[int, int]
+    step: int
+
+
+def _trials(rows: Sequence[Row], all_rows: Sequence[Row], blocks: Sequence[int]) -> Iterator[_Trial]:
+    """Of each row's context the whole blocks: all of it, and what it shares with the nearest and with every other
+    group's. No row gets one length twice."""
+    shared = _shared_prefixes(rows, all_rows)
+    tried: set[tuple[int, int, int]] = set()
+    for block in blocks:
+        for which in range(3):
+            for step in range(1, _OLDER + 1):
+                lengths = {}
+                for row in rows:
+                    length = (row.start - 1, *shared[row.group])[which] // block * block
+                    if length and (row.first, length, step) not in tried:
+                        tried.add((row.first, length, step))
+                        lengths[row.first] = length
+                if lengths:
+                    yield _Trial(lengths, step)
+
+
+def _shared_prefixes(rows: Sequence[Row], all_rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
+    """By group of `rows`, the tokens that its context shares with the nearest other group's and with every other's; 0
+    where there is no other."""
+    contexts = {row.group: row.token_ids[: row.start] for row in all_rows}
+    found = {}
+    for group in {row.group for row in rows}:
+        lengths = [_shared_prefix(contexts[group], other) for name, other in contexts.items() if name != group]
+        found[group] = max(lengths, default=0), min(lengths, default=0)
+    return found
+
+
+def _shared_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
 
 
 def _step_in_words(step: int) -> str:

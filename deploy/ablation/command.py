@@ -97,9 +97,14 @@ def _present(plan: "Plan", console: "Console") -> int:
     from deploy.ablation.figures import draw_figures
     from deploy.ablation.page import print_tables, write_page
     from deploy.ablation.plan import cells
+    from deploy.study.results import ResultError
 
     results = finished(plan)
     missing = [cell.name for cell in cells(plan, gpu=False) if cell not in {result.cell for result in results}]
+    if devices := sorted({result.settings["device"] for result in results})[1:]:
+        raise ResultError(
+            f"{plan.results}: cells of a cpu and of a {devices[0]} cannot be compared; expected all of one device"
+        )
     if missing:
         console.print(f"not finished: {', '.join(missing)}; figures and page are left as they are")
         return 0
@@ -112,25 +117,28 @@ def _present(plan: "Plan", console: "Console") -> int:
 
 
 def finished(plan: "Plan") -> "list[CellResult]":
-    """Results of every cell that there is one of, of other settings too.
+    """Results of every cell that there is one of, with the settings that it has now on the device it was run on.
 
     Raises:
         ResultError: a file that is no result.
     """
     from deploy.ablation.plan import cells
-    from deploy.ablation.results import read_result
 
-    found = [read_result(cell, plan.results) for cell in cells(plan, gpu=True)]
+    found = [_finished(plan, cell, gpu=gpu) for cell in cells(plan, gpu=True) for gpu in (False, True)]
     return [result for result in found if result is not None]
 
 
 def is_finished(plan: "Plan", cell: "Cell", *, gpu: bool) -> bool:
     """Whether there is a result of the settings that the cell has now. Raises ResultError."""
+    return _finished(plan, cell, gpu=gpu) is not None
+
+
+def _finished(plan: "Plan", cell: "Cell", *, gpu: bool) -> "CellResult | None":
     from deploy.ablation.plan import settings
     from deploy.ablation.results import read_result
 
     found = read_result(cell, plan.results)
-    return found is not None and found.settings == settings(plan, cell, gpu=gpu)
+    return found if found is not None and found.settings == settings(plan, cell, gpu=gpu) else None
 
 
 def has_gpu() -> bool:

@@ -58,15 +58,25 @@ class Distance(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the mean distance between the reference's seeds."""
-        own = fmean(self.of_reference) if self.of_reference else math.nan
-        return self.mean / own if own else math.nan
+        """To the mean distance between the reference's seeds; nan without a second one, inf where they are equal and
+        the arm is not."""
+        if not self.of_reference:
+            return math.nan
+        own = fmean(self.of_reference)
+        if own:
+            return self.mean / own
+        return math.inf if self.mean else 1.0
 
     @property
     def stands_out(self) -> bool:
-        """Every seed of the arm is farther away than any of the reference's own, and the arm is so by a margin: one run
-        more of the reference lies a little beyond a few others by chance."""
-        return bool(self.of_reference) and min(self.of_seeds) > max(self.of_reference) and self.ratio >= STANDS_OUT
+        """Two seeds of the arm or more, every one farther away than any of the reference's own, and the arm so by a
+        margin: one run more of the reference lies beyond a few others by chance."""
+        return (
+            bool(self.of_reference)
+            and len(self.of_seeds) > 1
+            and min(self.of_seeds) > max(self.of_reference)
+            and self.ratio >= STANDS_OUT
+        )
 
 
 def distance(results: Sequence[CellResult], arm: str, reference: str, curve: Curve) -> Distance:

@@ -10,9 +10,10 @@ BLOCK_TOKENS = 32
 
 
 class PrefixedArithmetic(Arithmetic):
-    """`Arithmetic`, every prompt behind `num_prefix_tokens` of `prefix_token`: what a system prompt is elsewhere.
+    """`Arithmetic`, every prompt behind `prefix`: what a system prompt is elsewhere.
 
-    The demo's model has seen no such prefix; of the texts tried, its padding token disturbs it least.
+    The demo's model has seen no such prefix, and most disturb it so much that no answer is right at first. Its padding
+    token would not: that one's embedding is zero, and so are its keys and values, whatever the weights.
     """
 
     def __init__(
@@ -21,13 +22,10 @@ class PrefixedArithmetic(Arithmetic):
         seed: int,
         width: int = 2,
         num_evaluation_prompts: int = 256,
-        prefix_token: str = "<pad>",
-        num_prefix_tokens: int = BLOCK_TOKENS,
+        prefix: str = "What is the sum of these numbers",
     ) -> None:
         super().__init__(seed=seed, width=width, num_evaluation_prompts=num_evaluation_prompts)
-        if num_prefix_tokens < 1:
-            raise ValueError(f"PrefixedArithmetic: num_prefix_tokens is {num_prefix_tokens}, expected 1 or more")
-        self._prefix = prefix_token * num_prefix_tokens
+        self._prefix = prefix
 
     def prompt(self, index: int) -> Prompt:
         return self._prefixed(super().prompt(index))

@@ -11,6 +11,8 @@ from deploy.ablation.plan import Arm, Plan
 from deploy.ablation.results import LAST_UPDATES, CellResult, of_arm
 from deploy.study.page import replace_part, table
 
+MOST_TIMES = 1000
+"""Larger multiples are not counted out: the reference may hardly move."""
 NOT_RUN = "not run"
 
 
@@ -58,8 +60,8 @@ def _distances(plan: Plan, results: Sequence[CellResult]) -> str:
     return (
         "**Distance to the reference's trajectory**: mean over updates of the gap between the smoothed curves, the "
         "reference's being the mean of its *other* seeds; in brackets the least and the largest over seeds, then the "
-        "multiple of what the reference's seeds are apart. **Bold**: every seed of the arm is farther away than any of "
-        f"the reference's own, and {STANDS_OUT:g} times as far or more.\n\n{table(rows)}"
+        "multiple of what the reference's seeds are apart. **Bold**: two seeds of the arm or more, every one farther "
+        f"away than any of the reference's own, and {STANDS_OUT:g} times as far or more.\n\n{table(rows)}"
     )
 
 
@@ -74,7 +76,7 @@ def _distance(plan: Plan, results: Sequence[CellResult], arm: Arm, measure: Meas
         text += f" ({short(min(found.of_seeds))} to {short(max(found.of_seeds))})"
     if arm.name == plan.reference or not found.of_reference:
         return text
-    text += f", {found.ratio:.1f}x"
+    text += f", {found.ratio:.1f}x" if found.ratio < MOST_TIMES else f", > {MOST_TIMES:,}x"
     return f"**{text}**" if found.stands_out else text
 
 
@@ -106,6 +108,7 @@ def _levels(plan: Plan, results: Sequence[CellResult]) -> str:
         ("`policy_clipped_frac`", lambda r: 100 * r.overall("policy_clipped_frac"), "{:.1f} %"),
         ("`kl_new_old`", lambda r: r.overall("kl_new_old"), "{:.2e}"),
         ("gap at lag 0, nats", lambda r: r.overall("mismatch_lag0"), "{:.2e}"),
+        ("updates that have one", lambda r: float(r.num_with("mismatch_lag0")), "{:.0f}"),
         ("(policy ratio - 1) x 10⁴", lambda r: float(r.ratio_deviation.mean()), "{:+.1f}"),
         ("`entropy` at the end", lambda r: r.at_the_end("entropy"), "{:.3f}"),
         ("`reward`, all updates", lambda r: 100 * r.overall("reward"), "{:.1f} %"),

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from deploy.make_model import ModelRecipe
-from schemas.config import ConfigError, RunConfig, load_config
+from schemas.config import ConfigError, RunConfig, explain, load_config
 
 NAME_PATTERN = "^[a-z0-9][a-z0-9-]*$"
 """Arms and ablations give files and runs their names."""
@@ -80,18 +80,20 @@ def load_plan(file: Path) -> Plan:
     """Reads an ablation's file.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm that is named and not there.
+        ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm or run file that is not there.
     """
     try:
-        plan = msgspec.convert(tomllib.loads(file.read_text()), Plan, dec_hook=lambda kind, value: kind(value))
+        document = tomllib.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}; expected a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
+    try:
+        plan = msgspec.convert(document, Plan, dec_hook=lambda kind, value: kind(value))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{file}: {explain(error, document, Plan)}") from None
     names = [arm.name for arm in plan.arms]
     for name in names:
         if names.count(name) > 1:
@@ -103,6 +105,8 @@ def load_plan(file: Path) -> Plan:
     if plan.arm(plan.reference).gpu_only:
         raise ConfigError(f"{file}: reference = {plan.reference!r}: expected an arm that runs everywhere")
     folder = file.parent
+    if not (folder / plan.run_file).is_file():
+        raise ConfigError(f"{file}: run_file = {str(plan.run_file)!r}: no such file in {folder}; expected a run file")
     return msgspec.structs.replace(
         plan, **{name: folder / getattr(plan, name) for name in ("run_file", "results", "page")}
     )

@@ -107,6 +107,10 @@ class CellResult(msgspec.Struct, kw_only=True):
         there = self.curve(name)[~np.isnan(self.curve(name))]
         return float(there.mean()) if len(there) else math.nan
 
+    def num_with(self, name: str) -> int:
+        """Updates that have it."""
+        return int((~np.isnan(self.curve(name))).sum())
+
     @property
     def last_accuracy(self) -> float:
         return fmean(value for _, value in self.accuracy[-LAST_EVALUATIONS:])

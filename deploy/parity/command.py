@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 _COULD_NOT_TELL = 2
+NEWEST_GROUPS = 128
+WAIT_S = 30.0
+NUM_PROMPTS = 8
 
 
 def add_parity_command(
@@ -48,19 +52,31 @@ def add_parity_command(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for parity.json, parity.svg and parity.png (default: the run's; of a file, the folder it is in)",
+        help="folder for parity.json, parity.svg and parity.png (default: the run's, the recording's, else here)",
     )
     parity.add_argument(
-        "--groups", type=_positive, default=128, metavar="N", help="of a run, the newest N groups (default: 128)"
+        "--groups",
+        type=_positive,
+        default=NEWEST_GROUPS,
+        metavar="N",
+        help=f"of a run, the newest N groups (default: {NEWEST_GROUPS})",
     )
     parity.add_argument(
-        "--wait", type=float, default=30.0, metavar="S", help="of a live run, wait S seconds for them (default: 30)"
+        "--wait",
+        type=float,
+        default=WAIT_S,
+        metavar="S",
+        help=f"of a live run, wait S seconds for them (default: {WAIT_S:g})",
     )
     parity.add_argument(
         "--max-tokens", type=_positive, default=50_000, metavar="N", help="look at N sampled tokens (default: 50000)"
     )
     parity.add_argument(
-        "--prompts", type=_positive, default=8, metavar="N", help="of a probe, the prompts that it samples (default: 8)"
+        "--prompts",
+        type=_positive,
+        default=NUM_PROMPTS,
+        metavar="N",
+        help=f"of a run file, the prompts that its probe samples (default: {NUM_PROMPTS})",
     )
     parity.add_argument(
         "--device",
@@ -79,10 +95,9 @@ def add_parity_command(
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
+    return int(text)
 
 
 class _Opened(NamedTuple):
@@ -127,17 +142,46 @@ def _parity(arguments: argparse.Namespace) -> int:
     except missing as error:
         print(f"penstock: {error}", file=sys.stderr)
         return _COULD_NOT_TELL
+    except Exception:  # a defect of the check: Python's own status 1 would say that a mismatch was found
+        traceback.print_exc()
+        return _COULD_NOT_TELL
 
 
 def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
     target = Path(arguments.target)
     if is_recording(target):
+        _refuse_others(arguments, "recording")
         return _open_recording(target, arguments, closing)
     if target.suffix == ".toml":
+        _refuse_others(arguments, "run file")
         return _open_probe(target, arguments, say, closing)
     if target.is_file():
         raise RecordingError(f"{target}: neither a run file (*.toml) nor a recording of rollouts")
+    if not target.exists() and len(target.parts) > 1:
+        raise ConfigError(f"{target}: no such file; expected the name or folder of a run, a run file or a recording")
+    _refuse_others(arguments, "run")
     return _open_run(arguments, say, closing)
+
+
+_ONLY = {
+    "groups": ("run", NEWEST_GROUPS),
+    "wait": ("run", WAIT_S),
+    "prompts": ("run file", NUM_PROMPTS),
+    "set": ("run file", []),
+    "model": ("recording", None),
+    "weights": ("recording", None),
+    "dtype": ("recording", None),
+}
+"""Options that one kind of target takes, and what they are where nobody gives them."""
+
+
+def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
+    """Raises ConfigError for an option that the target would ignore."""
+    for name, (takes, default) in _ONLY.items():
+        given = getattr(arguments, name)
+        if takes != kind and given != default:
+            shown = given if name != "set" else given[0]
+            raise ConfigError(f"--{name} {shown}: {arguments.target} is a {kind}, and only a {takes} takes that option")
 
 
 def _open_recording(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:

@@ -38,7 +38,7 @@ def load(file: Path, *, model: str | None = None, folder: Path | None = None, dt
     """The rollouts of a recording. `model`, `folder` and `dtype` stand in for what its header says.
 
     Raises:
-        ParityError: the base model is not there, or is another one than the recorded rollouts are of.
+        ParityError: the base model or `folder` is not there, or the model is another one than the rollouts are of.
         RecordingError: no whole recording.
     """
     header, groups = read_recording(file)
@@ -57,6 +57,8 @@ def load(file: Path, *, model: str | None = None, folder: Path | None = None, dt
     dtype = dtype or header.dtype
     if dtype not in TOLERANCES:
         raise ParityError(f"{file}: dtype {dtype!r} of the published weights: expected one of {', '.join(TOLERANCES)}")
+    if folder is not None and not folder.is_dir():
+        raise ParityError(f"--weights {folder}: no such folder; expected one with v<version>.safetensors files")
     if folder is None and header.weights:
         folder = file.parent / header.weights
     config = RunConfig(

@@ -25,7 +25,7 @@ def refusal(run_folder: Path, since_s: float) -> Verdict | None:
         report = msgspec.json.decode(file.read_bytes(), type=_Report)
     except (OSError, msgspec.DecodeError):
         return None  # the trainer's log, which is shown in any case, says why it has ended
-    return report.verdict if report.gate == "refuse" and report.verdict.status == "mismatch" else None
+    return report.verdict if report.gate == "refuse" and report.verdict.status != "parity" else None
 
 
 def tell_refusal(run_folder: Path, since_s: float) -> bool:

@@ -197,8 +197,7 @@ class VllmEngine:
             except OSError as error:
                 raise WeightLoadError(f"policy {manifest.version}: {error}") from error
             try:
-                await self._pause()
-                paused = time.perf_counter()
+                paused = await self._pause()
                 await self._load([path], manifest)
                 await asyncio.gather(
                     self._llm.update_weight_version(str(manifest.version)), self._llm.resume_generation()
@@ -217,15 +216,18 @@ class VllmEngine:
             self._held = held
             return pause_s
 
-    async def _pause(self) -> None:
-        """Stops sampling for an update; drained, only once no request is in flight."""
+    async def _pause(self) -> float:
+        """Stops sampling for an update; drained, only once no request is in flight. Returns when that was, by
+        `time.perf_counter`."""
         # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
         pause = self._llm.engine_core.pause_scheduler_async
         if self._drained:
             await pause(mode="wait", clear_cache=True)
-        else:
-            await pause(mode="keep", clear_cache=False)
-            await self._llm.engine_core.call_utility_async(DROP_STALE_KV, self._salted)
+            return time.perf_counter()
+        await pause(mode="keep", clear_cache=False)
+        paused = time.perf_counter()
+        await self._llm.engine_core.call_utility_async(DROP_STALE_KV, self._salted)
+        return paused
 
     async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
         """Loads `paths`, or failing that the weights of `policy_version` again."""

@@ -26,15 +26,33 @@ CASES = (
 )
 
 
+NUM_SEEDS = 5
+"""A fault may fall where a broken protocol does no harm, as a Redis emptied while producers hold every prompt. What has
+done none is tried with the next seed."""
+
+
 def self_test(out: Path, *, with_disk: bool) -> int:
-    """Returns how many of the broken protocols went unnoticed."""
-    legs = [
-        Leg(seed=1, num_faults=case.num_faults, mean_gap_s=0.8, only=case.only, broken=case.broken, patience_s=6.0)
-        for case in CASES
-    ]
-    num_missed = 0
-    for case, result in zip(CASES, campaign(legs, out, with_disk=with_disk), strict=True):
-        count = case.shows(result.verdict)
-        num_missed += not count
-        print(f"without {case.broken}: {count or 'NO'} {case.harm}")
-    return num_missed
+    """Returns how many of the broken protocols went unnoticed with every seed."""
+    left = list(CASES)
+    for seed in range(1, NUM_SEEDS + 1):
+        legs = [
+            Leg(
+                seed=seed,
+                num_faults=case.num_faults,
+                mean_gap_s=0.8,
+                only=case.only,
+                broken=case.broken,
+                patience_s=6.0,
+            )
+            for case in left
+        ]
+        harmless = []
+        for case, result in zip(left, campaign(legs, out, with_disk=with_disk), strict=True):
+            count = case.shows(result.verdict)
+            print(f"without {case.broken}: {count or 'NO'} {case.harm}")
+            if not count:
+                harmless.append(case)
+        left = harmless
+        if not left:
+            break
+    return len(left)

@@ -6,7 +6,10 @@ import time
 import pytest
 from mini_producer import group_fields
 from trainer_bench import assert_settled_once, at_step, wait_for
+from trainer_thread import TrainerThread
 
+import consumers.trainer
+from schemas.keys import PRODUCERS_GROUP
 from schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = pytest.mark.redis
@@ -50,6 +53,28 @@ def test_a_commit_is_due_at_seventy_percent_of_the_memory_and_producers_never_wa
     assert trainer.run()
     assert producer.num_pauses == 0
     assert trainer.learner.num_steps == 60
+    assert_settled_once(bench, server.client)
+    bench.close()
+
+
+def test_at_the_memory_limit_prompts_that_nobody_can_get_are_released_again(bench, start_server, monkeypatch, caplog):
+    monkeypatch.setattr(consumers.trainer, "WAITING_LOG_S", 1.0)
+    server = start_server()
+    bench.url = server.url
+    bench.overrides = ["evaluation.num_prompts=0"]
+    thread = TrainerThread(bench.trainer())
+    prompts = bench.keys.prompts
+    wait_for(lambda: server.client.xlen(prompts) == 12)
+    server.client.xgroup_create(prompts, PRODUCERS_GROUP, id="0")
+    [(_, entries)] = server.client.xreadgroup(PRODUCERS_GROUP, "broken", {prompts: ">"}, count=5)
+    server.client.config_set("maxmemory", 1)
+    server.client.xack(prompts, PRODUCERS_GROUP, *(entry for entry, _ in entries[:3]))
+    wait_for(lambda: "3 entries that no producer can get any more are removed" in caplog.text)
+    wait_for(lambda: server.client.xlen(prompts) == 12)
+    server.client.config_set("maxmemory", 0)
+    bench.hardy_producer()
+    thread.join(60)
+    assert thread.outcome is True
     assert_settled_once(bench, server.client)
     bench.close()
 

@@ -9,6 +9,8 @@ from trainer_bench import Bench
 from training_groups import tiny_model
 
 import consumers.__main__ as entry
+from consumers.metrics import TrainerMetrics
+from consumers.parity.gate import Gate
 from schemas.keys import Commit
 
 pytestmark = pytest.mark.redis
@@ -52,11 +54,31 @@ def test_a_refused_run_that_is_resumed_is_refused_again(invented):
     assert (invented.folder / "parity.json").exists() and invented.lines("updates.jsonl") == []
 
 
-def test_a_warning_trains_and_raises_the_alert(invented, caplog):
+def test_a_warning_trains_and_raises_the_alert(invented, caplog, monkeypatch):
+    metrics = TrainerMetrics()
+    monkeypatch.setattr(entry, "TrainerMetrics", lambda: metrics)
     assert train(invented, "warn") == 0
     assert "engine and trainer disagree, trained all the same" in caplog.text
     assert caplog.text.count("parity alert:") == 1
+    assert metrics.registry.get_sample_value("penstock_trainer_parity_alert") == 1
     assert len(invented.lines("updates.jsonl")) == 2
+
+
+def test_what_a_sound_first_batch_measured_is_the_alert_s_band(invented, monkeypatch):
+    def sound(gate, groups, model, version, lag_of):
+        gate.is_pending = False
+        gate._on_checked(1.5e-6)
+
+    monkeypatch.setattr(Gate, "check", sound)
+    invented.overrides.append("parity.gate=refuse")
+    trainer = invented.trainer()
+    assert trainer._alert.band == pytest.approx(1e-5)
+    producer = invented.producer()
+    try:
+        assert trainer.run()
+    finally:
+        producer.stop.set()
+    assert trainer._alert.band == pytest.approx(7.5e-6)
 
 
 def test_a_gate_that_is_off_trains_without_a_word_before(invented, caplog):

@@ -1,4 +1,5 @@
 import fcntl
+import math
 import os
 import re
 import subprocess
@@ -171,7 +172,8 @@ def test_the_shared_prefix_fills_a_block_of_the_cache():
         (environment.evaluation_prompt(5), plain.evaluation_prompt(5)),
     ):
         ids = tokenizer(prompt.text).input_ids
-        assert ids[:BLOCK_TOKENS] == [tokenizer.pad_token_id] * BLOCK_TOKENS
+        assert tokenizer.decode(ids[:BLOCK_TOKENS]) == "What is the sum of these numbers"
+        assert tokenizer.pad_token_id not in ids, "its embedding is zero: keys and values of no weights' own"
         assert ids[BLOCK_TOKENS:] == tokenizer(problem.text).input_ids
         assert environment.reward(prompt, problem.answer).value == 1.0
     assert config.engine.args["block_size"] == BLOCK_TOKENS
@@ -323,12 +325,30 @@ def test_an_arm_that_trains_as_the_reference_is_no_farther_away_than_its_seeds(p
 
 
 def test_the_distance_is_the_gap_to_the_mean_of_the_other_seeds(plan: Plan):
-    found = distance(all_results(plan, shift=0.5), "other", "base", lambda r: r.curve("reward"))
+    results = all_results(plan, shift=0.5)
+    found = distance(results, "other", "base", lambda r: r.curve("reward"))
     # Seeds 2 and 3 are .03 above seed 1 on average; noise of .01 in the smoothed curves averages out.
     assert found.of_seeds[0] == pytest.approx(0.47, abs=0.01)
     assert found.of_reference == pytest.approx((0.0, 0.03, 0.03), abs=0.012)
     assert found.ratio == pytest.approx(found.of_seeds[0] / fmean(found.of_reference))
-    assert found.stands_out
+    assert not found.stands_out, "one seed may be far away by chance"
+    second = result(plan, Cell(arm="other", seed=2), shift=0.5)
+    assert distance([*results, second], "other", "base", lambda r: r.curve("reward")).stands_out
+
+
+def test_where_the_reference_does_not_move_at_all_any_distance_stands_out(plan: Plan):
+    still = [
+        msgspec.structs.replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES))
+        if each.cell.arm == "base"
+        else each
+        for each in [*all_results(plan), result(plan, Cell(arm="other", seed=2))]
+    ]
+    found = distance(still, "other", "base", lambda r: r.curve("reward"))
+    assert found.ratio == math.inf and found.stands_out
+    assert "> 1,000x" in render(plan, still)
+    same = [msgspec.structs.replace(each, curves=dict.fromkeys(each.curves, [0.0] * NUM_UPDATES)) for each in still]
+    found = distance(same, "other", "base", lambda r: r.curve("reward"))
+    assert found.ratio == 1.0 and not found.stands_out
 
 
 def test_without_a_second_seed_of_the_reference_nothing_stands_out(plan: Plan):
@@ -499,6 +519,37 @@ def test_an_unfinished_ablation_leaves_the_page_as_it_is(plan_file: Path, capsys
     assert (plan_file.parent / "page.md").read_text() == before
 
 
+def test_a_cell_of_settings_that_are_no_more_does_not_reach_the_page(
+    plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
+    before = plan.page.read_text()
+    assert cli.main(["ablate", str(plan_file), "--present"]) == 0
+    assert "not finished: other-seed1; figures and page are left as they are" in capsys.readouterr().out
+    assert plan.page.read_text() == before
+
+
+def test_cells_of_two_devices_are_not_compared(plan: Plan, plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    write_result(result(plan, Cell(arm="other", seed=1), gpu=True), plan.results)
+    assert cli.main(["ablate", str(plan_file), "--present"]) == 2
+    assert "cells of a cpu and of a gpu cannot be compared" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_ablation_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["ablate", str(plan_file.parent / "run.toml")]) == 2
+    assert "unknown field, expected one of name, run_file, results" in capsys.readouterr().err
+
+
+def test_a_run_file_that_is_not_there_is_named(plan_file: Path, capsys: pytest.CaptureFixture[str]):
+    plan_file.write_text(SHORT.replace("run.toml", "gone.toml"))
+    assert cli.main(["ablate", str(plan_file)]) == 2
+    assert "run_file = 'gone.toml': no such file in" in capsys.readouterr().err
+
+
 def test_a_page_without_its_markers_is_refused(plan: Plan):
     plan.page.write_text("nothing\n")
     with pytest.raises(PageError, match="expected one <!-- short"):
@@ -506,8 +557,8 @@ def test_a_page_without_its_markers_is_refused(plan: Plan):
 
 
 def test_what_stands_out_is_bold_and_named(plan: Plan):
-    text = render(plan, all_results(plan, shift=0.5))
-    [row] = [line for line in text.splitlines() if line.startswith("| another | 1 |")]
+    text = render(plan, [*all_results(plan, shift=0.5), result(plan, Cell(arm="other", seed=2), shift=0.5)])
+    [row] = [line for line in text.splitlines() if line.startswith("| another | 2 |")]
     assert row.count("**") == 2 * len(MEASURES)
     assert "- *another* lies beyond the reference's seeds in `clamp_log_ratio_new_old_indicator`" in text
     text = render(plan, all_results(plan))

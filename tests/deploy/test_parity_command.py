@@ -8,15 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
+import torch
 from parity_bench import ParityBench, with_logprobs
 from real_server import installed_servers
 from recorded_run import NAME, RecordedRun, make_bench, played_groups
-from training_groups import tiny_model
+from training_groups import configuration, tiny_model
 
+from consumers.model import PackedModel
+from consumers.parity.gate import Gate, ParityRefusedError
 from consumers.parity.report import ParityReport
 from deploy import cli
 from deploy.parity import pictures
+from deploy.parity.refusal import tell_refusal
 from deploy.redis_server import RedisServer
+from schemas.config import ModelConfig, ParityConfig
 from schemas.recording import RecordingHeader, read_recording, write_recording
 from schemas.rollout import RolloutGroup
 
@@ -133,6 +138,55 @@ def test_the_newest_groups_are_taken_and_the_rest_is_told(run, groups, capsys):
     assert parity(run, "--groups", "2") == 0
     assert report_of(run)["num_groups"] == 2 and report_of(run)["versions"] == [2]
     assert f"the newest 2 of {len(groups)} groups" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["a", "0", "1.5"])
+def test_a_number_of_groups_that_is_none_is_refused_in_words(run, number, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parity(run, "--groups", number)
+    assert refused.value.code == 2
+    assert f"argument --groups: {number!r}: expected a whole number of 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "option", "message"),
+    [
+        ("run.toml", ["--dtype", "float16"], "--dtype float16: run.toml is a run file, and only a recording takes"),
+        ("run.toml", ["--weights", "there"], "--weights there: run.toml is a run file, and only a recording takes"),
+        ("run.toml", ["--groups", "3"], "--groups 3: run.toml is a run file, and only a run takes"),
+        (NAME, ["--set", "seed=2"], f"--set seed=2: {NAME} is a run, and only a run file takes"),
+        (NAME, ["--prompts", "2"], f"--prompts 2: {NAME} is a run, and only a run file takes"),
+        ("nowhere/mine.rollouts", [], "nowhere/mine.rollouts: no such file; expected the name or folder of a run,"),
+    ],
+)
+def test_an_option_that_would_be_ignored_and_a_target_that_is_none_are_refused(run, target, option, message, capsys):
+    assert cli.main(["parity", target, "--runs", str(run.folder.parent), *option]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_defect_of_the_check_is_no_mismatch(run, groups, capsys, monkeypatch):
+    run.append(groups)
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr("consumers.parity.check.check_parity", broken)
+    assert parity(run) == 2
+    assert "ZeroDivisionError: broken" in capsys.readouterr().err
+
+
+def test_what_the_gate_could_not_compare_is_told_by_the_launcher_as_a_refusal(bench, groups, tmp_path, capsys):
+    config = configuration(bench.folder, model=ModelConfig(path=str(bench.folder)), parity=ParityConfig(gate="refuse"))
+    wordless = with_logprobs(groups, lambda siblings: [[0.0] * len(own) for own in siblings])
+    model = PackedModel(str(bench.folder), "float32", torch.device("cpu"))
+    began_s = time.time() - 1
+    with pytest.raises(ParityRefusedError):
+        Gate(config, tmp_path).check(wordless, model, 2, lambda version: 0)
+    assert tell_refusal(tmp_path, began_s)
+    out, err = capsys.readouterr()
+    assert "COULD NOT TELL  every behavior_logprob is 0" in out
+    assert "the parity gate refuses to train" in err
+    assert not tell_refusal(tmp_path, time.time() + 60), "an earlier start's refusal"
 
 
 def test_a_live_run_is_waited_for(run, groups):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from consumers.parity import verdict
-from consumers.parity.report import TOLERANCES
+from consumers.parity.report import TOLERANCES, Gap, LayerGap
+from consumers.parity.verdict import Evidence, decide
 from deploy import cli
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,18 @@ def test_each_cause_is_said_as_the_verdict_says_it():
     flat = " ".join(TEXT.split())
     for cause in ("raw", "temperature", "rounded", "siblings", "retokenized", "sampling", "weights", "stale-prefix"):
         assert verdict._SAYS[cause][0] in flat, cause
+
+
+def test_what_a_wrong_layer_leads_to_is_shown_as_the_verdict_says_it():
+    shown = decide(
+        Evidence(
+            dtype="float32",
+            null=Gap(num_tokens=99, mean=1.1e-2, p99=1.0, max=1.0, chi2=0.0, ess_fraction=1.0),
+            trainer_head=Gap(num_tokens=99, mean=0.0, p99=0.0, max=0.0, chi2=0.0, ess_fraction=1.0),
+            layers=(LayerGap(name="layers.0.attention", error=0.33, allowed=1e-5),),
+        )
+    )
+    assert f"MISMATCH  {shown.sentence}\n{shown.advice}\n" in TEXT
 
 
 def test_the_tolerances_on_the_page_are_the_real_ones():

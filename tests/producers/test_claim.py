@@ -97,6 +97,25 @@ async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_att
     assert indexes(await holder.claims.take()) == [3]
 
 
+async def test_claims_found_before_a_command_failed_are_handed_out_all_the_same(streams, monkeypatch) -> None:
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, 1, 2, 3)
+    streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=3)
+    holder.claims._reply_lost = True
+    accept, accepted = holder.claims._accept, []
+
+    async def fail_after_the_second(*arguments, **keywords):
+        if len(accepted) == 2:
+            accepted.append(None)
+            raise exceptions.ConnectionError("cut")
+        accepted.append(await accept(*arguments, **keywords))
+        return accepted[-1]
+
+    monkeypatch.setattr(holder.claims, "_accept", fail_after_the_second)
+    assert indexes(await holder.claims.take()) == [1, 2]
+    assert indexes(await holder.claims.take()) == [3]
+
+
 async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(streams) -> None:
     first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
     release(streams.client, 1, 2)

@@ -42,6 +42,10 @@ def config_of(bench: ParityBench, gate: str = "refuse") -> RunConfig:
     return configuration(bench.folder, model=ModelConfig(path=str(bench.folder)), parity=ParityConfig(gate=gate))
 
 
+def in_bfloat16(bench: ParityBench) -> RunConfig:
+    return configuration(bench.folder, model=ModelConfig(path=str(bench.folder), dtype="bfloat16"))
+
+
 def in_base_2(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     return with_logprobs(groups, lambda siblings: [[value / math.log(2) for value in own] for own in siblings])
 
@@ -136,29 +140,63 @@ def test_a_batch_too_small_to_tell_leaves_the_gate_shut_but_not_the_run(bench, m
     assert gate.is_pending and "could not tell" in caplog.text
 
 
-def test_a_batch_that_cannot_be_checked_leaves_the_gate_shut_but_not_the_run(bench, model, sound, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    gate = Gate(config_of(bench), tmp_path)
-    gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
-    assert gate.is_pending and "parity cannot be checked with this batch: every behavior_logprob is 0" in caplog.text
+def test_records_that_cannot_be_compared_are_refused(bench, model, sound, tmp_path):
+    wordless = with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings])
+    with pytest.raises(ParityRefusedError, match="parity cannot be checked: every behavior_logprob is 0"):
+        Gate(config_of(bench), tmp_path).check(wordless, model, 0, AT_0)
+    report = report_in(tmp_path)
+    assert (report["verdict"]["status"], report["gate"], report["num_rollouts"]) == ("unclear", "refuse", 16)
+    assert "every behavior_logprob is 0" in report["verdict"]["sentence"]
+
+
+def test_records_that_cannot_be_compared_are_warned_of_and_the_gate_waits(bench, model, sound, tmp_path, caplog):
+    gate = Gate(config_of(bench, "warn"), tmp_path)
+    for _ in range(2):
+        gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
+    assert gate.is_pending
+    assert caplog.text.count("parity cannot be checked with this batch: every behavior_logprob is 0") == 1
+    gate.check(sound, model, 0, AT_0)
+    assert not gate.is_pending
 
 
 def test_the_alert_warns_once_each_time_the_gap_leaves_its_band(bench, caplog):
     caplog.set_level(logging.INFO)
     states: list[bool] = []
     alert = Alert(config_of(bench), states.append)
-    for value in (1e-6, math.nan, 2e-3, 3e-3, math.nan, 1e-6, 1e-6, 5e-3):
+    for value in (1e-6, math.nan, 2e-3, 3e-3, math.nan, *[1e-6] * 8, 5e-3):
         alert.watch({"mismatch_lag0": value})
     alert.watch({"reward": 1.0})
     assert states == [False, True, False, True]
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert "mean |engine - trainer| at lag 0 is 2.0e-03 nats, 1e-05 is allowed" in caplog.records[0].getMessage()
+    assert "mean |engine - trainer| at lag 0 is 1.0e-03 nats, 1e-05 is allowed" in caplog.records[0].getMessage()
+
+
+def test_a_small_batch_that_is_a_little_off_is_no_alert(bench):
+    states: list[bool] = []
+    alert = Alert(config_of(bench), states.append)
+    for value in (*[1e-6] * 7, 5e-5):
+        alert.watch({"mismatch_lag0": value})
+    assert states == [False]
 
 
 def test_the_alert_s_band_is_that_of_the_published_weights_type(bench):
     states: list[bool] = []
-    config = configuration(bench.folder, model=ModelConfig(path=str(bench.folder), dtype="bfloat16"))
-    alert = Alert(config, states.append)
+    alert = Alert(in_bfloat16(bench), states.append)
     alert.watch({"mismatch_lag0": 2e-2})
+    assert states == [False]
     alert.watch({"mismatch_lag0": 9e-2})
     assert states == [False, True]
+
+
+@pytest.mark.parametrize(("measured", "band"), [(2e-3, 1e-2), (1e-4, 5e-3), (4e-2, 5e-2)])
+def test_the_alert_s_band_narrows_to_what_the_gate_measured(bench, measured, band):
+    alert = Alert(in_bfloat16(bench), lambda raised: None)
+    alert.narrow(measured)
+    assert alert.band == pytest.approx(band)
+
+
+def test_the_gate_tells_what_it_measured(bench, model, sound, tmp_path):
+    measured: list[float] = []
+    Gate(config_of(bench), tmp_path, measured.append).check(sound, model, 0, AT_0)
+    (gap,) = measured
+    assert 0 < gap < 1e-5

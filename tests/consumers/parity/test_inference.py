@@ -4,10 +4,12 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_bench import COLD, ParityBench, groups_of, prompts
+from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import spans
 
 import consumers.scoring
+from consumers.parity import versions
+from consumers.parity.replay import Plan, Replay
 from consumers.parity.report import ParityReport
 
 
@@ -88,6 +90,37 @@ def test_a_stale_prefix_is_named(bench) -> None:
     stale = engine.generate(prompts(6, 40, 1), 4, 12, version=2, stale=(1, 32), sampling=COLD)
     report = bench.check(groups_of([*right, *stale]))
     assert_named(report, "stale-prefix", "engine.prefix_caching = false")
+
+
+def test_a_stale_prefix_that_only_some_prompts_share_is_named(bench) -> None:
+    engine = bench.engine()
+    pairs = [shared + end for shared in prompts(4, 32, 1) for end in prompts(2, 8, shared[0])]
+    right = engine.generate(prompts(6, 40), 4, 12, version=2, sampling=COLD)
+    stale = engine.generate(pairs, 4, 12, version=2, stale=(1, 32), sampling=COLD)
+    report = bench.check(groups_of([*right, *stale]))
+    assert_named(report, "stale-prefix", "engine.prefix_caching = false")
+
+
+def test_older_prefixes_are_tried_on_few_tokens_and_seldom_where_nothing_explains(bench, monkeypatch) -> None:
+    monkeypatch.setattr(versions, "STALE_TOKENS", 600)
+    replayed: list[list[Plan]] = []
+    logprobs = Replay.logprobs
+
+    def recorded(replay, plans):
+        plans = list(plans)
+        replayed.append([plan for plan in plans if plan.spans[0][2] < plan.row.start])
+        return logprobs(replay, plans)
+
+    monkeypatch.setattr(Replay, "logprobs", recorded)
+    answers = bench.engine().generate(prompts(12, 130), 2, 12, version=3, sampling=COLD)
+    groups = with_logprobs(
+        groups_of(answers), lambda siblings: [[b - 0.3 * n % 0.7 for n, b in enumerate(own)] for own in siblings]
+    )
+    assert bench.check(groups).verdict.cause == "unexplained"
+    trials = [plans for plans in replayed if plans]
+    # Blocks of 16, 32, 64 and 128 tokens, three policies back; these prompts share nothing, and 128 is whole for all.
+    assert len(trials) == 3
+    assert all(sum(len(plan.row.token_ids) for plan in plans) <= 600 for plans in trials)
 
 
 def test_keys_and_values_computed_anew_are_named(bench) -> None:

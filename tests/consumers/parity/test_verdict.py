@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from consumers.parity.report import TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
+from consumers.parity.report import AS_SERVED, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
 from consumers.parity.verdict import _SAYS, MIN_TOKENS, Evidence, Finding, decide, with_layers
 
 
@@ -117,6 +117,21 @@ def test_the_first_layer_that_is_off_is_named(null) -> None:
     assert verdict.sentence.startswith(
         "layers.1.attention computes something else in the engine: relative error 2.0e-02"
     )
+
+
+@pytest.mark.parametrize(
+    ("part", "opening", "setting"),
+    [
+        ("embedding", "the embedding is another one", "embed_tokens"),
+        ("head", "the head computes something else in the engine; the whole body agrees", "engine.head_dtype"),
+        (AS_SERVED, "the engine serves another hidden state than it computes step by step", "enforce_eager"),
+    ],
+)
+def test_a_part_that_is_no_layer_of_the_body_is_named_with_what_to_do(part, opening, setting) -> None:
+    verdict = decide(evidence(layers=(*LAYERS[:1], LayerGap(name=part, error=0.5, allowed=1e-5))))
+    assert verdict.cause == "layer"
+    assert verdict.sentence.startswith(opening) and "relative error 5.0e-01" in verdict.sentence
+    assert setting in verdict.advice and "rope" not in verdict.advice
 
 
 def test_a_layer_with_an_error_that_is_no_number_is_off() -> None:
