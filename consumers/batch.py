@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from schemas.policy import UnknownVersionError
 from schemas.rollout import RecordError, RolloutGroup, Segment
 
 Lags = Callable[[int], int]
+KnownLags = Callable[[int], int | None]
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,21 @@ class Support:
         return mask
 
 
+class Place(NamedTuple):
+    """A segment: the task index of its group, the number of its rollout and its own within that."""
+
+    group: int
+    rollout: int
+    segment: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
     """The groups of one optimizer step: forward passes, and the denominators of the loss."""
 
     microbatches: tuple[MicroBatch, ...]
+    places: tuple[tuple[Place, ...], ...] = ()
+    """Of each micro-batch's rows, in the order in which their sampled tokens follow each other."""
     indexes: tuple[int, ...]
     """The released task indexes in it."""
     num_tokens: int
@@ -131,6 +143,7 @@ class _Row:
     """A segment on its way into a batch."""
 
     segment: Segment
+    place: Place
     prefix: tuple[int, bytes]
     """Group and context bytes before the first sampled token: rows with an equal prefix share it."""
     prefix_length: int
@@ -202,7 +215,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
         FutureVersionError: from `lag_of`.
         RecordError: a row without context.
     """
-    lags = _cached(lag_of)
+    lags = known_lags(lag_of)
     parts = [_rows_of(part, lags, config) for part in _parts(groups, config.trainer.num_minibatches)]
     rows = [row for part in parts for row in part.rows]
     histogram: dict[int, int] = {}
@@ -240,6 +253,7 @@ def pack_segments(
     rows = [
         _Row(
             segment=segment,
+            place=Place(group, 0, 0),
             prefix=(group, segment.token_ids[: 4 * segment.loss_mask[0][0]]),
             prefix_length=segment.loss_mask[0][0],
             length=segment.loss_mask[-1][1] - 1,
@@ -252,9 +266,8 @@ def pack_segments(
     ]
     first = 0
     for part in _split(rows, budget):
-        # As `_pack_rows` orders them; both sorts are stable.
         order = sorted(range(len(part)), key=lambda place: -part[place].length)
-        yield _pack_rows(part, 0), tuple(first + place for place in order)
+        yield _pack_rows([part[place] for place in order], 0), tuple(first + place for place in order)
         first += len(part)
 
 
@@ -272,7 +285,7 @@ def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[Roll
     return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 
 
-def _rows_of(groups: Sequence[RolloutGroup], lags: Callable[[int], int | None], config: RunConfig) -> _Part:
+def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig) -> _Part:
     trained = [group for group in groups if has_variance(group)]
     return _Part(groups, [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)])
 
@@ -280,10 +293,10 @@ def _rows_of(groups: Sequence[RolloutGroup], lags: Callable[[int], int | None], 
 def _pack_part(part: _Part, config: RunConfig) -> MiniBatch:
     alive = [row for row in part.rows if _alive(row, config.lag_bound)]
     rollouts = [rollout for group in part.groups for rollout in group.rollouts]
+    split = [_longest_first(rows) for rows in _split(alive, config.trainer.tokens_per_microbatch)]
     return MiniBatch(
-        microbatches=tuple(
-            _pack_rows(rows, config.lag_bound) for rows in _split(alive, config.trainer.tokens_per_microbatch)
-        ),
+        microbatches=tuple(_pack_rows(rows, config.lag_bound) for rows in split),
+        places=tuple(tuple(row.place for row in rows) for rows in split),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
         num_rollouts=len(rollouts),
@@ -294,7 +307,8 @@ def _alive(row: _Row, lag_bound: int) -> bool:
     return any(lag <= lag_bound for lag, _ in row.lags)
 
 
-def _cached(lag_of: Lags) -> Callable[[int], int | None]:
+def known_lags(lag_of: Lags) -> KnownLags:
+    """`lag_of` with what it said remembered, and None where it raises UnknownVersionError."""
     known: dict[int, int | None] = {}
 
     def lag(version: int) -> int | None:
@@ -308,29 +322,36 @@ def _cached(lag_of: Lags) -> Callable[[int], int | None]:
     return lag
 
 
-def _rows(g: int, group: RolloutGroup, lag: Callable[[int], int | None], config: RunConfig) -> Iterator[_Row]:
+def _rows(g: int, group: RolloutGroup, lag: KnownLags, config: RunConfig) -> Iterator[_Row]:
     advantages = group_advantages(np.array([rollout.reward.value for rollout in group.rollouts]), config.advantage)
-    for rollout, advantage in zip(group.rollouts, advantages.tolist(), strict=True):
+    for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages.tolist(), strict=True)):
         rollout_tokens = rollout.num_sampled_tokens
-        for segment in rollout.segments:
+        for s, segment in enumerate(rollout.segments):
             if not segment.loss_mask:
                 continue
             prefix_length = segment.loss_mask[0][0]
             if prefix_length < 1:
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
-            spans = [(lag(span.version), span.end - span.start) for span in segment.version_spans]
-            # Unknown is not fresh: at least 1, also where nothing but fresh tokens stands beside it.
-            fallback = max(1, max((d for d, _ in spans if d is not None), default=config.lag_bound))
+            lags = span_lags(segment, lag, config.lag_bound)
             yield _Row(
                 segment=segment,
+                place=Place(group.index, r, s),
                 prefix=(g, segment.token_ids[: 4 * prefix_length]),
                 prefix_length=prefix_length,
                 length=segment.loss_mask[-1][1] - 1,
-                lags=tuple((fallback if d is None else d, count) for d, count in spans),
+                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
                 advantage=advantage,
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
             )
+
+
+def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
+    """The lag of each of a segment's version spans, an unknown version's as `pack` counts it."""
+    known = [lag(span.version) for span in segment.version_spans]
+    # Unknown is not fresh: at least 1, also where nothing but fresh tokens stands beside it.
+    fallback = max(1, max((d for d in known if d is not None), default=lag_bound))
+    return tuple(fallback if d is None else d for d in known)
 
 
 def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
@@ -350,9 +371,12 @@ def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
         yield part
 
 
+def _longest_first(rows: list[_Row]) -> list[_Row]:
+    """So that attention can cut rectangles of little padding."""
+    return sorted(rows, key=lambda row: -row.length)
+
+
 def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
-    # Longest first, so that attention can cut rectangles of little padding.
-    rows = sorted(rows, key=lambda row: -row.length)
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
     sizes = np.array([row.segment.num_tokens for row in rows])
     offsets = np.cumsum(sizes) - sizes

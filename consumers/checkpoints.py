@@ -50,6 +50,9 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Running totals of the whole run: tokens, seconds."""
     rng: dict[str, Any] = {}
     """Random generators beside the learner's own: Python's and NumPy's global ones."""
+    taken: dict[int, int] = {}
+    """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: where the
+    record of rollouts is cut."""
 
 
 class Checkpoints:
@@ -169,15 +172,42 @@ class Checkpoints:
                 log.warning("checkpoint %s cannot be used: %s", folder, problem)
                 problems.append(f"{name}: {problem}")
                 continue
-            state = msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
-            learner.load_model(folder / "model")
-            learner.load_state_dict(torch.load(folder / "learner.pt", weights_only=True))
+            state = _restore(folder, learner)
             older = [other for other in reversed(names) if other != name]
             self._committed = [*older[1 - self._keep :], name]
             return state
         if problems:
             raise CheckpointError(f"{self._folder}: no checkpoint is whole: {'; '.join(problems)}")
         return None
+
+
+def load_checkpoint(folder: Path, learner: Any) -> CheckpointState:
+    """Loads one checkpoint, whoever points to it.
+
+    Raises:
+        CheckpointError: there is none in `folder`, or it is not whole.
+    """
+    read_state(folder)
+    return _restore(folder, learner)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """The state in a checkpoint, whose model is left where it is. Raises CheckpointError as `load_checkpoint` does."""
+    problem = _problem(folder)
+    if problem:
+        raise CheckpointError(f"{folder}: no whole checkpoint: {problem}")
+    return _state(folder)
+
+
+def _state(folder: Path) -> CheckpointState:
+    return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
+
+
+def _restore(folder: Path, learner: Any) -> CheckpointState:
+    state = _state(folder)
+    learner.load_model(folder / "model")
+    learner.load_state_dict(torch.load(folder / "learner.pt", weights_only=True))
+    return state
 
 
 def rng_state() -> dict[str, Any]:

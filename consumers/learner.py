@@ -44,6 +44,7 @@ class StepReport:
     failed: the index of each group that no step was taken for, since loss or gradient were not finite, and why.
     phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
         started them, and the phase that waits is charged.
+    findings: of a run with `record`, by mini-batch and micro-batch, on CPU.
     """
 
     metrics: dict[str, float]
@@ -56,6 +57,22 @@ class StepReport:
     steps_skipped: dict[str, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     phase_s: dict[str, float] = field(default_factory=dict)
+    findings: dict[int, list["TokenFindings"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenFindings:
+    """What the first epoch found of a micro-batch's M sampled tokens.
+
+    proximal_logprobs, importance_weights: [M] float32. kept: [M] bool, True where the token may reach the loss.
+    """
+
+    proximal_logprobs: Tensor
+    importance_weights: Tensor
+    kept: Tensor
+
+    def cpu(self) -> "TokenFindings":
+        return TokenFindings(self.proximal_logprobs.cpu(), self.importance_weights.cpu(), self.kept.cpu())
 
 
 @dataclass
@@ -71,6 +88,7 @@ class _Steps:
     trained: set[int] = field(default_factory=set)
     """Mini-batches that a step was taken for."""
     mismatch: MismatchSums | None = None
+    findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Over the unmasked tokens of every step but the failed ones; what is trained and rejected, of the first epoch."""
 
@@ -174,6 +192,7 @@ class Learner:
             steps_skipped=dict(steps.skipped),
             failed=failed,
             phase_s=phases.seconds,
+            findings={place: [part.cpu() for part in parts] for place, parts in steps.findings.items()},
         )
 
     @torch.no_grad()
@@ -247,6 +266,8 @@ class Learner:
             scored.append(part)
             if first:
                 self._diagnose(microbatch, part, steps)
+                if self.config.record:
+                    steps.findings.setdefault(place, []).append(_findings_of(part))
                 phases.end("diagnostics")
             sums.append(self._sums(microbatch, part, first=first))
         grad_norm = torch.nn.utils.get_total_norm(
@@ -331,6 +352,12 @@ class _Phases:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
+
+
+def _findings_of(scored: Scored) -> TokenFindings:
+    """Where they are: to fetch them now would be to wait for the device."""
+    correction = scored.correction
+    return TokenFindings(scored.proximal_logprobs.float(), correction.weights.float(), correction.keep_mask)
 
 
 def _level(correction: CorrectionConfig) -> Level:

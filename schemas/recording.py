@@ -20,8 +20,11 @@ from schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup, decode_g
 
 MAGIC = b"PENSTOCK"
 RECORDING_VERSION = 1
+SEGMENT_VERSION = 2
+"""Of a segment of a run's complete record (`schemas.record`), which begins alike and goes on otherwise."""
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 16
+_SAMPLED_BYTES = 1 << 20
 
 
 class RecordingError(ValueError):
@@ -54,6 +57,23 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 class Recording(NamedTuple):
     header: RecordingHeader
     groups: tuple[RolloutGroup, ...]
+
+
+def model_digest(folder: Path) -> str:
+    """BLAKE2b-128 of what tells one model folder from another: configuration, tokenizer, and of each weights file its
+    name, its size, its first and its last MiB. Without reading gigabytes it knows a model of other weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_SAMPLED_BYTES))
+            stream.seek(max(0, size - _SAMPLED_BYTES))
+            digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
 
 
 def is_recording(file: Path) -> bool:
@@ -145,6 +165,11 @@ class _Reader:
             header = msgspec.msgpack.decode(data, type=RecordingHeader)
         except (msgspec.DecodeError, ValueError) as error:
             raise RecordingError(f"{self._file}: its header cannot be read: {one_line(str(error))}") from error
+        if header.recording_version == SEGMENT_VERSION:
+            raise RecordingError(
+                f"{self._file}: a segment of the complete record of run {header.run!r}; expected a recording in one "
+                "file, or the run to be named"
+            )
         if not 1 <= header.recording_version <= RECORDING_VERSION:
             raise RecordingError(
                 f"{self._file}: recording_version: {header.recording_version}, this reader knows 1 to "

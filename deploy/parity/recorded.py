@@ -1,6 +1,5 @@
 """Rollouts in a file: written with the weights that they name, read back as something to check."""
 
-import hashlib
 from pathlib import Path
 
 import msgspec
@@ -10,9 +9,7 @@ from consumers.parity.report import TOLERANCES
 from deploy.parity.material import Material, versions_of
 from deploy.parity.weights import Weights, with_neighbours
 from schemas.config import ModelConfig, Plug, RunConfig
-from schemas.recording import RecordingHeader, read_recording, write_recording
-
-_SAMPLED_BYTES = 1 << 20
+from schemas.recording import RecordingHeader, model_digest, read_recording, write_recording
 
 
 def save(material: Material, file: Path) -> str:
@@ -78,20 +75,3 @@ def load(file: Path, *, model: str | None = None, folder: Path | None = None, dt
         announced=header.announced,
         notes=(f"{len(groups)} groups in the recording",),
     )
-
-
-def model_digest(folder: Path) -> str:
-    """BLAKE2b-128 of what tells one model folder from another: configuration, tokenizer, and of each weights file its
-    name, its size, its first and its last MiB. Without reading gigabytes it knows a model of other weights."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in ("config.json", "tokenizer.json"):
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_SAMPLED_BYTES))
-            stream.seek(max(0, size - _SAMPLED_BYTES))
-            digest.update(stream.read(_SAMPLED_BYTES))
-    return digest.hexdigest()

@@ -9,7 +9,7 @@ import wire_examples
 
 from schemas.recording import (
     MAGIC,
-    RECORDING_VERSION,
+    SEGMENT_VERSION,
     RecordingError,
     RecordingHeader,
     is_recording,
@@ -101,9 +101,9 @@ def test_a_length_beyond_every_group_is_refused_without_reading_it(tmp_path):
 
 
 def test_a_recording_of_a_later_version_is_refused(tmp_path):
-    later = msgspec.structs.replace(HEADER, recording_version=RECORDING_VERSION + 1)
+    later = msgspec.structs.replace(HEADER, recording_version=SEGMENT_VERSION + 1)
     write_recording(tmp_path / "later", later, GROUPS)
-    with pytest.raises(RecordingError, match=r"recording_version: 2, this reader knows 1 to 1"):
+    with pytest.raises(RecordingError, match=r"recording_version: 3, this reader knows 1 to 1"):
         read_recording(tmp_path / "later")
 
 

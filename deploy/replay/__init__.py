@@ -1,0 +1,1 @@
+"""`penstock replay`: a run's recorded rollouts through the trainer's code again, under other settings."""

@@ -1,0 +1,172 @@
+"""`penstock replay`: plays a run's record, writes what each variant found, prints the comparison."""
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy.operator_commands import AddCommand
+from schemas.config import ConfigError, RunConfig
+from schemas.record_reader import Record
+from schemas.recording import RecordingError
+
+if TYPE_CHECKING:
+    from deploy.replay.player import Played, Start
+    from deploy.replay.variants import Variant
+    from schemas.record_reader import BatchAt
+
+FOLDER = "replay"
+
+
+def add_replay_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    add: AddCommand,
+    default_runs: Path,
+    limit_threads: Callable[[int], None],
+) -> None:
+    """Adds the command to the `penstock` parser."""
+
+    def replay(arguments: argparse.Namespace) -> int:
+        return _replay(arguments, limit_threads)
+
+    parser = add(commands, "replay", replay, "train on a run's recorded rollouts again, to compare other settings")
+    parser.add_argument("run", metavar="RUN", help="name of a run with record = true, or its folder")
+    parser.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a variant with this objective, as in consumers.objectives.gspo:Gspo; may be repeated",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="another setting for every variant, as in correction.mode=token_mask",
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "FIELD=VALUE"),
+        help="a variant with settings of its own; may be repeated",
+    )
+    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="begin there (default: the base model)")
+    parser.add_argument("--updates", type=int, metavar="N", help="at most N updates (default: all)")
+    parser.add_argument("--name", help=f"results go to <run>/{FOLDER}/NAME (default: the next free number)")
+    parser.add_argument(
+        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+
+
+def _replay(arguments: argparse.Namespace, limit_threads: Callable[[int], None]) -> int:
+    """Status 0; 1 where the run's own settings do not give its recorded losses again."""
+    from deploy.replay.variants import variants_of
+
+    if arguments.updates is not None and arguments.updates < 1:
+        raise ConfigError(f"--updates {arguments.updates}: expected 1 or more")
+    variants = variants_of(arguments.objective, arguments.set, arguments.variant)
+    run_folder = _run_folder(arguments.run, arguments.runs)
+    results = _results_folder(run_folder, arguments.name)
+    try:
+        record = Record(run_folder)
+        configs = {variant: variant.config(record.header.config, record.folder) for variant in variants}
+        # Before torch is imported: equal thread counts make equal sums.
+        limit_threads(next(iter(configs.values())).trainer.num_threads)
+        return _play_all(arguments, run_folder, results, record, configs)
+    except RecordingError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _play_all(
+    arguments: argparse.Namespace,
+    run_folder: Path,
+    results: Path,
+    record: Record,
+    configs: "dict[Variant, RunConfig]",
+) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
+    from deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
+    from deploy.replay.results import print_table, write_results
+    from deploy.start_checks import check_objective
+
+    console = Console(highlight=False)
+    for config in configs.values():
+        check_model(record, config)
+        check_objective(config)
+    start = find_start(record, run_folder, arguments.start)
+    batches = batches_from(record, start, arguments.updates)
+    for note in record.notes:
+        console.print(f"record: {note}", markup=False, soft_wrap=True)
+    played = [line for _, line in recorded_updates(record, batches)]
+    for variant in configs:
+        steps = play(record, batches, start, variant)
+        progress = Console(stderr=True)
+        played += track(
+            steps, variant.name, len(batches), console=progress, transient=True, disable=not progress.is_terminal
+        )
+    write_results(results, _about(record, batches, start, configs), played)
+    print_table(played, console)
+    different = _differing_own(played, configs)
+    if different is not None:
+        said = f"differ at {len(different)} of {len(batches)} updates, first at {different[0]}" if different else (
+            f"are those of the run, bit for bit, at all {len(batches)} updates"
+        )  # fmt: skip
+        console.print(f"with the run's own settings, loss and gradient norm {said}", soft_wrap=True)
+    console.print(f"results  {results}", markup=False, soft_wrap=True)
+    return 1 if different else 0
+
+
+def _differing_own(played: "list[Played]", configs: "dict[Variant, RunConfig]") -> list[int] | None:
+    """The updates at which a variant without a setting of its own is not what was recorded; None without such one."""
+    from deploy.replay.results import differing
+
+    own = next((variant.name for variant in configs if not variant.settings), None)
+    if own is None:
+        return None
+    return differing(
+        (line for line in played if line.variant == own), (line for line in played if line.variant == "recorded")
+    )
+
+
+def _about(
+    record: Record, batches: "list[BatchAt]", start: "Start", configs: "dict[Variant, RunConfig]"
+) -> dict[str, Any]:
+    import torch
+
+    return {
+        "run": record.header.run,
+        "from": start.checkpoint.name if start.checkpoint is not None else "base model",
+        "updates": [batches[0].entry.update, batches[-1].entry.update],
+        "model_digest": record.header.model_digest,
+        "torch": str(torch.__version__),
+        "notes": record.notes,
+        "variants": {variant.name: list(variant.settings) for variant in configs},
+    }
+
+
+def _run_folder(run: str, runs: Path) -> Path:
+    for folder in (Path(run), runs / run):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
+
+
+def _results_folder(run_folder: Path, name: str | None) -> Path:
+    """Raises ConfigError for a name that is none, or taken."""
+    folder = run_folder / FOLDER
+    if name is None:
+        number = 1
+        while (folder / str(number)).exists():
+            number += 1
+        return folder / str(number)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
+    if (folder / name).exists():
+        raise ConfigError(f"--name {name}: {folder / name} exists already; choose another name")
+    return folder / name

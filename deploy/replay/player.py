@@ -1,0 +1,170 @@
+"""Recorded batches through the learner, in their order: no Redis, no engine, nothing drawn by chance."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from consumers.batch import pack
+from consumers.checkpoints import CheckpointError, load_checkpoint, read_state
+from consumers.learner import Learner
+from consumers.staleness import LagTable
+from deploy.replay.variants import Variant, steps_alike
+from schemas.config import ConfigError, RunConfig
+from schemas.record import BatchHead
+from schemas.record_reader import BatchAt, Record
+from schemas.recording import model_digest
+
+
+class Start(NamedTuple):
+    """Where a replay begins. position: of the first batch; checkpoint: None for the base model."""
+
+    position: int
+    checkpoint: Path | None
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """One update of one variant. update, policy_version: as recorded."""
+
+    variant: str
+    update: int
+    policy_version: int
+    metrics: dict[str, float]
+    skipped_reason: str | None = None
+
+
+def find_start(record: Record, run_folder: Path, checkpoint: str | None) -> Start:
+    """The base model, or a checkpoint of the run by its name or folder.
+
+    Raises:
+        ConfigError: no such checkpoint, or one that is not on the record's line.
+    """
+    if checkpoint is None:
+        return Start(0, None)
+    folder = next((f for f in (Path(checkpoint), run_folder / "checkpoints" / checkpoint) if f.is_dir()), None)
+    if folder is None:
+        there = ", ".join(sorted(f.parent.name for f in run_folder.glob("checkpoints/*/state.json"))) or "none"
+        raise ConfigError(f"--from {checkpoint}: no such checkpoint; expected one of the run's ({there}) or a folder")
+    try:
+        taken = read_state(folder).taken
+    except CheckpointError as error:
+        raise ConfigError(f"--from {checkpoint}: {error}") from None
+    if not taken:
+        raise ConfigError(f"--from {checkpoint}: written before runs kept records; expected a later one")
+    epoch, position = max(taken.items())
+    newest = record.header
+    end = newest.line.get(epoch, -1) if epoch != newest.epoch else position
+    if position > end or any(newest.line.get(e) != cut for e, cut in taken.items() if e != epoch):
+        raise ConfigError(f"--from {checkpoint}: the run was rolled back behind it; expected a checkpoint on its line")
+    return Start(position, folder)
+
+
+def batches_from(record: Record, start: Start, num_updates: int | None) -> list[BatchAt]:
+    """The batches to be played: those that made an update, at most `num_updates`.
+
+    Raises:
+        ConfigError: some of them are missing, or there are none.
+    """
+    batches = [at for at in record.batches if at.entry.position >= start.position]
+    if not batches:
+        raise ConfigError(f"{record.folder}: no batch from position {start.position} on; nothing to replay")
+    first = record.head(batches[0])
+    begins_late = first.position > start.position or (start.checkpoint is None and first.update > first.counts)
+    if begins_late:
+        raise ConfigError(
+            f"{record.folder}: its first batch is of update {first.update}: the oldest were dropped for their size "
+            "(recording.max_mb) or never recorded; expected --from a checkpoint of the run at or behind that update"
+        )
+    played: list[BatchAt] = []
+    position = start.position
+    for at in batches:
+        if num_updates is not None and len(played) == num_updates:
+            break
+        if at.entry.position != position:
+            raise ConfigError(
+                f"{record.folder}: batches {position} to {at.entry.position - 1} are missing; expected --updates of "
+                f"at most {len(played)}"
+            )
+        position += 1
+        if record.head(at).counts:
+            played.append(at)
+    if not played:
+        raise ConfigError(f"{record.folder}: holds no update; nothing to replay")
+    return played
+
+
+def check_model(record: Record, config: RunConfig) -> None:
+    """Raises ConfigError where the base model is not there any more, or is another one."""
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no model there; expected the run's base model "
+            "(--set model.path=FOLDER names another place)"
+        )
+    found, recorded = model_digest(path), record.header.model_digest
+    if found != recorded:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: another model than the one that was trained: digest {found[:12]}, "
+            f"recorded {recorded[:12]}; expected the run's base model"
+        )
+
+
+def play(record: Record, batches: list[BatchAt], start: Start, variant: Variant) -> Iterator[Played]:
+    """Trains one variant on the recorded batches.
+
+    Where the run was continued with other settings, so is the replay, from the same batch on.
+
+    Raises:
+        ConfigError: settings that do not fit.
+        CheckpointError: the checkpoint to begin with is not whole.
+        RecordingError: a batch cannot be read.
+    """
+    learner: Learner | None = None
+    for at in batches:
+        header = at.segment.header
+        config = variant.config(header.config, record.folder)
+        if learner is None:
+            learner = Learner(config)
+            if start.checkpoint is not None:
+                load_checkpoint(start.checkpoint, learner)
+        elif not steps_alike(config, learner.config):
+            learner = _resumed(learner, config)
+        head, recorded = record.batch(at)
+        lag_of = LagTable(head.policy_version, header.forks, header.announced)
+        report = learner.step(pack([each.decode() for each in recorded], lag_of, config))
+        yield Played(
+            variant=variant.name,
+            update=head.update,
+            policy_version=head.policy_version,
+            metrics=report.metrics,
+            skipped_reason=report.skipped_reason,
+        )
+
+
+def recorded_updates(record: Record, batches: list[BatchAt]) -> Iterator[tuple[BatchHead, Played]]:
+    """What the run itself found."""
+    for at in batches:
+        head = record.head(at)
+        yield (
+            head,
+            Played(
+                variant="recorded",
+                update=head.update,
+                policy_version=head.policy_version,
+                metrics=head.metrics,
+                skipped_reason=head.skipped_reason,
+            ),
+        )
+
+
+def _resumed(learner: Learner, config: RunConfig) -> Learner:
+    """As a trainer goes on from a checkpoint under other settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        learner.save_model(folder)
+        state = learner.state_dict()
+        fresh = Learner(config)
+        fresh.load_model(folder)
+        fresh.load_state_dict(state)
+    return fresh

@@ -1,0 +1,126 @@
+"""What a replay found: its files, and the table for a reader."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import msgspec
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from deploy.drawing import INK, SERIES, legend_above
+from deploy.figures import STYLE, WIDTH_IN
+from deploy.replay.player import Played
+from schemas.json_lines import Lines
+
+MEASURES = {
+    "loss": "loss",
+    "rollout_correction/k3_kl": "KL (k3)",
+    "ess_fraction": "ESS",
+    "rollout_correction/clipped_frac": "corrected",
+    "policy_clipped_frac": "clipped",
+    "grad_norm": "grad norm",
+    "entropy": "entropy",
+}
+"""What the tables show, by the names of updates.jsonl. KL and ESS are of the variant's own policy against those that
+sampled; `corrected` is the share of tokens whose weight the correction bounded, `clipped` of those whose policy ratio
+the objective clipped."""
+MAX_LINES_DRAWN = len(SERIES)
+
+
+def write_results(folder: Path, about: dict[str, Any], played: Sequence[Played]) -> None:
+    """`replay.json` (what was replayed), `updates.jsonl` (every number of each update), `table.md` and `replay.svg`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "replay.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1))
+    lines = Lines(folder / "updates.jsonl")
+    for line in played:
+        lines.write(
+            variant=line.variant,
+            update=line.update,
+            policy_version=line.policy_version,
+            skipped_reason=line.skipped_reason,
+            **{name: value if math.isfinite(value) else None for name, value in line.metrics.items()},
+        )
+    lines.close()
+    (folder / "table.md").write_text(table_by_update(played))
+    with matplotlib.rc_context(STYLE):
+        figure(played).savefig(folder / "replay.svg", format="svg", metadata={"Date": None})
+
+
+def table_by_update(played: Sequence[Played]) -> str:
+    """A Markdown table for each measure: a row per update, a column per variant."""
+    parts = []
+    names = list(dict.fromkeys(line.variant for line in played))
+    for measure, title in MEASURES.items():
+        by_update: dict[int, dict[str, str]] = {}
+        for line in played:
+            by_update.setdefault(line.update, {})[line.variant] = shown(line.metrics.get(measure))
+        parts += [f"## {title} (`{measure}`)\n", f"| update | {' | '.join(names)} |", "|---:" * (len(names) + 1) + "|"]
+        parts += [f"| {n} | {' | '.join(row.get(v, '') for v in names)} |" for n, row in sorted(by_update.items())]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def print_table(played: Sequence[Played], console: Console) -> None:
+    """The mean of each measure over the updates: a column per variant."""
+    by_variant: dict[str, list[Played]] = {}
+    for line in played:
+        by_variant.setdefault(line.variant, []).append(line)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"mean of {len(next(iter(by_variant.values())))} updates", style="bold", no_wrap=True)
+    for name in by_variant:
+        table.add_column(name, justify="right", overflow="fold")
+    for measure, title in MEASURES.items():
+        means = (_mean(line.metrics.get(measure) for line in own) for own in by_variant.values())
+        table.add_row(title, *map(shown, means))
+    console.print(table)
+
+
+def differing(one: Iterable[Played], other: Iterable[Played]) -> list[int]:
+    """The updates whose loss or gradient norm differ in any bit."""
+    found = []
+    for a, b in zip(one, other, strict=True):
+        pairs = ((a.metrics.get(name), b.metrics.get(name)) for name in ("loss", "grad_norm"))
+        if any(x != y and not (x is not None and y is not None and x != x and y != y) for x, y in pairs):
+            found.append(a.update)
+    return found
+
+
+def figure(played: Sequence[Played]) -> Figure:
+    """One panel for each measure that some variant has, a line per variant."""
+    measures = [m for m in MEASURES if any(m in line.metrics for line in played)]
+    drawn = Figure(figsize=(WIDTH_IN, 1.7 * len(measures)), layout="constrained")
+    axes = drawn.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
+    names = list(dict.fromkeys(line.variant for line in played))
+    for ax, measure in zip(axes, measures, strict=True):
+        for number, name in enumerate(names):
+            own = [line for line in played if line.variant == name]
+            values = np.array([line.metrics.get(measure, math.nan) for line in own], dtype=float)
+            is_recorded = name == "recorded"
+            ax.plot(
+                [line.update for line in own],
+                np.where(np.isfinite(values), values, np.nan),
+                color=INK if is_recorded else SERIES[(number - 1) % MAX_LINES_DRAWN],
+                linestyle=":" if is_recorded else "-",
+                label=name,
+            )
+        ax.set_ylabel(MEASURES[measure])
+    legend_above(axes[0])
+    axes[-1].set_xlabel("update")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    return drawn
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None

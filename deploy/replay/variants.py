@@ -1,0 +1,83 @@
+"""What is compared: the run's own settings, changed."""
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from schemas.config import ConfigError, RunConfig, config_of
+
+SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates")
+"""What of a run file a training step depends on, its batch given. `num_updates` is what `trainer.decay` is laid out
+for."""
+OWN = "own"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """settings: overrides of the run's own settings, `dotted.path=value` each."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+
+    def config(self, recorded: dict[str, Any], source: Path) -> RunConfig:
+        """The settings of a recorded run as this variant has them; `source` is named in errors.
+
+        Raises:
+            ConfigError: a setting that does not fit.
+        """
+        document = copy.deepcopy(recorded)
+        for path in (setting.partition("=")[2] for setting in self.settings if _field(setting) == "objective.path"):
+            if document["objective"]["path"] != path:
+                document["objective"]["kwargs"] = {}  # those of another objective
+        document["record"] = False
+        return config_of(document, source, self.settings)
+
+
+def variants_of(
+    objectives: Sequence[str], settings: Sequence[str], named: Sequence[Sequence[str]]
+) -> tuple[Variant, ...]:
+    """The variants that a command line asks for: one per objective, one per `--variant NAME SETTING ...`, else one.
+
+    `settings` hold for all of them.
+
+    Raises:
+        ConfigError: two of one name, a name that is none, a setting that no step reads.
+    """
+    variants = [
+        Variant(name=path.rpartition(":")[2].lower() or path, settings=(f"objective.path={path}", *settings))
+        for path in objectives
+    ]
+    variants += [Variant(name=name, settings=(*settings, *more)) for name, *more in named]
+    if not variants:
+        variants = [Variant(name="set" if settings else OWN, settings=tuple(settings))]
+    for variant in variants:
+        if not _NAME.fullmatch(variant.name):
+            raise ConfigError(f"variant {variant.name!r}: expected a name of letters, digits, '.', '_' and '-'")
+        if [other.name for other in variants].count(variant.name) > 1:
+            raise ConfigError(f"variant {variant.name!r}: two have this name; name them by --variant NAME SETTING ...")
+        for setting in variant.settings:
+            _check_setting(setting)
+    return tuple(variants)
+
+
+def steps_alike(one: RunConfig, other: RunConfig) -> bool:
+    """Whether two configurations make the same steps of the same batches."""
+    return all(getattr(one, name) == getattr(other, name) for name in SECTIONS)
+
+
+def _field(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _check_setting(setting: str) -> None:
+    if "=" not in setting:
+        raise ConfigError(f"setting {setting!r}: expected FIELD=VALUE, as in correction.mode=token_mask")
+    if _field(setting).partition(".")[0] not in SECTIONS:
+        raise ConfigError(
+            f"setting {setting!r}: a replay does not read {_field(setting)}; expected a field of "
+            f"{', '.join(SECTIONS[:-3])}, or {', '.join(SECTIONS[-3:])}"
+        )

@@ -1,0 +1,63 @@
+"""Batches as a trainer would record them, and the segments that hold them: no trainer, no model."""
+
+import random
+from pathlib import Path
+
+import wire_examples
+
+from consumers.record_files import SegmentFiles
+from schemas.config import RecordingConfig
+from schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, SegmentFindings, SegmentHeader, encode_batch
+from schemas.rollout import encode_group, pack_floats
+
+SMALLEST = RecordingConfig(max_mb=2, segment_mb=1)
+
+
+def header(epoch: int = 0, line: dict[int, int] | None = None) -> SegmentHeader:
+    return SegmentHeader(run="run-1", epoch=epoch, number=0, line=line or {}, config={"name": "run-1"})
+
+
+def batch(position: int, *, num_groups: int = 2, padding: int = 0) -> tuple[BatchHead, list[RecordedGroup]]:
+    """Groups `10 * position + 1 ...`; `padding` makes each so many bytes longer, which no compression takes away."""
+    groups = []
+    for n in range(num_groups):
+        group = wire_examples.group(10 * position + n + 1)
+        findings = (
+            (SegmentFindings((1, 0), pack_floats([-0.5, -1.0, -0.125]), pack_floats([1.0, 1.25, 0.0]), b"\1\1\0"),),
+            (SegmentFindings((1, 1, 0)),),
+        )
+        groups.append(RecordedGroup(encode_group(group) + noise(padding, position + n), findings))
+    entries = tuple(
+        GroupEntry(index=10 * position + n + 1, outcome="trained", rewards=(1.0, 0.0)) for n in range(num_groups)
+    )
+    head = BatchHead(
+        position=position,
+        update=position + 1,
+        policy_version=position,
+        counts=True,
+        metrics={"loss": 0.5 * position},
+        groups=entries,
+    )
+    return head, groups
+
+
+def noise(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def write_segments(
+    run_folder: Path,
+    positions: range,
+    *,
+    epoch: int = 0,
+    line: dict[int, int] | None = None,
+    close: bool = True,
+    padding: int = 0,
+    config: RecordingConfig = SMALLEST,
+) -> SegmentFiles:
+    files = SegmentFiles(run_folder / FOLDER, header(epoch, line), config)
+    for position in positions:
+        files.append(*encode_batch(*batch(position, padding=padding)))
+    if close:
+        files.close()
+    return files

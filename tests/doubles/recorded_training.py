@@ -1,0 +1,78 @@
+"""A short training of a tiny model on random groups, recorded as a trainer records it: no Redis, no engine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training_groups import configuration, random_group
+
+from consumers.batch import pack
+from consumers.checkpoints import Checkpoints, CheckpointState
+from consumers.learner import Learner, StepReport
+from consumers.record import Recorder, Taken
+from consumers.staleness import LagTable
+from schemas.config import RunConfig, TrainerConfig
+from schemas.policy import make_version
+
+FIRST_VERSION = 7
+"""`random_group` is of versions 3 to 7."""
+GROUPS = 3
+
+
+def settings(model: Path, **changes: Any) -> RunConfig:
+    """Two optimizer steps a batch, on the rising part of the learning rate."""
+    trainer = TrainerConfig(device="cpu", learning_rate=5e-3, num_minibatches=2, warmup_steps=5)
+    return configuration(model, **{"record": True, "groups_per_step": GROUPS, "trainer": trainer, **changes})
+
+
+class RecordedTraining:
+    """`train` may be called again as after a resume: another epoch, settings of its own."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.reports: list[StepReport] = []
+        self.checkpoints: list[str] = []
+        self._taken: dict[int, int] = {}
+        self._epoch = 0
+        self._learner: Learner | None = None
+
+    def train(self, num_updates: int, *, config: RunConfig | None = None, seeds: Sequence[int] = ()) -> None:
+        """`seeds`: of each update's groups, by default its number."""
+        config = config or settings(self.model)
+        learner = Learner(config)
+        if self._learner is not None:
+            self._learner.save_model(self.folder / "handed-on")
+            learner.load_model(self.folder / "handed-on")
+            learner.load_state_dict(self._learner.state_dict())
+        forks = dict.fromkeys(range(1, self._epoch + 1), FIRST_VERSION)
+        current = make_version(self._epoch, 0) if self._epoch else FIRST_VERSION
+        lag_of = LagTable(current, forks, {0: FIRST_VERSION})
+        recorder = Recorder(config, self.folder, self._epoch, self._taken, lag_of)
+        position = max(self._taken.values(), default=0)
+        for update in range(position, position + num_updates):
+            seed = seeds[update - position] if seeds else update
+            groups = [random_group(GROUPS * update + n + 1, seed) for n in range(GROUPS)]
+            batch = pack(groups, lag_of, config)
+            self.reports.append(learner.step(batch))
+            recorder.add(Taken(update, update, groups, batch, self.reports[-1], lag_of))
+        recorder.sync()
+        recorder.close()
+        self._taken = {**self._taken, self._epoch: position + num_updates}
+        state = CheckpointState(
+            policy_version=lag_of.current,
+            num_batches=position + num_updates,
+            ledger={},
+            forks={},
+            announced={},
+            counters={},
+            taken=self._taken,
+        )
+        (self.folder / "checkpoints").mkdir(exist_ok=True)
+        self.checkpoints.append(Checkpoints(self.folder / "checkpoints", 2).write(learner, state))
+        self._epoch += 1
+        self._learner = learner
+        assert all(report.metrics["loss"] for report in self.reports), "a step without a loss would show nothing"
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.metrics["loss"] for report in self.reports]
