@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from schemas.logs import line_as_text
+
 _PR_SET_PDEATHSIG = 1
 # Loaded here, not between fork and exec, where only what is ready may be used.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -93,12 +95,12 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def last_lines(self, count: int = 15) -> str:
-        """The end of the log."""
+        """The end of the log, for a person: JSON records as text."""
         with self.log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16384))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-count:])
+        return "\n".join("\n".join(map(line_as_text, lines[-count:])).splitlines()[-count:])
 
 
 def describe_status(returncode: int) -> str:

@@ -5,6 +5,7 @@ checkpoint), the producers (they hand back what is in flight), Redis last. A fin
 flag, on which producers leave by themselves.
 """
 
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from deploy.redis_server import RedisServer, connect, external_url
 from deploy.run_folder import RUN_FILE
 from schemas.config import RunConfig
 from schemas.keys import Commit, Keys
+from schemas.logs import FORM
 
 _TICK_S = 0.1
 _TRAINER_GRACE_S = 120.0
@@ -155,6 +157,8 @@ class Launcher:
             environment={
                 "REDIS_URL": self._url,
                 "PYTHONUNBUFFERED": "1",
+                # Who has started everything on one machine reads its logs in an editor.
+                FORM: os.environ.get(FORM) or "text",
                 "OMP_NUM_THREADS": num_threads,
                 "MKL_NUM_THREADS": num_threads,
             },

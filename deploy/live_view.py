@@ -164,7 +164,7 @@ class LiveView(View):
             if beat is not None:
                 pauses = self.progress.pauses_s.get(part)
                 cells += [
-                    _version(beat.policy_version),
+                    shown_version(beat.policy_version),
                     f"{beat.tokens_per_s:,.0f}",
                     str(len(beat.in_flight)),
                     str(len(pauses)) if pauses else "",
@@ -199,7 +199,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _version(version: int) -> str:
+def shown_version(version: int) -> str:
     """`37`, or `2:37` after two rollbacks."""
     epoch, steps = split_version(version)
     if version < 0:

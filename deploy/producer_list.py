@@ -116,7 +116,7 @@ def _alive(beat: Heartbeat, age_s: float, num_claims: int, newest: int | None, c
     return Alive(
         producer_id=beat.producer_id,
         policy_version=beat.policy_version,
-        lag=_lag(beat.policy_version, newest, commit),
+        lag=steps_behind(beat.policy_version, newest, commit),
         num_in_flight=len(beat.in_flight),
         oldest_in_flight_s=max(ages, default=None),
         num_claims=num_claims,
@@ -133,7 +133,8 @@ def _alive(beat: Heartbeat, age_s: float, num_claims: int, newest: int | None, c
     )
 
 
-def _lag(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
+def steps_behind(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
+    """The lag of a policy behind the newest, by the commit hash; None where it cannot be told."""
     if newest is None:
         return None
     try:

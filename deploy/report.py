@@ -2,13 +2,14 @@
 
 import html
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from deploy.figures import FIGURES, FigureSpec, figure_svg, write_png
-from deploy.summary import NOTHING, summarize
+from deploy.summary import NOTHING, not_over, summarize
 from deploy.telemetry import Telemetry, read_telemetry
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
@@ -25,7 +26,7 @@ def write_report(run_folder: Path) -> Path:
     run_file = run_folder / "run.toml"
     configuration = run_file.read_text() if run_file.is_file() else "run.toml is missing"
     report = run_folder / "report.html"
-    partial = run_folder / "report.html.partial"
+    partial = run_folder / f"report.html.{os.getpid()}.partial"
     partial.write_text(render(telemetry, summarize(telemetry), configuration), encoding="utf-8")
     partial.replace(report)
     return report
@@ -116,10 +117,12 @@ def _subtitle(telemetry: Telemetry, summary: dict[str, Any]) -> str:
 
 def _notice(summary: dict[str, Any]) -> str:
     notes = []
+    if not summary["finished"]:
+        notes.append(f"This run is {not_over(summary)}.")
     if summary["missing"]:
         notes.append(f"Missing files: {', '.join(summary['missing'])}.")
     if summary["num_torn_lines"]:
-        notes.append(f"Lines cut short by a kill and left out: {summary['num_torn_lines']}.")
+        notes.append(f"Lines cut short (by a kill, or just being written) and left out: {summary['num_torn_lines']}.")
     if summary["engines_that_differ"]:
         notes.append(f"Producers whose engine differs from the first: {', '.join(summary['engines_that_differ'])}.")
     return f'<p class="notice">{html.escape(" ".join(notes))}</p>' if notes else ""

@@ -61,9 +61,7 @@ def open_run(run: str, runs: Path) -> Iterator[RunAtHand]:
         ConfigError: no such run, or a run file that cannot be read.
         ServerError: Redis refuses what is asked of it, or the run's own server does not start.
     """
-    folder = _folder(run, runs)
-    config = load_config(folder / RUN_FILE) if folder is not None else None
-    name = config.name if config is not None else run
+    name, folder, config = find_run(run, runs)
     with ExitStack() as closing:
         client, without_redis = _connect(config, folder, closing)
         try:
@@ -72,6 +70,18 @@ def open_run(run: str, runs: Path) -> Iterator[RunAtHand]:
             yield RunAtHand(name, folder, config, client, without_redis)
         except redis.ResponseError as error:
             raise ServerError(f"Redis refuses: {error}") from error
+
+
+def find_run(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
+    """Name, folder and configuration of the run of this name in `runs`, or in the folder `run`; with REDIS_URL the name
+    alone is enough.
+
+    Raises:
+        ConfigError: no such run, or a run file that cannot be read.
+    """
+    folder = _folder(run, runs)
+    config = load_config(folder / RUN_FILE) if folder is not None else None
+    return config.name if config is not None else run, folder, config
 
 
 def _folder(run: str, runs: Path) -> Path | None:
@@ -112,7 +122,7 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
     deadline = time.monotonic() + _WAIT_S
     while True:
         why = "it is not running"
-        url = _own_url(folder)
+        url = own_url(folder)
         if url is not None:
             client = connect(url, str(connection_file(folder)))
             closing.callback(client.close)
@@ -131,7 +141,8 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
         time.sleep(_LOOK_S)
 
 
-def _own_url(folder: Path) -> str | None:
+def own_url(folder: Path) -> str | None:
+    """Where the run's own server was last; None where it has never had one."""
     try:
         return str(json.loads(connection_file(folder).read_text())["url"])
     except (FileNotFoundError, KeyError, ValueError):

@@ -8,6 +8,7 @@ import msgspec
 import redis
 import tomli_w
 
+from consumers.sinks.feeding import check_sinks
 from deploy.redis_server import ServerError, connect
 from deploy.server_binary import MIN_MAJOR_VERSION
 from producers.engines.settings import engine_arguments
@@ -38,6 +39,7 @@ def check(config: RunConfig) -> Checked:
     """
     _check_model(config)
     _check_engine(config)
+    check_sinks(config.metrics)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     if config.reward is not None and not callable(resolve(config.reward, "reward")):

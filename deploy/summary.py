@@ -1,8 +1,10 @@
 """What a run came to, in numbers: `summary.json` and the table at its end."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def write_summary(run_folder: Path) -> dict[str, Any]:
         ConfigError: `run.toml` is there but is no run file.
     """
     summary = summarize(read_telemetry(run_folder))
-    partial = run_folder / "summary.json.partial"
+    partial = run_folder / f"summary.json.{os.getpid()}.partial"
     partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     partial.replace(run_folder / "summary.json")
     return summary
@@ -51,7 +53,9 @@ def summarize(telemetry: Telemetry) -> dict[str, Any]:
         "name": telemetry.name,
         "seed": config.seed if config else None,
         "mode": config.mode if config else None,
-        "finished": books.finished if books else None,
+        "finished": telemetry.is_over,
+        "as_of_s": None if telemetry.is_over else telemetry.read_s,
+        "last_update_s": end_s,
         "initial_accuracy": points[0].accuracy if points else None,
         "final_accuracy": points[-1].accuracy if points else None,
         "best_accuracy": max((point.accuracy for point in points), default=None),
@@ -252,6 +256,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     )
     engine = s["engine"] or {}
     rows = [
+        *([("state", not_over(s))] if not s["finished"] else []),
         ("held-out accuracy", f"{_number(s['initial_accuracy'])} → {_number(s['final_accuracy'])}   ({goals})"),
         ("updates", f"{_count(s['num_updates'])} in {_seconds(s['wall_s'])}, {_number(s['updates_per_s'])}/s"),
         ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
@@ -274,6 +279,13 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if s["missing"]:
         rows.append(("missing", ", ".join(s["missing"])))
     return rows
+
+
+def not_over(summary: dict[str, Any]) -> str:
+    """`not over, as of 2026-11-21 20:34:16 UTC; the last update was 3 s before`; for a summary that is not finished."""
+    last_s, as_of_s = summary["last_update_s"], summary["as_of_s"]
+    update = f"the last update was {as_of_s - last_s:,.0f} s before" if last_s is not None else "no update yet"
+    return f"not over, as of {datetime.fromtimestamp(as_of_s, UTC):%Y-%m-%d %H:%M:%S} UTC; {update}"
 
 
 def lag_shares(histogram: dict[str, int] | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,7 +117,8 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: ascending by update, one per update, on that same line.
     producers: by producer id, events in the order written.
     missing: the expected files that are not there.
-    num_torn_lines: lines cut short by a kill, left out.
+    num_torn_lines: lines cut short by a kill, or being written, left out.
+    read_s: when this was read, wall-clock seconds since the epoch.
     """
 
     name: str
@@ -127,6 +129,13 @@ class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
     producers: dict[str, tuple[ProducerEvent, ...]]
     missing: tuple[str, ...]
     num_torn_lines: int
+    read_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """The run is finished. Books of before a resume say so too, until that one has written its own."""
+        newest = self.updates[-1].update if self.updates else 0
+        return self.books is not None and self.books.finished and newest <= self.books.num_updates
 
     @property
     def start_s(self) -> float | None:
@@ -155,6 +164,7 @@ def read_telemetry(run_folder: Path) -> Telemetry:
     if not run_folder.is_dir():
         raise TelemetryError(f"{run_folder}: no such run folder")
     missing: list[str] = []
+    read_s = time.time()
 
     def lines(name: str, kind: Any) -> tuple[list[Any], int]:
         file = run_folder / name
@@ -187,6 +197,7 @@ def read_telemetry(run_folder: Path) -> Telemetry:
         producers={producer: tuple(events) for producer, (events, _) in producers.items()},
         missing=tuple(missing),
         num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
+        read_s=read_s,
     )
 
 

@@ -15,6 +15,8 @@ from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from schemas import logs
+
 LOOK_S = 0.25
 """An orphan lives so long at most."""
 
@@ -71,4 +73,5 @@ def _watch(parent: int) -> None:
 
 def _on_leash(parent: int, kind: type[BaseProcess]) -> BaseProcess:
     hold(parent)
+    logs.inherit("engine")
     return kind.__new__(kind)

@@ -57,6 +57,7 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": extension,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if engine.max_model_len is not None:
         arguments["max_model_len"] = engine.max_model_len

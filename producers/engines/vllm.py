@@ -297,6 +297,9 @@ def _set_environment(config: RunConfig) -> None:
     os.environ[LEASH_VARIABLE] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # What goes past every logger: warnings of C++, and what a tracker says of the semaphores of a killed engine.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     if current_platform.is_cpu():
         # vLLM would bind every engine of a machine to the same cores.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

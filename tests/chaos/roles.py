@@ -1,7 +1,6 @@
 """What the suite's processes run: the real entry points, observed; and the deliberately broken protocols."""
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from consumers.ledger import Ledger
 from consumers.reader import Reader
 from consumers.release import Releaser
 from producers.interfaces import Completion
+from schemas import logs
 from schemas.config import RunConfig
 from schemas.rollout import SamplingSettings
 from tests.chaos.witness import observed_learner
@@ -23,7 +23,7 @@ from tests.chaos.witness import observed_learner
 
 def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: Path, broken: str | None = None) -> int:
     """The trainer's own entry point, with the witness around its learner."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logs.configure("trainer", run=config.name, id=f"trainer-{os.getpid()}")
     trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
     if broken is not None:
         BROKEN[broken]()

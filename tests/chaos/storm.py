@@ -209,7 +209,7 @@ class Storm:
         time.sleep(TICK_S)
 
     def start(self, seat: Seat) -> None:
-        environment = {"REDIS_URL": self.proxy.url(seat.socket), "OMP_NUM_THREADS": "1"}
+        environment = {"REDIS_URL": self.proxy.url(seat.socket), "OMP_NUM_THREADS": "1", "PENSTOCK_LOG": "text"}
         self._num_started[seat.name] += 1
         log = self.folder / "logs" / f"{seat.name}.{self._num_started[seat.name]}.log"
         config, runs = self.config, self.runs

@@ -2,6 +2,8 @@ import json
 import math
 import random
 import re
+import time
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 
 from deploy.figures import FIGURES, PICTURE, draw
 from deploy.report import write_picture, write_report
+from deploy.summary import table_rows, write_summary
 from deploy.telemetry import Telemetry, read_telemetry
 from schemas.metrics import LAG_LABELS
 
@@ -392,3 +395,46 @@ def test_the_picture_is_a_png_of_four_panels(tmp_path: Path) -> None:
     assert data.startswith(b"\x89PNG")
     width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
     assert width > 1800 and height > 900
+
+
+def cut(file: Path, num_bytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+
+
+def test_the_report_of_a_run_under_way_says_so_and_as_of_when(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=40)
+    books = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 25, "finished": False}))
+    for name in ("updates.jsonl", "evaluations.jsonl", "producers/producer-1.jsonl"):
+        cut(folder / name, 7)  # each is being written just now
+    began_s = time.time()
+    summary = write_summary(folder)
+    text = write_report(folder).read_text()
+    assert summary["finished"] is False and began_s <= summary["as_of_s"] <= time.time()
+    assert summary["num_updates"] == 39 and summary["num_torn_lines"] == 3
+    stated = re.search(r"This run is not over, as of ([\d-]+ [\d:]+) UTC; the last update was [\d,]+ s before\.", text)
+    assert stated and began_s - 1 <= datetime.fromisoformat(f"{stated[1]}+00:00").timestamp() <= time.time()
+    assert "not finished: 39 of 40 updates" in text
+    assert dict(table_rows(summary))["state"].startswith("not over, as of ")
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["trainer.json", "updates.jsonl", "evaluations.jsonl", "run.toml", "producers/producer-0.jsonl"],
+)
+def test_the_report_of_a_run_that_lacks_a_file_is_written_all_the_same(tmp_path: Path, missing: str) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=30, producers=("producer-0",))
+    (folder / missing).unlink()
+    text = write_report(folder).read_text()
+    assert "Missing files: " in text and missing.replace("producer-0", "*") in text
+    assert ("This run is not over" in text) == (missing == "trainer.json")
+
+
+def test_a_run_that_is_continued_after_its_end_is_not_over(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=40)
+    assert write_summary(folder)["finished"] is True and "state" not in dict(table_rows(write_summary(folder)))
+    assert "This run is not over" not in write_report(folder).read_text()
+    books = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 30}))  # of before the resume
+    assert write_summary(folder)["finished"] is False

@@ -50,6 +50,7 @@ class ProducerProcesses:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
             "REDIS_URL": url,
             "SCRIPTED_ENGINE": json.dumps(engine),
+            "PENSTOCK_LOG": "text",
             **(environment or {}),
         }
         arguments = [msgspec.json.encode(config).decode(), str(self._folder), producer_id]

@@ -53,6 +53,7 @@ class TrainerProcesses:
         bench = self._bench
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
         environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PENSTOCK_LOG", "text")
         command = [sys.executable, "-c", program or with_learner()]
         command += ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
         for override in bench.overrides:

@@ -1,0 +1,146 @@
+"""A run at Weights & Biases, by a process of its own.
+
+The package changes what the process around it does when it ends: hooks around `sys.exit`, a wait without a limit for
+a server that is away. A trainer is to end when it has ended.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consumers.sinks.points import Point
+from schemas import logs
+from schemas.config import RunConfig, WandbConfig
+
+
+class WandbError(RuntimeError):
+    """What W&B's process could not do."""
+
+
+class WeightsAndBiases:
+    """One W&B run for the whole life of a run: its id is kept in `wandb.json`. The step is the update.
+
+    W&B keeps what it has: updates that a resume repeats are not sent again. Offline every trainer leaves a folder of
+    its own under `wandb/`, all with one id, for `wandb sync`.
+
+    Raises:
+        WandbError: no key, no server.
+    """
+
+    def __init__(self, wandb: WandbConfig, config: RunConfig, run_folder: Path) -> None:
+        run_id = _run_id(run_folder / "wandb.json")
+        logs.hand_down()
+        context = multiprocessing.get_context("spawn")
+        self._connection, far_end = context.Pipe()
+        # A daemon is ended with this process at the latest.
+        process = context.Process(target=_serve, args=(far_end, wandb, config, run_folder, run_id), daemon=True)
+        process.start()
+        far_end.close()
+        self._answer()
+
+    def write(self, point: Point) -> None:
+        self._connection.send(point)
+        self._answer()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Waits for what came of the last message; that, or the end of the process, unblocks it."""
+        try:
+            problem = self._connection.recv()
+        except EOFError:
+            raise WandbError("its process has ended") from None
+        if problem is not None:
+            raise WandbError(problem)
+
+
+def _run_id(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["id"])
+    except (FileNotFoundError, ValueError, KeyError):
+        new = uuid.uuid4().hex[:8]
+        partial = file.with_suffix(".json.partial")
+        partial.write_text(json.dumps({"id": new}))
+        partial.replace(file)
+        return new
+
+
+def _serve(connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str) -> None:
+    """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Each message is
+    answered: None, or what went wrong."""
+    os.environ["WANDB_SILENT"] = "true"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then says that it ends
+    logs.inherit("wandb")
+    try:
+        run = _Run(wandb, config, run_folder, run_id)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while (point := _next(connection)) is not None:
+        connection.send(_problem(run.write, point))
+    problem = _problem(run.finish)
+    if not connection.closed:
+        connection.send(problem)
+
+
+def _next(connection: Connection) -> Point | None:
+    try:
+        point: Point | None = connection.recv()
+        return point
+    except EOFError:  # the trainer was killed; what W&B has taken is its own by now
+        connection.close()
+        return None
+
+
+def _problem(call: Any, *arguments: Any) -> str | None:
+    try:
+        call(*arguments)
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class _Run:
+    def __init__(self, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str) -> None:
+        import wandb as package
+
+        logging.getLogger("wandb").setLevel(logging.WARNING)  # it would log the whole configuration
+        self._run = package.init(
+            project=wandb.project,
+            entity=wandb.entity,
+            name=config.name,
+            id=run_id,
+            # Offline nothing can be asked of the server, and `wandb sync` goes by the id.
+            resume="allow" if wandb.mode == "online" else None,
+            mode=wandb.mode,
+            dir=run_folder,
+            config=msgspec.to_builtins(config),
+            settings=package.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
+        )
+        self._run.define_metric("evaluation/*", step_metric="evaluation/update")
+        self._step = self._run.step - 1
+        """The last update that W&B has."""
+
+    def write(self, point: Point) -> None:
+        if point.kind == "evaluations":
+            # It comes in later than its update's own line, and W&B takes steps in order: it has an axis of its own.
+            named = {f"evaluation/{name}": value for name, value in point.numbers.items()}
+            self._step = max(self._step, point.update)
+            self._run.log({**named, "evaluation/update": point.update}, step=self._step)
+        elif point.update > self._step:
+            self._step = point.update
+            self._run.log(point.numbers, step=point.update)
+
+    def finish(self) -> None:
+        self._run.finish()

@@ -1,0 +1,1 @@
+"""`penstock watch`: what a run does, in a terminal."""

@@ -1,0 +1,76 @@
+"""`penstock watch RUN`: three views of a run in the terminal."""
+
+import argparse
+from pathlib import Path
+
+from deploy.operator_commands import AddCommand
+from schemas.config import ConfigError, RunConfig
+
+
+def add_watch_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
+) -> None:
+    watch = add(commands, "watch", _watch, "show what a run does: flow, learning, off-policy (keys 1, 2, 3; q quits)")
+    watch.add_argument("run", metavar="RUN", help="name of a run, its folder, or its run file where Redis is elsewhere")
+    watch.add_argument(
+        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    watch.add_argument("--once", action="store_true", help="print all three views once; so it is without a terminal")
+    watch.add_argument(
+        "--metrics",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="a metrics endpoint that the run's folder does not name, such as that of a trainer elsewhere",
+    )
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from deploy.watch.gathering import Gatherer
+    from deploy.watch.screen import all_views
+
+    name, folder, config = find(arguments.run, arguments.runs)
+    gatherer = Gatherer(name, folder, config, [_address(text) for text in arguments.metrics])
+    if config is None:
+        _check_is_there(name, arguments.runs)
+    console = Console()
+    if arguments.once or not console.is_terminal or console.is_dumb_terminal:
+        console.print(all_views(gatherer.gather(), console.width))
+        return 0
+    from deploy.watch.terminal import watch
+
+    watch(gatherer, console)
+    return 0
+
+
+def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
+    """As `find_run`; besides, `run` may be a run file, whose run may be elsewhere.
+
+    Raises:
+        ConfigError: no such run, or a run file that cannot be read.
+    """
+    from deploy.run_access import find_run
+    from schemas.config import load_config
+
+    if not Path(run).is_file():
+        return find_run(run, runs)
+    config = load_config(Path(run))
+    folder = config.folder(runs)
+    return config.name, folder if folder.is_dir() else None, config
+
+
+def _check_is_there(name: str, runs: Path) -> None:
+    """Raises ConfigError for a name that Redis knows nothing of, ServerError where there is no asking."""
+    from deploy.run_access import open_run
+
+    with open_run(name, runs) as run:
+        run.redis.ping()
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or "/" in text:
+        raise ConfigError(f"--metrics {text}: expected HOST:PORT")
+    return text

@@ -1,0 +1,114 @@
+"""The view **Flow**: who waits for whom."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.live_view import shown_version
+from deploy.watch.bottleneck import bottleneck
+from deploy.watch.snapshot import Pauses, Snapshot
+from deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
+
+_COLOURS = {"wait": "yellow", "step": "green", "publish": "cyan"}
+
+
+def flow(seen: Snapshot, width: int) -> RenderableType:
+    part, why = bottleneck(seen)
+    lines: list[RenderableType] = []
+    if part:
+        colour = "green" if part == "nobody" else "yellow"
+        lines += [joined([Text("waited for", style="dim"), Text(part, style=f"bold {colour}"), why]), Text()]
+    return Group(*lines, _trainer(seen, width), Text(), _groups(seen), Text(), _producers(seen, width))
+
+
+def _trainer(seen: Snapshot, width: int) -> RenderableType:
+    shares = seen.shares
+    if seen.trainer is None and shares is None:
+        return Text(f"trainer: {_why_no_trainer(seen)}")
+    rate = seen.updates_per_s
+    head = joined(
+        [
+            Text("trainer", style="bold"),
+            f"busy {percent(1 - shares['wait'])}" if shares else "no batch yet",
+            f"{rate:.2f} updates/s" if rate is not None and not seen.is_over else "",
+            f"{count(seen.trained_per_s)} tokens/s trained",
+        ]
+    )
+    away = [Text(_why_no_trainer(seen), style="red")] if seen.trainer is None and seen.is_running else []
+    if shares is None:
+        return Group(head, *away)
+    line = Text()
+    room = max(10, width - 40)
+    for phase, share in shares.items():
+        line.append(bar(share, room), style=_COLOURS[phase])
+    line.append("  " + "  ".join(f"{phase} {percent(share)}" for phase, share in shares.items()))
+    return Group(head, line, *away)
+
+
+def _why_no_trainer(seen: Snapshot) -> str:
+    why = safe(seen.without_trainer or "no endpoint is known")
+    return f"its metrics are away: {why}"
+
+
+def _groups(seen: Snapshot) -> RenderableType:
+    if seen.redis is None:
+        if seen.is_over:
+            return Text("Redis has ended with the run", style="dim")
+        return Text(f"Redis is away: {safe(seen.without_redis)}", style="red")
+    redis, credit, num_open = seen.redis, seen.credit, seen.count("penstock_groups_open")
+    queued = max(0, redis.num_prompts - redis.num_claimed)
+    # The gauge is of the last batch, the prompts are of now: what is neither queued nor in producers is ready.
+    ready = max(0, num_open - redis.num_prompts) if num_open is not None else seen.num_ready
+    room = None if credit is None or ready is None else max(0, credit - redis.num_prompts - ready)
+    table = Table.grid(padding=(0, 3))
+    cells = {
+        "credit": count(credit),
+        "prompts queued": count(queued),
+        "in producers": count(redis.num_claimed),
+        "ready to train": count(ready),
+        "free credit": count(room),
+        "stream": f"{redis.num_stream_entries:,}",
+    }
+    table.add_row(*(Text(name, style="dim") for name in cells))
+    table.add_row(*(Text(value, style="bold") for value in cells.values()))
+    return table
+
+
+def _producers(seen: Snapshot, width: int) -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("producer", "policy", "lag", "tokens/s", "in flight", "pauses/min", "p50", "longest", "paused"):
+        table.add_column(name, justify="left" if name == "producer" else "right", no_wrap=name != "producer")
+    beats = seen.redis.heartbeats if seen.redis is not None else {}
+    lags = seen.redis.lags if seen.redis is not None else {}
+    for producer in sorted({*seen.producers, *beats}, key=lambda name: (len(name), name)):
+        beat, pauses = beats.get(producer), seen.pauses.get(producer, Pauses())
+        paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
+        if beat is None:
+            gone = "ended" if seen.is_over else "away" if seen.redis is not None else "unknown"
+            style = "dim" if seen.is_over or not seen.is_running else "red"
+            table.add_row(safe(producer, 24), gone, "", "", "", *paused, percent(pauses.share), style=style)
+            continue
+        lag = lags.get(producer)
+        table.add_row(
+            safe(producer, 24),
+            shown_version(beat.policy_version),
+            NOTHING if lag is None else str(lag),
+            f"{beat.tokens_per_s:,.0f}",
+            str(len(beat.in_flight)),
+            *paused,
+            percent(pauses.share),
+        )
+    errors = [Text(f"{safe(name, 24)}: {safe(beat.last_error)}", style="red") for name, beat in sorted(beats.items())
+              if beat.last_error]  # fmt: skip
+    if not table.row_count:
+        table.add_row("none")
+    total = Text()
+    if beats:
+        total = joined([Text("all", style="bold"), f"{count(seen.tokens_per_s)} tokens/s sampled", _queue(seen, width)])
+    return Group(table, total, *errors)
+
+
+def _queue(seen: Snapshot, width: int) -> str:
+    depths = [float(update.queue_depth) for update in seen.updates if update.queue_depth is not None]
+    course = sparkline(depths[-200:], max(0, width - 50))
+    return f"queue {course} {count(depths[-1])}" if depths else ""

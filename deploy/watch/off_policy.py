@@ -1,0 +1,126 @@
+"""The view **Off-policy**: how old the tokens are, and what that does to them."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.telemetry import Update
+from deploy.watch.snapshot import Snapshot
+from deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
+from schemas.metrics import LAG_LABELS, lag_key
+
+LOW_ESS = 0.3
+"""Below it a lag bucket hardly counts; the alert says the same."""
+_COLUMNS = (
+    ("ESS", "ess_fraction"),
+    ("applied", "applied_ess_fraction"),
+    ("χ²", "chi2"),
+    ("KL", "k3_kl"),
+    ("weight", "weight_mean"),
+    ("masked", "masked_frac"),
+)
+
+
+def off_policy(seen: Snapshot, width: int) -> RenderableType:
+    recent = seen.recent
+    if not recent:
+        return Text("no batch has been trained yet")
+    tokens = tokens_by_lag(recent)
+    total = sum(tokens.values())
+    masked = sum(update.num_tokens_masked_lag for update in recent)
+    bound = seen.config.lag_bound if seen.config is not None else seen.count("penstock_lag_bound_steps")
+    head = joined(
+        [
+            Text("lag of sampled tokens", style="bold"),
+            f"last {len(recent)} batches",
+            f"bound {NOTHING if bound is None else bound}",
+            f"{count(masked)} tokens masked beyond it",
+        ]
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    room = max(6, width - 68)
+    for name in ("lag", "tokens", *(name for name, _ in _COLUMNS), "share"):
+        table.add_column(name, justify="left" if name in ("lag", "share") else "right", no_wrap=True)
+    for label in LAG_LABELS:
+        share = tokens[label] / total if total else 0.0
+        if not tokens[label]:
+            table.add_row(label, "0", style="dim")
+            continue
+        values = {key: mean_by_lag(recent, key, label) for _, key in _COLUMNS}
+        cells = [percent(value) if key == "masked_frac" else Text(number(value), style=_warns(key, value))
+                 for key, value in values.items()]  # fmt: skip
+        shown = Text(bar(share, room), style="cyan").append(f" {percent(share)}", style="default")
+        table.add_row(label, count(tokens[label]), *cells, shown)
+    return Group(head, table, Text(), _mismatch(seen, width), *_courses(seen, width))
+
+
+def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
+    """Tokens by lag bucket, masked ones included where that is known."""
+    found = dict.fromkeys(LAG_LABELS, 0.0)
+    for update in updates:
+        if update.lag_histogram:
+            for lag, num_tokens in update.lag_histogram.items():
+                found[_label(lag)] += num_tokens
+        else:
+            for label in LAG_LABELS:
+                found[label] += update.metrics.get(lag_key("num_tokens", label), 0.0)
+    return found
+
+
+def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
+    """The mean of one bucket's number over its tokens; None where no batch has it."""
+    total = weight = 0.0
+    for update in updates:
+        value = update.metrics.get(lag_key(name, label))
+        num_tokens = update.metrics.get(lag_key("num_tokens", label), 0.0)
+        if value is not None:
+            total, weight = total + num_tokens * value, weight + num_tokens
+    return total / weight if weight else None
+
+
+def _label(lag: int) -> str:
+    for label in LAG_LABELS[:-1]:
+        low, _, high = label.partition("-")
+        if int(low) <= lag <= int(high or low):
+            return label
+    return LAG_LABELS[-1]
+
+
+def _warns(key: str, value: float | None) -> str:
+    return "bold red" if key == "ess_fraction" and value is not None and value < LOW_ESS else ""
+
+
+def _mismatch(seen: Snapshot, width: int) -> Text:
+    """The engine's own part, beside its band: as the trainer has it, else what the run file's dtype allows."""
+    gaps = [update.metrics["mismatch_lag0"] for update in seen.updates if "mismatch_lag0" in update.metrics]
+    band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
+    if band is None and seen.config is not None:
+        from consumers.parity.report import TOLERANCES
+
+        band = TOLERANCES[seen.config.model.dtype].mean
+    if not gaps:
+        return Text("mismatch at lag 0: no row of lag 0 yet")
+    alert = seen.count("penstock_trainer_parity_alert")
+    is_out = bool(alert) if alert is not None else band is not None and gaps[-1] > band
+    verdict = Text("ABOVE ITS BAND", style="bold red") if is_out else Text("within", style="green")
+    return joined(
+        [
+            Text("mismatch at lag 0", style="bold"),
+            Text(sparkline(gaps[-500:], max(6, width - 64)), style="cyan"),
+            f"{number(gaps[-1])} nats, band {number(band)}",
+            verdict,
+        ]
+    )
+
+
+def _courses(seen: Snapshot, width: int) -> list[Text]:
+    lines = []
+    for label, key in (("ESS before", "ess_fraction"), ("ESS applied", "applied_ess_fraction"), ("χ²", "chi2"),
+                       ("weight", "weight_mean")):  # fmt: skip
+        values = [update.metrics[key] for update in seen.updates if key in update.metrics]
+        if values:
+            course = Text(sparkline(values[-500:], max(6, width - 34)), style="cyan")
+            lines.append(joined([Text(f"{label:<17}", style="bold"), course, number(values[-1])]))
+    return lines

@@ -1,0 +1,58 @@
+"""What Redis knows of a run, in a few short commands."""
+
+from typing import Any
+
+import msgspec
+import redis
+
+from deploy.producer_list import steps_behind
+from deploy.watch.snapshot import RedisSeen
+from schemas.heartbeat import Heartbeat, decode_heartbeat
+from schemas.keys import PRODUCERS_GROUP, Commit, Keys
+
+
+def look(client: redis.Redis, keys: Keys) -> RedisSeen:
+    """Reads only. Raises redis.RedisError where the server does not answer, or refuses."""
+    pipeline: Any = client.pipeline(transaction=False)
+    pipeline.hgetall(keys.commit)
+    pipeline.xlen(keys.prompts)
+    pipeline.xlen(keys.rollouts)
+    pipeline.exists(keys.lease)
+    commit, num_prompts, num_entries, has_lease = pipeline.execute()
+    newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
+    beats = _heartbeats(client, keys)
+    return RedisSeen(
+        heartbeats=beats,
+        num_prompts=num_prompts,
+        num_claimed=_num_claimed(client, keys),
+        num_stream_entries=num_entries,
+        newest_version=newest,
+        lags={producer: steps_behind(beat.policy_version, newest, commit) for producer, beat in beats.items()},
+        finished=commit.get(Commit.FINISHED) == b"1",
+        has_trainer=bool(has_lease),
+    )
+
+
+def _num_claimed(client: redis.Redis, keys: Keys) -> int:
+    try:
+        summary: Any = client.xpending(keys.prompts, PRODUCERS_GROUP)
+    except redis.ResponseError as error:
+        if "NOGROUP" in str(error):  # no producer has asked yet
+            return 0
+        raise
+    return int(summary["pending"])
+
+
+def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
+    """Those of another release are left out: `penstock producers` names them."""
+    names = list(client.scan_iter(keys.producer_pattern, count=1000))
+    values: list[Any] = client.mget(names) if names else []
+    found = {}
+    for value in values:
+        try:
+            beat = decode_heartbeat(value) if value is not None else None
+        except msgspec.DecodeError:
+            continue
+        if beat is not None:
+            found[beat.producer_id] = beat
+    return found

@@ -1,0 +1,151 @@
+"""A run at one moment, as far as it can be seen."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from deploy.telemetry import EvaluationPoint, Update
+from deploy.watch.endpoints import Samples
+from schemas.config import RunConfig
+from schemas.heartbeat import Heartbeat
+
+RECENT = 20
+"""Batches that shares, rates and lag are taken over."""
+PAUSE_WINDOW_S = 60.0
+_LONG_S = 30.0
+_LONG_BATCHES = 10
+
+
+@dataclass(frozen=True)
+class RedisSeen:
+    """What Redis holds of a run.
+
+    heartbeats: by producer id. num_prompts: released and not appended; num_claimed: of them, held by producers.
+    has_trainer: a trainer holds the lease.
+    """
+
+    heartbeats: Mapping[str, Heartbeat]
+    num_prompts: int
+    num_claimed: int
+    num_stream_entries: int
+    newest_version: int | None
+    lags: Mapping[str, int | None]
+    finished: bool
+    has_trainer: bool
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """One producer's pauses for new weights of the last `PAUSE_WINDOW_S`: (unix time, seconds) each, oldest first."""
+
+    seen: tuple[tuple[float, float], ...] = ()
+    window_s: float = PAUSE_WINDOW_S
+
+    @property
+    def median_s(self) -> float | None:
+        return median(pause for _, pause in self.seen) if self.seen else None
+
+    @property
+    def longest_s(self) -> float | None:
+        return max((pause for _, pause in self.seen), default=None)
+
+    @property
+    def share(self) -> float | None:
+        return sum(pause for _, pause in self.seen) / self.window_s if self.seen else None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """redis, trainer: None where they do not answer; `without_redis`, `without_trainer` then say why.
+
+    updates, evaluations: on the line of the present policy, oldest first.
+    producers: the ids of all that were ever seen; who has no heartbeat is away.
+    is_over: the run is finished.
+    """
+
+    name: str
+    config: RunConfig | None
+    redis: RedisSeen | None
+    without_redis: str = ""
+    trainer: Samples | None = None
+    without_trainer: str = ""
+    producers: tuple[str, ...] = ()
+    pauses: Mapping[str, Pauses] = field(default_factory=dict)
+    updates: tuple[Update, ...] = ()
+    evaluations: tuple[EvaluationPoint, ...] = ()
+    is_over: bool = False
+    time_s: float = field(default_factory=time.time)
+
+    @property
+    def newest(self) -> Update | None:
+        return self.updates[-1] if self.updates else None
+
+    @property
+    def recent(self) -> tuple[Update, ...]:
+        return self.updates[-RECENT:]
+
+    @property
+    def is_running(self) -> bool:
+        """Something of it is alive: a trainer or a producer."""
+        seen = self.redis
+        return self.trainer is not None or (seen is not None and bool(seen.has_trainer or seen.heartbeats))
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the last update where that is unusually long; None otherwise."""
+        newest = self.newest
+        if newest is None:
+            return None
+        times = [update.time_s for update in self.recent]
+        usual_s = median(b - a for a, b in pairwise(times)) if len(times) > 2 else 0.0
+        since_s = self.time_s - newest.time_s
+        return since_s if since_s > max(_LONG_S, _LONG_BATCHES * usual_s) else None
+
+    @property
+    def updates_per_s(self) -> float | None:
+        recent = self.recent
+        if len(recent) < 2 or recent[-1].time_s <= recent[0].time_s:
+            return None
+        return (len(recent) - 1) / (recent[-1].time_s - recent[0].time_s)
+
+    @property
+    def shares(self) -> dict[str, float] | None:
+        """Of the trainer's time over the recent batches: `wait`, `step`, `publish`."""
+        spent = {
+            phase: sum(getattr(update, f"{phase}_s") or 0.0 for update in self.recent)
+            for phase in ("wait", "step", "publish")
+        }
+        total_s = sum(spent.values())
+        return {phase: seconds / total_s for phase, seconds in spent.items()} if total_s else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Sampled by all producers, as they say."""
+        return sum(beat.tokens_per_s for beat in self.redis.heartbeats.values()) if self.redis is not None else None
+
+    @property
+    def trained_per_s(self) -> float | None:
+        """Tokens that reached the loss, over the recent batches."""
+        recent, rate = self.recent, self.updates_per_s
+        return rate * sum(update.num_tokens_trained for update in recent) / len(recent) if rate is not None else None
+
+    @property
+    def credit(self) -> int | None:
+        if self.config is not None:
+            return self.config.credit
+        return self.count("penstock_credit_groups")
+
+    @property
+    def num_ready(self) -> int | None:
+        """Groups generated and not settled."""
+        groups_open, prompts_open = self.count("penstock_groups_open"), self.count("penstock_prompts_open")
+        if groups_open is not None and prompts_open is not None:
+            return max(0, groups_open - prompts_open)
+        return self.newest.queue_depth if self.newest is not None else None
+
+    def count(self, name: str) -> int | None:
+        """A gauge of the trainer's endpoint as a whole number."""
+        value = self.trainer.get(name) if self.trainer is not None else None
+        return None if value is None else round(value)

@@ -1,0 +1,82 @@
+"""Numbers, bars and lines of a terminal."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from rich.text import Text
+
+_STEPS = "▁▂▃▄▅▆▇█"
+_BAR = "█"
+NOTHING = "-"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of `values` in at most `width` characters, each the mean of its part; "" for none.
+
+    The lowest is the lowest step, the highest the highest; a course without a difference runs in the middle.
+    """
+    numbers = [value for value in values if math.isfinite(value)]
+    if not numbers or width < 1:
+        return ""
+    count = min(width, len(numbers))
+    edges = [round(n * len(numbers) / count) for n in range(count + 1)]
+    means = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        return _STEPS[3] * count
+    return "".join(_STEPS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)
+
+
+def bar(share: float, width: int) -> str:
+    """At least one character for what is there at all."""
+    return _BAR * (max(1, round(share * width)) if share > 0 else 0)
+
+
+def number(value: float | None) -> str:
+    """Four digits that mean something: `0.9874`, `12,345`, `1.2e-06`."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    size = abs(value)
+    if value == 0 or 1e-3 <= size < 1:
+        return f"{value:.4f}" if value else "0"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def percent(share: float | None) -> str:
+    if share is None:
+        return NOTHING
+    return f"{share:.0%}" if share == 0 or share >= 0.1 else f"{share:.1%}"
+
+
+def count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds * 1e3:,.0f} ms"
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min`, `2.5 h`."""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def moment(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_s))
+
+
+def safe(text: str, limit: int = 200) -> str:
+    """What producers, Redis and files say, which may hold anything: nothing in it steers the terminal."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def joined(parts: Iterable[Text | str]) -> Text:
+    """The parts in one line, without the empty ones."""
+    return Text("  ").join(part if isinstance(part, Text) else Text(part) for part in parts if len(part))

@@ -1,0 +1,265 @@
+"""TensorBoard and Weights & Biases, by what their own packages read back, and sinks that fail."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trainer_bench import KilledError
+
+from consumers.sinks import feeding
+from consumers.sinks.feeding import Sinks, check_sinks
+from consumers.sinks.points import Point, numbers_of
+from schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
+
+OFFLINE = WandbConfig(project="lab", mode="offline")
+
+
+@pytest.fixture
+def errors() -> list[str]:
+    return []
+
+
+def run_config(**metrics: Any) -> RunConfig:
+    return RunConfig(
+        name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), metrics=MetricsConfig(**metrics)
+    )
+
+
+def line(update: int, reward: float) -> dict[str, Any]:
+    return {
+        "update": update,
+        "time_s": 1000.0 + update,
+        "reward": reward,
+        "kl/lag_2-3": None,
+        "num_tokens_trained": 7,
+        "phase_s": {"forward": 0.5},
+        "skipped_reason": None,
+    }
+
+
+def evaluation(update: int, accuracy: float) -> dict[str, Any]:
+    return {"update": update, "time_s": 1000.0 + update, "policy_version": update, "accuracy": accuracy}
+
+
+def wait_for_the_next_second() -> None:
+    """TensorBoard orders its files by their names, which hold the second: no two trainers of a run start in one."""
+    second = int(time.time())
+    while int(time.time()) == second:
+        time.sleep(0.02)
+
+
+def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
+    """(step, value, time) of each point that TensorBoard shows."""
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
+
+
+def read_wandb(folder: Path) -> list[tuple[str, dict[int, dict[str, Any]]]]:
+    """(run id, numbers by step) of each session, oldest first."""
+    datastore = pytest.importorskip("wandb.sdk.internal.datastore")
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    sessions = []
+    for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        store, run_id, history = datastore.DataStore(), "", {}
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = records.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                run_id = record.run.run_id
+            elif record.WhichOneof("record_type") == "history":
+                row = {
+                    each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
+                }
+                history[record.history.step.num] = {k: v for k, v in row.items() if not k.startswith("_")}
+        store.close()
+        sessions.append((run_id, history))
+    return sessions
+
+
+def test_the_numbers_of_a_line_keep_their_names_and_are_nothing_else():
+    assert numbers_of({**line(3, 0.5), "queue": True, "name": "x"}) == {
+        "reward": 0.5,
+        "num_tokens_trained": 7.0,
+        "phase_s/forward": 0.5,
+    }
+
+
+def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
+    pytest.importorskip("tensorboard")
+    config = run_config(tensorboard=True)
+    first = Sinks(config, tmp_path, 0, errors.append)
+    first.evaluation(evaluation(0, 0.1))
+    for update in range(1, 13):
+        first.update(line(update, update / 100))
+        if update in (5, 8, 10):
+            first.evaluation(evaluation(update, update / 10))
+    first.close()
+    wait_for_the_next_second()
+    again = Sinks(config, tmp_path, 8, errors.append)  # from the checkpoint at update 8
+    again.evaluation(evaluation(8, 0.9))
+    for update in range(9, 12):
+        again.update(line(update, 0.5))
+    again.close()
+    points = read_tensorboard(tmp_path / "tensorboard" / "updates", "reward")
+    wanted = [(update, update / 100) for update in range(1, 9)] + [(update, 0.5) for update in range(9, 12)]
+    assert [point[0] for point in points] == [step for step, _ in wanted]
+    assert [point[1] for point in points] == pytest.approx([value for _, value in wanted])
+    assert points[0][2] == 1001.0, "the time is that of the line"
+    accuracies = read_tensorboard(tmp_path / "tensorboard" / "evaluations", "accuracy")
+    assert [(step, pytest.approx(value)) for step, value, _ in accuracies] == [(0, 0.1), (5, 0.5), (8, 0.9)]
+    assert errors == []
+
+
+def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors):
+    pytest.importorskip("wandb")
+    config = run_config(wandb=OFFLINE)
+    for start in (0, 3):
+        opened = Sinks(config, tmp_path, start, errors.append)
+        opened.evaluation(evaluation(start, 0.25))
+        for update in range(start + 1, start + 4):
+            opened.update(line(update, update / 8))
+        opened.evaluation(evaluation(start + 2, 0.75))
+        opened.close()
+    (first_id, first), (second_id, second) = read_wandb(tmp_path)
+    assert first_id == second_id == json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert sorted(first) == [0, 1, 2, 3] and sorted(second) == [3, 4, 5, 6]
+    assert first[0] == {"evaluation/accuracy": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
+    assert first[2] == {"reward": 0.25, "num_tokens_trained": 7, "phase_s/forward": 0.5}
+    assert first[3] == {
+        **first[2], "reward": 0.375,
+        "evaluation/accuracy": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
+    }  # fmt: skip
+    assert errors == []
+
+
+def test_a_batch_that_made_no_update_is_not_written_twice(tmp_path, monkeypatch, errors):
+    written: list[Point] = []
+    fake = SimpleNamespace(write=written.append, close=lambda: None)
+    monkeypatch.setattr(feeding, "_tensorboard", lambda folder, start: fake)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 4, errors.append)
+    for update in (4, 5, 5, 6):
+        opened.update(line(update, 0.5))
+    opened.close()
+    assert [point.update for point in written] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("package", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": OFFLINE})]
+)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)], ids=["not there", "a folder of that name"])
+def test_a_sink_whose_package_is_missing_is_refused_with_the_extra(package, metrics, found, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(ConfigError, match=rf"metrics\.{package} is set: .* pip install 'penstock\[{package}\]'"):
+        check_sinks(MetricsConfig(**metrics))
+    check_sinks(MetricsConfig())
+
+
+def failing(where: str) -> Callable[..., Any]:
+    def open_sink(*_: Any) -> Any:
+        def fail(*_: Any) -> None:
+            raise OSError("no room")
+
+        if where == "open":
+            fail()
+        idle: Callable[..., None] = lambda *_: None  # noqa: E731
+        return SimpleNamespace(write=fail if where == "write" else idle, close=fail if where == "close" else idle)
+
+    return open_sink
+
+
+@pytest.mark.parametrize(("where", "count"), [("open", 1), ("write", 3), ("close", 1)])
+def test_a_sink_that_fails_is_said_once_and_counted(where, count, tmp_path, monkeypatch, caplog, errors):
+    monkeypatch.setattr(feeding, "_tensorboard", failing(where))
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    with caplog.at_level(logging.WARNING):
+        for update in (1, 2, 3):
+            opened.update(line(update, 0.5))
+        opened.close()
+    assert errors == ["tensorboard"] * count
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("metrics.tensorboard: ") and "no room" in message
+
+
+def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
+    release = threading.Event()
+    hung = SimpleNamespace(write=lambda point: release.wait(60), close=lambda: None)
+    monkeypatch.setattr(feeding, "_tensorboard", lambda *_: hung)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "MAX_WAITING", 5)
+    monkeypatch.setattr(feeding, "CLOSE_S", 0.2)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    for update in range(1, 21):
+        opened.update(line(update, 0.5))
+    opened.close()
+    opened.close()
+    release.set()
+    assert 15 <= len(errors) <= 16, "all but those that wait and the one in hand, and the last wait"
+    assert len(caplog.records) == 1 and "does not keep up" in caplog.text
+
+
+@pytest.mark.redis
+def test_a_trainer_killed_and_resumed_leaves_each_update_once_in_both_sinks(bench):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    wait_for_the_next_second()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    second.close()
+    updates = {row["update"]: row["reward"] for row in bench.lines("updates.jsonl")}
+    points = read_tensorboard(bench.folder / "tensorboard" / "updates", "reward")
+    assert {step: pytest.approx(value) for step, value, _ in points} == updates
+    assert [step for step, _, _ in points] == list(range(1, 13))
+    steps = [step for step, *_ in read_tensorboard(bench.folder / "tensorboard" / "evaluations", "accuracy")]
+    assert steps == sorted(set(steps)) and {0, 5, 10, 12} <= set(steps)
+    sessions = read_wandb(bench.folder)
+    assert len({run_id for run_id, _ in sessions}) == 1 and len(sessions) == 2
+    assert {step for _, history in sessions for step, row in history.items() if "reward" in row} == set(range(1, 13))
+    assert bench.metrics.sink_errors.labels("wandb")._value.get() == 0
+
+
+@pytest.mark.redis
+def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
+    pytest.importorskip("tensorboard")
+    bench.overrides = ["metrics.tensorboard=true"]
+    bench.folder.mkdir()
+    (bench.folder / "tensorboard").write_text("in the way")
+    bench.hardy_producer()
+    assert bench.trainer().run()
+    assert bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "tensorboard"}) == 1
+    assert sum("metrics.tensorboard: it cannot be opened" in each.getMessage() for each in caplog.records) == 1
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "run.toml"
+    file.write_text('name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n[metrics.wandb]\nproject = "lab"\n')
+    yield file
+
+
+def test_sinks_are_off_unless_asked_for(run_file):
+    assert load_config(run_file).metrics.wandb == WandbConfig(project="lab")
+    assert MetricsConfig().wandb is None and MetricsConfig().tensorboard is False
+    with pytest.raises(ConfigError, match=r"metrics\.wandb\.mode = 'later': expected one of 'online', 'offline'"):
+        load_config(run_file, ["metrics.wandb.mode=later"])
+    with pytest.raises(ConfigError, match=r"metrics\.wandb\.project = ''"):
+        load_config(run_file, ['metrics.wandb.project=""'])
