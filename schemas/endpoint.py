@@ -1,7 +1,9 @@
 """Where a run's Redis is, and where its processes expose metrics: small files every later command can find."""
 
+import contextlib
 import json
 import os
+import socket
 import ssl
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
@@ -10,6 +12,7 @@ from schemas.config import ConfigError, RunConfig
 
 URL = "REDIS_URL"
 PASSWORD_FILE = "REDIS_PASSWORD_FILE"
+_EVERYWHERE = ("", "0.0.0.0", "::")
 _CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
@@ -124,9 +127,27 @@ def _read_password(file: Path) -> str:
 
 def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
     """Leaves `<run>/metrics/<role>.json` in Prometheus' file_sd format."""
-    file = run_folder / "metrics" / f"{role}.json"
+    file = _target_file(run_folder, role)
     file.parent.mkdir(parents=True, exist_ok=True)
-    target = [{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}]
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(target))
+    partial.write_text(_target(run_folder, role, host, port))
     partial.replace(file)
+
+
+def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
+    """Takes the file away again, so that a process that has ended in good order is not missed. One that a successor has
+    written stays."""
+    file = _target_file(run_folder, role)
+    with contextlib.suppress(OSError):
+        if file.read_text() == _target(run_folder, role, host, port):
+            file.unlink()
+
+
+def _target_file(run_folder: Path, role: str) -> Path:
+    return run_folder / "metrics" / f"{role}.json"
+
+
+def _target(run_folder: Path, role: str, host: str, port: int) -> str:
+    if host in _EVERYWHERE:
+        host = socket.gethostname()  # where others find it, in a container's network too
+    return json.dumps([{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}])

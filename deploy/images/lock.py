@@ -1,0 +1,62 @@
+"""Prints what an image installs, one pin a line: all that the project needs with one of its extras.
+
+The versions are those of a `pip inspect` (of an environment that is known to work) or of a `pip install --report`:
+
+    .venv/bin/python -m pip inspect | .venv/bin/python -m deploy.images.lock cpu > deploy/images/requirements-cpu.txt
+"""
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+BUILD = ("setuptools",)
+"""What installs the project itself, on top of the rest."""
+OF_OLDER_PYTHONS = ('async-timeout==5.0.1; python_full_version < "3.11.3"',)
+"""What redis-py needs on such a one (Debian 12's), wherever this runs."""
+
+
+def pins(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """`name==version` of every package that `roots` lead to, sorted by name.
+
+    A package that is needed and not among `packages` (metadata by canonical name) is left out: the engine's CPU build
+    names some that its environment must not have (see deploy/install.sh).
+    """
+    return sorted(f"{name}=={packages[name]['version']}" for name in set(_closure(roots, packages)))
+
+
+def _closure(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    seen: set[tuple[str, str]] = set()
+    waiting = [(Requirement(root), "") for root in roots]
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in packages or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        yield name
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) not in seen:
+                seen.add((name, wanted))
+                needed = packages[name].get("requires_dist", [])
+                waiting += [(Requirement(text), wanted) for text in needed]
+
+
+def main() -> int:
+    extra = sys.argv[1]
+    report = json.load(sys.stdin)
+    found = report.get("installed") or report["install"]
+    packages: dict[str, Any] = {canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in found}
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    roots = [*project["dependencies"], *project["optional-dependencies"][extra], *BUILD]
+    print("\n".join(sorted([*OF_OLDER_PYTHONS, *pins(roots, packages)])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+#!/bin/sh
+# A producer of run $RUN in a container: `producer.sh RUN.toml [OPTION...]`. Its id is the container's host name and
+# process id. With $TRAINER_GPU every producer of this machine takes a GPU of its own, and none takes that one.
+set -u
+
+: "${RUN:?the name of the run is missing}"
+RUNS=${RUNS:-/runs}
+set -- "$@" --name "$RUN" --runs "$RUNS" --set metrics.host=0.0.0.0
+if [ -n "${TRAINER_GPU:-}" ]; then
+    # The runtime gives a scaled service's containers all the same GPUs. A lock on a file of the shared volume is held
+    # until this process ends, however it ends.
+    locks=${GPU_LOCKS:-/weights}
+    taken=
+    for gpu in $(nvidia-smi --query-gpu=index --format=csv,noheader); do
+        [ "$gpu" != "$TRAINER_GPU" ] || continue
+        exec 9>"$locks/gpu-$gpu.lock"
+        if flock --nonblock 9; then
+            taken=$gpu
+            break
+        fi
+    done
+    if [ -z "$taken" ]; then
+        echo "producer.sh: no GPU is free; expected one for each producer, and GPU $TRAINER_GPU for the trainer" >&2
+        exit 2
+    fi
+    export CUDA_VISIBLE_DEVICES="$taken"
+fi
+exec penstock producer "$@"

@@ -1,0 +1,17 @@
+# Makes the passwords of a run once and hands each part its own. Standard library only.
+FROM docker.io/library/python:3.11.13-slim-bookworm
+
+COPY schemas/__init__.py schemas/keys.py /opt/penstock/schemas/
+COPY deploy/__init__.py /opt/penstock/deploy/
+COPY deploy/security /opt/penstock/deploy/security
+COPY deploy/images/__init__.py deploy/images/hand_out.py /opt/penstock/deploy/images/
+ENV PYTHONPATH=/opt/penstock
+# A new volume takes over owner and mode of the folder that it covers.
+RUN useradd --uid 10001 --create-home penstock \
+    && install --directory --owner=penstock --group=penstock --mode=0700 /secrets \
+    && install --directory --owner=penstock --group=penstock \
+        /handout/redis /handout/producer /handout/trainer /handout/observer
+USER penstock
+# A one-shot: it ends, and its status says whether it went well.
+HEALTHCHECK NONE
+ENTRYPOINT ["python3", "-m", "deploy.images.hand_out"]

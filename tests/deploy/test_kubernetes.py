@@ -1,0 +1,226 @@
+"""deploy/kubernetes: manifests that a cluster takes, and that say the same as the code."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import kustomize
+import pytest
+import redis
+import yaml
+from real_server import RealServer
+
+from deploy.images.hand_out import hand_out
+from deploy.security.acl import acl_file, user_name, user_names
+from producers.loop import FAREWELL_S, GRACE_S
+from schemas.config import MetricsConfig, RunConfig, load_config
+from schemas.endpoint import PASSWORD_FILE, URL
+from schemas.keys import PRODUCERS_GROUP, Keys
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
+OVERLAYS = ("cpu", "gpu")
+VERSIONS = ("1.31", "1.37")
+RUN = "demo"
+
+Objects = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> Path:
+    return KUBERNETES / "overlays" / request.param
+
+
+@pytest.fixture
+def objects(overlay: Path) -> Objects:
+    return {kustomize.identity(each): each for each in kustomize.load(overlay)}
+
+
+@pytest.fixture
+def config(overlay: Path) -> RunConfig:
+    return load_config(overlay / "run.toml")
+
+
+def container(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    return next(each for each in objects[kind, name]["spec"]["template"]["spec"]["containers"])
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container["env"]}
+
+
+def test_every_object_is_one_that_a_cluster_takes(objects: Objects) -> None:
+    for (kind, _), each in objects.items():
+        schema = SCHEMAS / f"{kind}.json"
+        if schema.exists():
+            jsonschema.validate(each, json.loads(schema.read_text()))
+            continue
+        for version in VERSIONS:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_a_field_that_does_not_exist_is_refused(objects: Objects) -> None:
+    for kind, name in (("Deployment", "producer"), ("ScaledObject", "producer"), ("ServiceMonitor", "penstock")):
+        objects[kind, name]["spec"]["minReplicaCounts"] = 1
+        with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+            test_every_object_is_one_that_a_cluster_takes({(kind, name): objects[kind, name]})
+
+
+def test_every_file_is_listed_by_the_kustomization_of_its_folder() -> None:
+    folders = [KUBERNETES / "base", *(KUBERNETES / "overlays" / name for name in OVERLAYS)]
+    for folder in folders:
+        listed = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        names = [name for name in listed["resources"] if not name.startswith("..")]
+        names += [patch["path"] for patch in listed.get("patches", [])]
+        names += [name for each in listed.get("configMapGenerator", []) for name in each["files"]]
+        assert sorted([*names, "kustomization.yaml"]) == sorted(file.name for file in folder.iterdir())
+    assert {path.parent for path in KUBERNETES.rglob("*") if path.is_file()} == set(folders)
+
+
+def test_kubectl_makes_the_same_of_an_overlay(overlay: Path, objects: Objects) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    text = subprocess.run([kubectl, "kustomize", str(overlay)], check=True, capture_output=True, text=True).stdout
+    made = {kustomize.identity(each): each for each in yaml.safe_load_all(text)}
+    (run_file,) = (name for kind, name in made if kind == "ConfigMap")  # with a hash of its content
+
+    def plain(each: dict[str, Any]) -> str:
+        return json.dumps(each, sort_keys=True).replace(run_file, "run-file")
+
+    for each in objects.values():  # one of its labels is put on everything
+        _label(each)
+    assert {plain(each) for each in made.values()} == {plain(each) for each in objects.values()}
+
+
+def _label(each: dict[str, Any]) -> None:
+    spec = each.get("spec", {})
+    holders = [each, *spec.get("volumeClaimTemplates", [])]
+    if each["kind"] != "ConfigMap":
+        holders += [spec["template"]] if isinstance(spec.get("template"), dict) else []
+        for holder in holders:
+            holder["metadata"].setdefault("labels", {})["app.kubernetes.io/part-of"] = "penstock"
+
+
+def test_producers_are_scaled_by_the_stream_and_group_that_the_run_has(objects: Objects, config: RunConfig) -> None:
+    scaled = objects["ScaledObject", "producer"]["spec"]
+    assert ("Deployment", scaled["scaleTargetRef"]["name"]) in objects
+    by_name = {trigger["name"]: trigger["metadata"] for trigger in scaled["triggers"]}
+    assert {metadata["stream"] for metadata in by_name.values()} == {Keys(config.name).prompts}
+    assert by_name["lag"]["consumerGroup"] == PRODUCERS_GROUP
+    assert int(by_name["lag"]["lagCount"]) > 0
+    assert int(by_name["open"]["streamLength"]) == config.producers.groups_in_flight
+    assert "replicas" not in objects["Deployment", "producer"]["spec"]
+    # More producers than the credit can occupy would wait for prompts.
+    assert scaled["maxReplicaCount"] <= -(-config.credit // int(by_name["lag"]["lagCount"]))
+
+
+def test_each_part_has_its_own_user_its_own_password_and_the_runs_name(objects: Objects, config: RunConfig) -> None:
+    assert config.name == RUN
+    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
+        part = container(objects, kind, role)
+        variables = environment(part)
+        assert variables[URL] == f"redis://{user_name(RUN, role)}@redis:6379"
+        assert variables["RUN"] == RUN
+        mount = Path(variables[PASSWORD_FILE])
+        volume = next(each["name"] for each in part["volumeMounts"] if each["mountPath"] == str(mount.parent))
+        volumes = objects[kind, role]["spec"]["template"]["spec"]["volumes"]
+        secret = next(each["secret"]["secretName"] for each in volumes if each["name"] == volume)
+        assert (mount.name, secret) == ("password", f"penstock-{role}")
+    exporter = environment(container(objects, "Deployment", "redis-exporter"))
+    assert exporter["REDIS_USER"] == user_name(RUN, "observer")
+    assert user_name(RUN, "observer") in json.dumps(objects["StatefulSet", "redis"])
+
+
+def test_what_manifests_take_from_secrets_is_what_hand_out_writes(objects: Objects, tmp_path: Path) -> None:
+    hand_out(RUN, tmp_path / "passwords", tmp_path / "handout", "redis:6379")
+    text = json.dumps(list(objects.values()))
+    assert "Secret" not in {kind for kind, _ in objects}  # by reference only
+    for secret, part in (("redis-acl", "redis"), ("producer",) * 2, ("trainer",) * 2, ("observer",) * 2):
+        assert f'"secretName": "penstock-{secret}"' in text
+        assert list((tmp_path / "handout" / part).iterdir())
+    keys = objects["TriggerAuthentication", "redis-observer"]["spec"]["secretTargetRef"]
+    for each in keys:
+        assert each["name"] == "penstock-observer"
+        assert (tmp_path / "handout" / "observer" / each["key"]).is_file()
+    accepted = json.loads((tmp_path / "handout" / "observer" / "exporter.json").read_text())
+    variables = environment(container(objects, "Deployment", "redis-exporter"))
+    assert variables["REDIS_ADDR"] in accepted
+    assert Path(variables["REDIS_PASSWORD_FILE"]).name == "exporter.json"
+
+
+def test_metrics_are_looked_for_where_they_are_served(objects: Objects) -> None:
+    port = MetricsConfig().port
+    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
+        part = container(objects, kind, role)
+        assert part["ports"] == [{"name": "metrics", "containerPort": port}]
+        assert (
+            part["livenessProbe"]["httpGet"]
+            == part["startupProbe"]["httpGet"]
+            == {"path": "/metrics", "port": "metrics"}
+        )
+        service = objects["Service", f"penstock-{role}"]
+        assert service["spec"]["ports"] == [{"name": "metrics", "port": port}]
+        # The job's name, which rules and dashboards know.
+        assert service["metadata"]["labels"]["penstock.dev/job"] == f"penstock-{role}"
+        labels = objects[kind, role]["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+    monitor = objects["ServiceMonitor", "penstock"]["spec"]
+    assert monitor["jobLabel"] == "penstock.dev/job"
+    assert [endpoint["honorLabels"] for endpoint in monitor["endpoints"]] == [True]
+    allowed = objects["NetworkPolicy", "metrics"]["spec"]["ingress"][0]["ports"]
+    assert port in {each["port"] for each in allowed}
+
+
+def test_a_pod_that_is_asked_to_stop_gets_the_time_it_needs(objects: Objects) -> None:
+    producer = objects["Deployment", "producer"]["spec"]["template"]["spec"]
+    assert producer["terminationGracePeriodSeconds"] >= 2 * (GRACE_S + FAREWELL_S)
+    assert objects["Job", "trainer"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 120
+
+
+def test_no_container_is_root_or_may_become_it_and_each_says_what_it_needs(objects: Objects) -> None:
+    for each in objects.values():
+        for part in kustomize.containers(each):
+            pod = each["spec"]["template"]["spec"]
+            assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
+            assert part["securityContext"]["allowPrivilegeEscalation"] is False
+            assert part["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert part["resources"]["requests"].keys() >= {"cpu", "memory"}
+            assert not part["image"].endswith(":latest") and ":" in part["image"]
+
+
+def test_only_the_gpu_overlay_asks_for_gpus_one_for_each(overlay: Path, objects: Objects) -> None:
+    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
+        limits = container(objects, kind, role)["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu") == ("1" if overlay.name == "gpu" else None)
+
+
+@pytest.mark.redis
+def test_the_observer_may_ask_what_keda_asks_and_a_deleted_prompt_hides_no_lag(
+    server_binary: Path, tmp_path: Path
+) -> None:
+    passwords = {name: f"password of {name}" for name in user_names([RUN])}
+    (tmp_path / "users.acl").write_text(acl_file([RUN], passwords))
+    server = RealServer(server_binary, "--aclfile", str(tmp_path / "users.acl"))
+    try:
+
+        def connect(user: str) -> redis.Redis:
+            return redis.Redis(unix_socket_path=str(server.socket), username=user, password=passwords[user], protocol=2)
+
+        prompts = Keys(RUN).prompts
+        with connect("admin") as admin, connect(user_name(RUN, "observer")) as observer:
+            assert "redis_version" in observer.info()
+            entries = [admin.xadd(prompts, {"index": index}) for index in range(5)]
+            assert observer.xlen(prompts) == 5  # before the first producer there is no group
+            admin.xgroup_create(prompts, PRODUCERS_GROUP, id="0")
+            admin.xreadgroup(PRODUCERS_GROUP, "producer", {prompts: ">"}, count=3)
+            admin.xack(prompts, PRODUCERS_GROUP, *entries[:2])
+            admin.xdel(prompts, *entries[:2])
+            (group,) = observer.xinfo_groups(prompts)
+            assert (group["name"], group["lag"], observer.xlen(prompts)) == (PRODUCERS_GROUP.encode(), 2, 3)
+    finally:
+        server.remove()

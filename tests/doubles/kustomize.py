@@ -1,0 +1,58 @@
+"""What `kubectl kustomize` makes of a folder, as far as deploy/kubernetes goes.
+
+Where kubectl is installed, tests/deploy/test_kubernetes.py compares the two.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KNOWN = {"apiVersion", "kind", "resources", "labels", "images", "configMapGenerator", "patches"}
+_NAMED = {"containers", "initContainers", "volumes", "env"}
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """The objects of a kustomization, patched."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert kustomization.keys() <= KNOWN, kustomization.keys() - KNOWN
+    objects: list[dict[str, Any]] = []
+    for resource in kustomization["resources"]:
+        path = folder / resource
+        objects += load(path.resolve()) if path.is_dir() else documents(path)
+    for patch in kustomization.get("patches", []):
+        for change in documents(folder / patch["path"]):
+            index = next(n for n, each in enumerate(objects) if identity(each) == identity(change))
+            objects[index] = _merged(objects[index], change)
+    for generated in kustomization.get("configMapGenerator", []):
+        data = {name: (folder / name).read_text() for name in generated["files"]}
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generated["name"]}, "data": data})
+    images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in kustomization.get("images", [])}
+    for each in objects:
+        for container in containers(each):
+            container["image"] = images.get(container["image"], container["image"])
+    return objects
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(file.read_text()) if document is not None]
+
+
+def identity(each: dict[str, Any]) -> tuple[str, str]:
+    return each["kind"], each["metadata"]["name"]
+
+
+def containers(each: dict[str, Any]) -> list[dict[str, Any]]:
+    """The containers of an object's pods, those that run first included."""
+    pod = each.get("spec", {}).get("template", {}).get("spec", {}) if isinstance(each.get("spec"), dict) else {}
+    return [*pod.get("initContainers", []), *pod.get("containers", [])]
+
+
+def _merged(before: Any, change: Any, key: str = "") -> Any:
+    if isinstance(before, dict) and isinstance(change, dict):
+        return before | {name: _merged(before.get(name), value, name) for name, value in change.items()}
+    if key in _NAMED and isinstance(before, list):
+        by_name = {each["name"]: each for each in before}
+        by_name |= {each["name"]: _merged(by_name.get(each["name"]), each) for each in change}
+        return list(by_name.values())
+    return change
