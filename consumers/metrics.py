@@ -3,13 +3,16 @@
 import errno
 import logging
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Metric as Family
 
-from schemas.config import MetricsConfig
-from schemas.endpoint import register_metrics_port
+from schemas.config import MetricsConfig, RunConfig
+from schemas.endpoint import register_metrics_port, unregister_metrics_port
 from schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
 from schemas.metrics import TrainerMetric as M
 
@@ -22,11 +25,28 @@ _LINE_FLOATS = frozenset(("time_s", *_SECONDS))
 """What a line of updates.jsonl holds in floats beside metrics."""
 
 
-class TrainerMetrics:
-    """Every metric of the trainer under the names of `schemas.metrics.TrainerMetric`."""
+class LabelledRegistry(CollectorRegistry):
+    """A registry that puts the same labels on every sample."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__()
+        self._every = dict(labels)
+
+    def collect(self) -> Iterator[Family]:
+        for family in super().collect():
+            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
+            yield family
+
+
+class TrainerMetrics:
+    """Every metric of the trainer under the names of `schemas.metrics.TrainerMetric`.
+
+    labels: what each of its samples says of this process, such as `run="demo"`.
+    """
+
+    def __init__(self, **labels: str) -> None:
+        self.registry = LabelledRegistry(labels)
+        self._closing = ExitStack()
         self._gauges = {key: self._make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set(math.nan)
@@ -38,6 +58,9 @@ class TrainerMetrics:
         self._tokens_trained = self._make(Counter, M.TOKENS_TRAINED)
         self._tokens_masked = self._make(Counter, M.TOKENS_MASKED)
         self._updates = self._make(Counter, M.UPDATES)
+        self._last_update = self._make(Gauge, M.LAST_UPDATE)
+        self._credit = self._make(Gauge, M.CREDIT)
+        self._lag_bound = self._make(Gauge, M.LAG_BOUND)
         self._optimizer_steps = self._make(Counter, M.OPTIMIZER_STEPS)
         self._steps_skipped = self._make(Counter, M.STEPS_SKIPPED)
         self._seconds = self._make(Histogram, M.STEP_SECONDS)
@@ -45,13 +68,24 @@ class TrainerMetrics:
         self.accuracy.set(math.nan)
         self.groups_settled = self._make(Counter, M.GROUPS_SETTLED)
         self.groups_released = self._make(Counter, M.GROUPS_RELEASED)
+        self.groups_open = self._make(Gauge, M.GROUPS_OPEN)
         self.groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)
         self.duplicates = self._make(Counter, M.DUPLICATES)
         self.prompts_open = self._make(Gauge, M.PROMPTS)
         self.weight_bytes = self._make(Counter, M.WEIGHT_BYTES)
         self.parity_alert = self._make(Gauge, M.PARITY_ALERT)
+        self.mismatch_band = self._make(Gauge, M.MISMATCH_BAND)
+        self.mismatch_mean = self._make(Gauge, M.MISMATCH_MEAN)
+        self.mismatch_mean.set(math.nan)
         self.checkpoint_seconds = self._make(Histogram, M.CHECKPOINT_SECONDS)
         self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
+        self.sink_errors = self._make(Counter, M.SINK_ERRORS)
+
+    def begin(self, config: RunConfig) -> None:
+        """Takes over what the run file fixes. From now on there is a time to count from to the next update."""
+        self._credit.set(config.credit)
+        self._lag_bound.set(config.lag_bound)
+        self._last_update.set_to_current_time()
 
     def record(self, line: dict[str, Any]) -> None:
         """Takes over one line of updates.jsonl. A number that this line has not is taken back, not left as it was."""
@@ -67,6 +101,7 @@ class TrainerMetrics:
         self._tokens_masked.labels("lag").inc(line["num_tokens_masked_lag"])
         self._tokens_masked.labels("correction").inc(line["num_tokens_rejected"])
         self._updates.inc()
+        self._last_update.set(line["time_s"])
         self._optimizer_steps.inc(line["num_optimizer_steps"])
         for reason, num_steps in line["steps_skipped"].items():
             self._steps_skipped.labels(reason).inc(num_steps)
@@ -96,17 +131,28 @@ class TrainerMetrics:
         """Serves `/metrics` on the first free port from `config.port` on; returns the port."""
         for port in range(config.port, config.port + (PORTS_TO_TRY if config.port else 1)):
             try:
-                server, _ = start_http_server(port, addr=config.host, registry=self.registry)
+                server, thread = start_http_server(port, addr=config.host, registry=self.registry)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 continue
             port = server.server_port
             register_metrics_port(run_folder, "trainer", config.host, port)
+            self._closing.callback(thread.join)
+            self._closing.callback(server.server_close)
+            self._closing.callback(server.shutdown)
+            self._closing.callback(unregister_metrics_port, run_folder, "trainer", config.host, port)
             log.info("metrics at http://%s:%d/metrics", config.host, port)
             return port
         raise OSError(f"metrics.port = {config.port}: {PORTS_TO_TRY} ports from there are in use")
 
+    def close(self) -> None:
+        """Ends the serving, if there is one."""
+        self._closing.close()
+
     def _make(self, kind: Any, metric: Metric) -> Any:
         options = {"buckets": metric.buckets} if metric.buckets else {}
-        return kind(metric.name, metric.help, metric.labels, registry=self.registry, **options)
+        made = kind(metric.name, metric.help, metric.labels, registry=self.registry, **options)
+        for value in metric.values:
+            made.labels(value)
+        return made

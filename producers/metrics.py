@@ -1,10 +1,12 @@
 """What a producer counts, for Prometheus."""
 
 import logging
+from collections.abc import Iterator, Mapping
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Metric as Family
 
 from schemas.config import ConfigError, MetricsConfig
 from schemas.metrics import Metric, ProducerMetric
@@ -14,11 +16,27 @@ log = logging.getLogger(__name__)
 PORTS_TRIED = 256
 
 
-class ProducerMetrics:
-    """Every `ProducerMetric` in a registry of its own, so that several producers fit one process."""
+class LabelledRegistry(CollectorRegistry):
+    """A registry that puts the same labels on every sample."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__()
+        self._every = dict(labels)
+
+    def collect(self) -> Iterator[Family]:
+        for family in super().collect():
+            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
+            yield family
+
+
+class ProducerMetrics:
+    """Every `ProducerMetric` in a registry of its own, so that several producers fit one process.
+
+    labels: what each of its samples says of this process, such as `run="demo", producer="producer-0"`.
+    """
+
+    def __init__(self, **labels: str) -> None:
+        self.registry = LabelledRegistry(labels)
         self.tokens_generated = self._counter(ProducerMetric.TOKENS_GENERATED)
         self.groups_appended = self._counter(ProducerMetric.GROUPS_APPENDED)
         self.evaluations_appended = self._counter(ProducerMetric.EVALUATIONS_APPENDED)
@@ -71,7 +89,10 @@ class ProducerMetrics:
             thread.join()
 
     def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        counter = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        for value in metric.values:
+            counter.labels(value)
+        return counter
 
     def _gauge(self, metric: Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)

@@ -4,10 +4,14 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
+    """values: those of the label that are known beforehand. They are served from the start, as 0: a rate over a series
+    that begins at its first event does not see that event."""
+
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 LAG_LABELS = ("0", "1", "2-3", "4-7", "8+")
@@ -19,7 +23,9 @@ STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0
 
 class ProducerMetric:
     TOKENS_GENERATED = Metric("penstock_tokens_generated_total", "Tokens sampled")
-    GROUPS_APPENDED = Metric("penstock_groups_appended_total", "Groups appended to the rollout stream", ("kind",))
+    GROUPS_APPENDED = Metric(
+        "penstock_groups_appended_total", "Groups appended to the rollout stream", ("kind",), values=("group", "dead")
+    )
     EVALUATIONS_APPENDED = Metric("penstock_evaluations_appended_total", "Evaluation groups answered")
     IN_FLIGHT = Metric("penstock_groups_in_flight", "Groups being generated now")
     POLICY_VERSION = Metric("penstock_producer_policy_version", "Policy version held by the engine")
@@ -29,10 +35,22 @@ class ProducerMetric:
         "penstock_weight_prefetch_seconds", "Time to read and verify weights while sampling", (), PAUSE_BUCKETS
     )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights loaded")
-    WEIGHT_LOADS = Metric("penstock_weight_loads_total", "Weight updates by result", ("result",))
-    STREAM_ERRORS = Metric("penstock_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
+    WEIGHT_LOADS = Metric(
+        "penstock_weight_loads_total", "Weight updates by result", ("result",), values=("loaded", "failed")
+    )
+    STREAM_ERRORS = Metric(
+        "penstock_stream_errors_total",
+        "Redis commands that failed, by kind",
+        ("kind",),
+        values=("connection", "timeout", "oom", "response"),
+    )
     REWARD_ERRORS = Metric("penstock_reward_errors_total", "Groups whose reward raised or was not finite")
-    AGENT_ROLLOUTS = Metric("penstock_agent_rollouts_total", "Rollouts of agents that ended, by outcome", ("outcome",))
+    AGENT_ROLLOUTS = Metric(
+        "penstock_agent_rollouts_total",
+        "Rollouts of agents that ended, by outcome",
+        ("outcome",),
+        values=("finished", "dead"),
+    )
     AGENT_ROLLOUTS_OPEN = Metric("penstock_agent_rollouts_open", "Rollouts of agents that are open")
     AGENT_CALLS_RUNNING = Metric("penstock_agent_calls_running", "Calls of agents that are being answered")
     AGENT_CALLS = Metric(
@@ -56,21 +74,46 @@ class TrainerMetric:
     TOKEN_LAG = Metric("penstock_token_lag_steps", "Lag of sampled tokens at consumption", (), TOKEN_LAG_BUCKETS)
     TOKENS_TRAINED = Metric("penstock_tokens_trained_total", "Sampled tokens that reached the loss unmasked")
     TOKENS_MASKED = Metric(
-        "penstock_tokens_masked_total", "Sampled tokens masked: beyond the lag bound, or by the correction", ("reason",)
+        "penstock_tokens_masked_total",
+        "Sampled tokens masked: beyond the lag bound, or by the correction",
+        ("reason",),
+        values=("lag", "correction"),
     )
-    GROUPS_SETTLED = Metric("penstock_groups_settled_total", "Released indexes settled, by outcome", ("outcome",))
+    GROUPS_SETTLED = Metric(
+        "penstock_groups_settled_total",
+        "Released indexes settled, by outcome",
+        ("outcome",),
+        values=("trained", "skipped", "dead"),
+    )
     GROUPS_RELEASED = Metric("penstock_groups_released_total", "Indexes released for the first time")
     GROUPS_RELEASED_AGAIN = Metric(
-        "penstock_groups_released_again_total", "Indexes released again, by reason", ("reason",)
+        "penstock_groups_released_again_total",
+        "Indexes released again, by reason",
+        ("reason",),
+        values=("lost", "stale", "requeued"),
     )
+    CREDIT = Metric("penstock_credit_groups", "The most groups that may be released and not settled")
+    GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled")
+    LAG_BOUND = Metric("penstock_lag_bound_steps", "Tokens of a larger lag are masked")
     DUPLICATES = Metric("penstock_duplicates_dropped_total", "Groups dropped since their index was settled or in hand")
     UPDATES = Metric("penstock_updates_total", "Batches consumed")
     OPTIMIZER_STEPS = Metric("penstock_optimizer_steps_total", "Optimizer steps taken")
-    STEPS_SKIPPED = Metric("penstock_steps_skipped_total", "Optimizer steps not taken, by reason", ("reason",))
+    LAST_UPDATE = Metric(
+        "penstock_last_update_timestamp_seconds",
+        "Unix time of the last batch consumed, at first of the trainer's start",
+    )
+    STEPS_SKIPPED = Metric(
+        "penstock_steps_skipped_total",
+        "Optimizer steps not taken, by reason",
+        ("reason",),
+        values=("loss is not finite", "gradient norm is not finite", "nothing left to train"),
+    )
     ACCURACY = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts")
     PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended")
     OBJECTIVE = Metric("penstock_objective", "What the objective reports beyond the metrics named here", ("name",))
-    STEP_SECONDS = Metric("penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS)
+    STEP_SECONDS = Metric(
+        "penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS, values=("wait", "step", "publish")
+    )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published")
     CHECKPOINT_SECONDS = Metric(
         "penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS
@@ -78,7 +121,18 @@ class TrainerMetric:
     PARITY_ALERT = Metric(
         "penstock_trainer_parity_alert", "1 while the gap between engine and trainer at lag 0 is outside its tolerance"
     )
+    MISMATCH_MEAN = Metric(
+        "penstock_mismatch_lag0_mean_nats",
+        "Gap between engine and trainer at lag 0, mean over the last 8 batches with one",
+    )
+    MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
     STREAM_ERRORS = Metric("penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
+    SINK_ERRORS = Metric(
+        "penstock_sink_errors_total",
+        "Failures of TensorBoard or Weights & Biases to take a run's numbers",
+        ("sink",),
+        values=("tensorboard", "wandb"),
+    )
 
 
 def prometheus_name(key: str) -> str:

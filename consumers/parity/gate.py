@@ -138,6 +138,8 @@ class Alert:
         self.band = self._tolerance
         self._gaps: deque[float] = deque(maxlen=WINDOW)
         self._on_change = on_change
+        self.gap = math.nan
+        """The mean over the last `WINDOW` batches that have one; NaN before the first."""
         self.is_raised = False
         on_change(False)
 
@@ -151,7 +153,7 @@ class Alert:
         if math.isnan(newest):
             return
         self._gaps.append(newest)
-        gap = fmean(self._gaps)
+        self.gap = gap = fmean(self._gaps)
         if (gap > self.band) == self.is_raised:
             return
         self.is_raised = not self.is_raised

@@ -1,8 +1,10 @@
 """What the trainer serves at /metrics, from lines as the trainer writes them."""
 
+import json
 import math
 import shutil
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from prometheus_client import generate_latest
 
 from consumers.diagnostics import MismatchSums
 from consumers.metrics import TrainerMetrics
-from schemas.config import MetricsConfig
+from schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig
 from schemas.metrics import (
     LAG_LABELS,
     TRAINER_GAUGES,
@@ -143,6 +145,57 @@ def test_counters_add_up_over_batches(metrics: TrainerMetrics) -> None:
     assert value("penstock_updates_total") == 2
     assert value("penstock_token_lag_steps_sum") == 16
     assert value("penstock_token_lag_steps_bucket", {"le": "1.0"}) == 6
+
+
+def test_labels_of_the_process_are_on_every_sample_beside_its_own() -> None:
+    metrics = TrainerMetrics(run="demo")
+    metrics.record(line(**diagnostics([0, 5])))
+    value = metrics.registry.get_sample_value
+    assert value("penstock_reward", {"run": "demo"}) == 0.5
+    assert value("penstock_tokens_masked_total", {"run": "demo", "reason": "lag"}) == 1
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert {sample.labels["run"] for sample in samples} == {"demo"}
+
+
+def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metrics: TrainerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    for outcome in ("trained", "skipped", "dead"):
+        assert value("penstock_groups_settled_total", {"outcome": outcome}) == 0
+    assert value("penstock_steps_skipped_total", {"reason": "loss is not finite"}) == 0
+    assert value("penstock_step_seconds_count", {"phase": "wait"}) == 0
+
+
+def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: TrainerMetrics, model_folder: Path) -> None:
+    config = RunConfig(
+        name="demo",
+        model=ModelConfig(path=str(model_folder)),
+        environment=Plug(path="a:B"),
+        groups_per_step=4,
+        max_lag=1,
+    )
+    value = metrics.registry.get_sample_value
+    before_s = time.time()
+    metrics.begin(config)
+    assert before_s <= value("penstock_last_update_timestamp_seconds") <= time.time()
+    assert (value("penstock_lag_bound_steps"), value("penstock_credit_groups")) == (1, 8)
+    metrics.record(line(time_s=1e9))
+    assert value("penstock_last_update_timestamp_seconds") == 1e9
+
+
+def test_a_trainer_that_ends_takes_its_address_away_and_leaves_its_successors(
+    metrics: TrainerMetrics, tmp_path: Path
+) -> None:
+    port, file = metrics.serve(MetricsConfig(port=0), tmp_path), tmp_path / "metrics" / "trainer.json"
+    assert json.loads(file.read_text())[0]["targets"] == [f"127.0.0.1:{port}"]
+    metrics.close()
+    assert not file.exists()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+    predecessor = TrainerMetrics()
+    predecessor.serve(MetricsConfig(port=0), tmp_path)
+    file.write_text("of the successor")
+    predecessor.close()
+    assert file.read_text() == "of the successor"
 
 
 def test_every_metric_of_the_trainer_is_served(metrics: TrainerMetrics, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_refused_run_that_is_resumed_is_refused_again(invented):
 
 def test_a_warning_trains_and_raises_the_alert(invented, caplog, monkeypatch):
     metrics = TrainerMetrics()
-    monkeypatch.setattr(entry, "TrainerMetrics", lambda: metrics)
+    monkeypatch.setattr(entry, "TrainerMetrics", lambda **labels: metrics)
     assert train(invented, "warn") == 0
     assert "engine and trainer disagree, trained all the same" in caplog.text
     assert caplog.text.count("parity alert:") == 1

@@ -1,21 +1,33 @@
-"""The page of metrics names every metric there is, and no other."""
+"""The page of metrics: its reference is what the processes serve, and its prose names every metric and no other."""
 
 import re
-from pathlib import Path
 
 import torch
 
 from consumers.diagnostics import mismatch_metrics
+from deploy.metrics_reference import (
+    BEGIN,
+    PAGE,
+    producer_metrics,
+    trainer_metrics,
+    unit_of,
+    with_reference,
+)
 from schemas.metrics import TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, ProducerMetric, TrainerMetric
-
-PAGE = Path(__file__).parents[2] / "deploy" / "docs" / "metrics.md"
 
 
 def rows() -> list[list[str]]:
-    """The cells of every row of the page's tables but their heads."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    """The cells of every row of the prose's tables but their heads."""
+    prose, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    lines = prose.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     return [row for row in cells if not row[0].startswith("in ")]
+
+
+def declared() -> list[Metric]:
+    classes = (ProducerMetric, TrainerMetric)
+    found = [value for kind in classes for value in vars(kind).values() if isinstance(value, Metric)]
+    return [*found, *TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()]
 
 
 def by_key() -> dict[str, str]:
@@ -28,17 +40,38 @@ def by_key() -> dict[str, str]:
     return found
 
 
-def test_the_page_names_every_metric_and_its_labels_and_no_other() -> None:
-    classes = (ProducerMetric, TrainerMetric)
-    declared = [value for kind in classes for value in vars(kind).values() if isinstance(value, Metric)]
-    declared += [*TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()]
+def test_the_reference_on_the_page_is_what_the_code_says() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_reference(page), "run `python -m deploy.metrics_reference`"
+
+
+def test_the_reference_holds_every_metric_that_is_declared_with_the_type_that_is_served() -> None:
+    found = [*trainer_metrics(), *producer_metrics()]
+    assert sorted(one.metric.name for one in found) == sorted(metric.name for metric in declared())
+    types = {one.metric.name: one.type for one in found}
+    assert types["penstock_updates_total"] == "counter"
+    assert types["penstock_weight_pause_seconds"] == "histogram"
+    assert types["penstock_chi2_by_lag"] == "gauge"
+    text = PAGE.read_text(encoding="utf-8")
+    assert "| `penstock_weight_loads_total` | counter | `result`: loaded, failed |" in text
+    assert "| `penstock_mismatch_lag0_nats` | gauge |  | nats |" in text
+
+
+def test_units_are_read_off_the_names() -> None:
+    units = [unit_of(f"penstock_{name}") for name in ("a_seconds", "b_bytes_total", "c_frac_by_lag", "d", "e_total")]
+    assert units == ["s", "B", "share", "", ""]
+
+
+def test_the_prose_names_every_metric_its_labels_and_their_values_and_no_other() -> None:
     named = [re.findall(r"`(penstock_\w+)", row[0] if len(row) == 3 else row[1]) for row in rows()]
     assert all(len(names) == 1 for names in named)
-    assert sorted(name for names in named for name in names) == sorted(metric.name for metric in declared)
-    text = PAGE.read_text(encoding="utf-8")
-    for metric in declared:
+    assert sorted(name for names in named for name in names) == sorted(metric.name for metric in declared())
+    lines = {name: " | ".join(row) for (name,), row in zip(named, rows(), strict=True)}
+    for metric in declared():
         if metric.labels and not metric.name.endswith("_by_lag"):
-            assert f"`{metric.name}{{{metric.labels[0]}" in text, metric.name
+            assert f"`{metric.name}{{{metric.labels[0]}" in lines[metric.name], metric.name
+        for value in metric.values:
+            assert f"`{value}`" in lines[metric.name], f"{metric.name}: {value}"
 
 
 def test_the_page_maps_each_name_as_the_trainer_does() -> None:

@@ -1,0 +1,297 @@
+"""Flow: who waits for whom."""
+
+from typing import Any
+
+from deploy.grafana.layout import Row, make_dashboard
+from deploy.grafana.panels import Limit, Query, stat, states, timeseries
+
+TOKENS_PER_S = "suffix: tokens/s"
+GROUPS = "suffix: groups"
+
+
+def dashboard() -> dict[str, Any]:
+    return make_dashboard(
+        "penstock-flow",
+        "Penstock / Flow",
+        "Who waits for whom: producers, queue, trainer, Redis.",
+        [_glance(), _queue(), _producers(), _trainer(), _redis()],
+    )
+
+
+def _glance() -> Row:
+    return Row(
+        "At a glance",
+        [
+            stat(
+                "Waited for",
+                "The bottleneck. producers: the trainer waits a fifth of its time or more. weight updates: so it does, "
+                "and producers are paused three tenths of theirs. trainer: it never waits, and four fifths of the "
+                "credit are groups waiting for it. nobody: neither.",
+                Query('penstock:bottleneck{run="$run"} == 1', "{{part}}"),
+                unit="none",
+                base="blue",
+                name_only=True,
+                no_value="no batch in 5 min",
+            ),
+            stat(
+                "Trainer busy",
+                "Share of the trainer's time spent on optimizer steps and on publishing weights, over five minutes.",
+                Query('1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}', "busy"),
+                unit="percentunit",
+                limits=[Limit(0.5, "orange"), Limit(0.8, "green")],
+                base="red",
+            ),
+            stat(
+                "Queue",
+                "Groups that are generated and not settled, as a share of the credit. At 100 % producers stand idle.",
+                Query('penstock:queue_fill:ratio{run="$run"}', "queue"),
+                unit="percentunit",
+                limits=[Limit(0.8, "orange"), Limit(0.95, "red")],
+            ),
+            stat(
+                "Since the last update",
+                "Time since the trainer consumed a batch; before the first one, since it started.",
+                Query('time() - max(penstock_last_update_timestamp_seconds{run="$run"})', "age"),
+                unit="s",
+                limits=[Limit(120, "orange"), Limit(600, "red")],
+            ),
+            stat(
+                "Producers",
+                "Producers that can be scraped.",
+                Query('count(penstock_producer_policy_version{run="$run"})', "producers"),
+                unit="none",
+                base="blue",
+                no_value="0",
+            ),
+            stat(
+                "Alerts firing",
+                "Alerts of this run, and of targets that cannot be scraped. The runbook says what to do.",
+                Query(
+                    'count(ALERTS{alertstate="firing", alertname=~"Penstock.*", run=~"$run|"}) or vector(0)', "alerts"
+                ),
+                unit="none",
+                limits=[Limit(1, "red")],
+            ),
+        ],
+    )
+
+
+def _queue() -> Row:
+    return Row(
+        "Queue and credit",
+        [
+            timeseries(
+                "Groups by place",
+                "Every released group is with the producers (queued or in generation) or waits for the trainer; both "
+                "together reach the credit while there is work. All waiting: the trainer is too slow. None: "
+                "producers are.",
+                [
+                    Query('max(penstock_prompts_open{run="$run"})', "with producers"),
+                    Query(
+                        'max(penstock_groups_open{run="$run"} - penstock_prompts_open{run="$run"})',
+                        "waiting for the trainer",
+                    ),
+                    Query('max(penstock_credit_groups{run="$run"})', "credit"),
+                ],
+                unit=GROUPS,
+                minimum=0,
+                colours={"credit": "red"},
+                dashed=["credit"],
+            ),
+            timeseries(
+                "Groups settled",
+                "Trained; skipped, since all siblings have one reward; or dead. Many skipped: tasks are too easy or "
+                "too hard. Any dead: `penstock dead list`.",
+                [
+                    Query(
+                        'sum by (outcome) (rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))',
+                        "{{outcome}}",
+                    )
+                ],
+                unit="suffix: groups/s",
+                minimum=0,
+                stacked=True,
+                colours={"trained": "green", "skipped": "blue", "dead": "red"},
+            ),
+            states(
+                "Waited for, over time",
+                "The bottleneck, as at the top.",
+                Query('penstock:bottleneck{run="$run"}', "{{part}}"),
+                on="waited for",
+            ),
+        ],
+    )
+
+
+def _producers() -> Row:
+    return Row(
+        "Producers",
+        [
+            timeseries(
+                "Tokens per second",
+                "Tokens sampled by each producer. One far below the others has a slower machine or is paused more.",
+                [Query('penstock:tokens_generated:rate1m{run="$run"}', "{{producer}}")],
+                unit=TOKENS_PER_S,
+                minimum=0,
+                stacked=True,
+            ),
+            timeseries(
+                "In flight",
+                "Groups and evaluations being generated. 0: no prompts to claim (the credit is used up), or a policy "
+                "past the lag bound.",
+                [Query('max by (producer) (penstock_groups_in_flight{run="$run"})', "{{producer}}")],
+                unit=GROUPS,
+                minimum=0,
+            ),
+            timeseries(
+                "Policy behind",
+                "Optimizer steps between the policy announced and the one a producer samples with. Above the bound it "
+                "claims nothing.",
+                [
+                    Query('max by (producer) (penstock_producer_policy_behind_steps{run="$run"})', "{{producer}}"),
+                    Query('max(penstock_lag_bound_steps{run="$run"})', "lag bound"),
+                ],
+                unit="suffix: steps",
+                minimum=0,
+                colours={"lag bound": "red"},
+                dashed=["lag bound"],
+            ),
+            timeseries(
+                "Paused",
+                "Share of the time in which a producer samples nothing because it takes new weights.",
+                [Query('penstock:producer_paused:ratio_rate5m{run="$run"}', "{{producer}}")],
+                unit="percentunit",
+                limits=[Limit(0.3, "red")],
+                minimum=0,
+            ),
+            timeseries(
+                "A pause",
+                "How long one weight update keeps a producer from sampling.",
+                [
+                    Query(
+                        f"histogram_quantile({quantile}, sum by (le) "
+                        '(rate(penstock_weight_pause_seconds_bucket{run="$run"}[$__rate_interval])))',
+                        name,
+                    )
+                    for quantile, name in ((0.5, "median"), (0.99, "99 of 100 are shorter"))
+                ],
+                unit="s",
+                limits=[Limit(2, "red")],
+                minimum=0,
+            ),
+            timeseries(
+                "Weight updates",
+                "Weights loaded and loads that failed. A failure leaves the policy of before in service.",
+                [
+                    Query(
+                        'sum by (result) (rate(penstock_weight_loads_total{run="$run"}[$__rate_interval]))',
+                        "{{result}}",
+                    )
+                ],
+                unit="suffix: loads/s",
+                minimum=0,
+                colours={"loaded": "green", "failed": "red"},
+            ),
+        ],
+    )
+
+
+def _trainer() -> Row:
+    return Row(
+        "Trainer",
+        [
+            timeseries(
+                "The trainer's time",
+                "Share of its time: waiting for rollouts, optimizer steps, publishing weights.",
+                [
+                    Query(
+                        'sum by (phase) (rate(penstock_step_seconds_sum{run="$run"}[$__rate_interval])) '
+                        "/ on () group_left () "
+                        '(sum(rate(penstock_step_seconds_sum{run="$run"}[$__rate_interval])) > 0)',
+                        "{{phase}}",
+                    )
+                ],
+                unit="percentunit",
+                minimum=0,
+                maximum=1,
+                stacked=True,
+                colours={"wait": "orange", "step": "green", "publish": "blue"},
+                width=6,
+            ),
+            timeseries(
+                "Tokens: generated, trained, masked",
+                "What is generated and neither trained nor masked is in groups without reward variance, or in the "
+                "queue.",
+                [
+                    Query('sum(penstock:tokens_generated:rate1m{run="$run"})', "generated"),
+                    Query('penstock:tokens_trained:rate1m{run="$run"}', "trained"),
+                    Query(
+                        'sum by (reason) (rate(penstock_tokens_masked_total{run="$run"}[$__rate_interval]))',
+                        "masked: {{reason}}",
+                    ),
+                ],
+                unit=TOKENS_PER_S,
+                minimum=0,
+                width=6,
+            ),
+            timeseries(
+                "Updates",
+                "Batches consumed.",
+                [Query('sum(rate(penstock_updates_total{run="$run"}[$__rate_interval]))', "updates")],
+                unit="suffix: updates/s",
+                minimum=0,
+                width=6,
+            ),
+            timeseries(
+                "A checkpoint",
+                "Time to write and commit one, mean since the trainer's start.",
+                [
+                    Query(
+                        'max(penstock_checkpoint_seconds_sum{run="$run"} '
+                        '/ (penstock_checkpoint_seconds_count{run="$run"} > 0))',
+                        "mean",
+                    )
+                ],
+                unit="s",
+                minimum=0,
+                width=6,
+            ),
+        ],
+    )
+
+
+def _redis() -> Row:
+    return Row(
+        "Redis",
+        [
+            timeseries(
+                "Memory",
+                "From redis_exporter. The trainer commits early at 70 % of the limit, which makes room; at the limit "
+                "producers are refused. The server may hold other runs as well.",
+                [
+                    Query("max by (instance) (redis_memory_used_bytes)", "used, {{instance}}"),
+                    Query("max by (instance) (redis_memory_max_bytes) > 0", "limit, {{instance}}"),
+                ],
+                unit="bytes",
+                minimum=0,
+                width=12,
+            ),
+            timeseries(
+                "Failed commands",
+                "Of producers by kind, and of the trainer by class of error. Each is repeated; many make a bad link.",
+                [
+                    Query(
+                        'sum by (kind) (rate(penstock_stream_errors_total{run="$run"}[$__rate_interval]))',
+                        "producers: {{kind}}",
+                    ),
+                    Query(
+                        'sum by (kind) (rate(penstock_trainer_stream_errors_total{run="$run"}[$__rate_interval]))',
+                        "trainer: {{kind}}",
+                    ),
+                ],
+                unit="suffix: errors/s",
+                minimum=0,
+                width=12,
+            ),
+        ],
+    )

@@ -1,0 +1,187 @@
+"""Off-policy: how old the data are, and what that and the engine do to them."""
+
+from typing import Any
+
+from deploy.grafana.layout import Row, make_dashboard
+from deploy.grafana.panels import Limit, Query, by_lag, heatmap, timeseries
+
+
+def dashboard() -> dict[str, Any]:
+    return make_dashboard(
+        "penstock-off-policy",
+        "Penstock / Off-policy",
+        "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
+        [_lag(), _whole(), _by_lag()],
+    )
+
+
+def _last(metric: str, legend: str) -> Query:
+    return Query(f'max({metric}{{run="$run"}})', legend)
+
+
+def _lag() -> Row:
+    return Row(
+        "Lag",
+        [
+            heatmap(
+                "Tokens by lag",
+                "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where "
+                "the upper ones darken, rollouts wait longer.",
+                Query(
+                    'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))', "{{le}}"
+                ),
+                unit="short",
+                axis="lag, at most",
+                width=12,
+            ),
+            timeseries(
+                "Lag",
+                "Of the tokens consumed, with the bound beyond which they are masked.",
+                [
+                    *(
+                        Query(
+                            f"histogram_quantile({quantile}, sum by (le) "
+                            '(rate(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval])))',
+                            name,
+                        )
+                        for quantile, name in ((0.5, "median"), (0.99, "99 of 100 are younger"))
+                    ),
+                    _last("penstock_lag_bound_steps", "bound"),
+                ],
+                unit="suffix: steps",
+                minimum=0,
+                colours={"bound": "red"},
+                dashed=["bound"],
+                width=6,
+                height=10,
+            ),
+            timeseries(
+                "Tokens beyond the bound",
+                "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
+                [Query('penstock:tokens_beyond_bound:ratio_rate5m{run="$run"}', "masked for lag")],
+                unit="percentunit",
+                limits=[Limit(0.1, "red")],
+                minimum=0,
+                width=6,
+                height=10,
+            ),
+        ],
+    )
+
+
+def _whole() -> Row:
+    return Row(
+        "The whole batch",
+        [
+            timeseries(
+                "Effective sample size",
+                "Share of the tokens that still count, by the ratios as they are and by the weights applied. What lies "
+                "between the two is what truncation hides. A slide comes before a collapse.",
+                [
+                    _last("penstock_ess_fraction", "before truncation"),
+                    _last("penstock_applied_ess_fraction", "applied"),
+                ],
+                unit="percentunit",
+                minimum=0,
+                maximum=1,
+                limits=[Limit(0.3, "green")],
+                base="red",
+            ),
+            timeseries(
+                "χ²",
+                "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal.",
+                [_last("penstock_chi2", "tokens"), _last("penstock_rollout_correction_chi2_seq", "rows")],
+                unit="short",
+                limits=[Limit(1, "red")],
+            ),
+            timeseries(
+                "Mismatch at lag 0",
+                "Mean gap between the engine's and the trainer's logprobs of fresh tokens, over the last 8 batches "
+                "that had some: the engine alone, no drift. Above the band there is an alert.",
+                [_last("penstock_mismatch_lag0_mean_nats", "gap"), _last("penstock_mismatch_lag0_band_nats", "band")],
+                unit="sci",
+                log_scale=True,
+                colours={"band": "red"},
+                dashed=["band"],
+            ),
+        ],
+    )
+
+
+def _by_lag() -> Row:
+    return Row(
+        "By lag: bucket 0 is the engine, what grows from there is drift",
+        [
+            by_lag(
+                "Effective sample size by lag",
+                "Which ages of data have stopped to count. Alerts below 30 %.",
+                "penstock_ess_fraction_by_lag",
+                unit="percentunit",
+                minimum=0,
+                maximum=1,
+                limits=[Limit(0.3, "green")],
+                base="red",
+            ),
+            by_lag(
+                "χ² by lag",
+                "Above 1 a token of that age brings more noise than signal: shorten the lag or tighten the schedule.",
+                "penstock_chi2_by_lag",
+                unit="short",
+                limits=[Limit(1, "red")],
+            ),
+            by_lag(
+                "KL by lag",
+                "k3 estimate per token, in nats. Rising at lag 0: the engine. Rising with lag: too much is learned per "
+                "step for data this old.",
+                "penstock_k3_kl_by_lag",
+                unit="suffix: nats",
+                minimum=0,
+            ),
+            by_lag(
+                "Weight applied by lag",
+                "Mean importance weight after the correction. One that falls with lag is the correction trusting old "
+                "tokens less.",
+                "penstock_weight_mean_by_lag",
+                unit="short",
+                minimum=0,
+            ),
+            by_lag(
+                "Masked by lag",
+                "Share of the tokens within the bound that the correction rejects. None under truncation.",
+                "penstock_masked_frac_by_lag",
+                unit="percentunit",
+                minimum=0,
+                limits=[Limit(0.5, "red")],
+            ),
+            by_lag(
+                "Corrected by lag",
+                "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
+                "penstock_corrected_frac_by_lag",
+                unit="percentunit",
+                minimum=0,
+                limits=[Limit(0.5, "red")],
+            ),
+            by_lag(
+                "Tokens by lag",
+                "Tokens of the last batch. Few tokens make noisy numbers in the panels beside.",
+                "penstock_num_tokens_by_lag",
+                unit="short",
+                minimum=0,
+                stacked=True,
+                width=12,
+            ),
+            timeseries(
+                "Masked by the sign of the advantage",
+                "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: "
+                "with only good answers let through, entropy falls.",
+                [
+                    _last("penstock_masked_frac_positive", "good answers"),
+                    _last("penstock_masked_frac_negative", "bad answers"),
+                ],
+                unit="percentunit",
+                minimum=0,
+                limits=[Limit(0.5, "red")],
+                width=12,
+            ),
+        ],
+    )

@@ -1,0 +1,1 @@
+"""How Prometheus watches a run: scrape configurations, rules, and the command that fills one in."""

@@ -1,0 +1,77 @@
+"""A real Prometheus for tests: started on a free port, asked over HTTP, ended by its process."""
+
+import json
+import math
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="needs prometheus and promtool on PATH (the Debian package prometheus)",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
+    """Until `url` answers; fails with the log where the process ends or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+
+class PrometheusServer:
+    """`config` is a file whose rules and targets it reads; its data lie in `folder`."""
+
+    def __init__(self, config: Path, folder: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._log = folder / "prometheus.log"
+        command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+        command += [f"--web.listen-address={self.url.removeprefix('http://')}", "--log.level=warn"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until_served(f"{self.url}/-/ready", self._process, self._log)
+
+    def ask(self, path: str, **parameters: object) -> Any:
+        """The `data` of an answer of the HTTP API."""
+        query = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as reply:
+                return json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from None
+
+    def over(
+        self, expr: str, start_s: float, end_s: float, step_s: float = 1.0
+    ) -> list[tuple[dict[str, str], list[float]]]:
+        """Labels and finite values of each series of `expr` over a time, those without any left out."""
+        found = self.ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)["result"]
+        series = [(one["metric"], [float(value) for _, value in one["values"]]) for one in found]
+        finite = [(labels, [value for value in values if math.isfinite(value)]) for labels, values in series]
+        return [(labels, values) for labels, values in finite if values]
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
