@@ -5,7 +5,7 @@ MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 export VENV
 
-.PHONY: demo test chaos lint bench bench-peers study venv venv-dev clean clean-venv
+.PHONY: demo test chaos lint bench bench-peers study venv venv-dev clean clean-venv compose-check
 
 demo: venv
 	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
@@ -19,6 +19,10 @@ test: venv-dev
 # SEED=3 replays one seed.
 chaos: venv-dev
 	$(VENV)/bin/python -m tests.chaos --out runs/chaos $(if $(SEED),--seed $(SEED))
+
+# compose.yaml really brought up, with podman and podman-compose; CONTRIBUTING.md says what that needs.
+compose-check: venv-dev
+	$(VENV)/bin/python -m deploy.compose_check
 
 lint: venv-dev
 	$(VENV)/bin/python -m ruff check .

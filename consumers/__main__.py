@@ -17,6 +17,7 @@ from consumers.settlement import RunFailedError
 from consumers.stop_signals import StoppedError, StopSignals
 from consumers.tenure import Tenure
 from consumers.trainer import Trainer
+from schemas import logs
 from schemas.config import ConfigError, RunConfig
 from schemas.endpoint import redis_url
 from schemas.keys import Commit, Keys
@@ -62,9 +63,10 @@ def _main(
     resume: bool,
     standby: bool,
 ) -> int:
+    logs.adopt()
     connection = None
     try:
-        metrics = TrainerMetrics()
+        metrics = TrainerMetrics(run=config.name)
         connection = Connection(
             redis_url(config, runs),
             config.redis.outage_s,
@@ -77,10 +79,12 @@ def _main(
             return 0
         try:
             signals.hand_to(trainer.stop)
+            logs.bind(policy_version=lambda: trainer.policy_version)
             on_open()
             metrics.serve(config.metrics, config.folder(runs))
             finished = trainer.run()
         finally:
+            metrics.close()
             trainer.close()
         log.info("run %s", "complete" if finished else "stopped; continue it with --resume")
         return 0

@@ -16,8 +16,10 @@ from consumers.ledger import OUTCOMES, Ledger
 from consumers.metrics import TrainerMetrics
 from consumers.parity.gate import Alert, Gate
 from consumers.reader import Reader
+from consumers.record import Recorder, Taken
 from consumers.release import Releaser
 from consumers.settlement import RunFailedError, Settlement
+from consumers.sinks.feeding import Sinks
 from consumers.staleness import LagTable, is_stale
 from consumers.telemetry import BooksFile
 from consumers.tenure import Standing, Tenure
@@ -55,11 +57,14 @@ class Trainer:
         self._connection = connection
         self._checkpoints = checkpoints
         self._metrics = metrics
+        metrics.begin(config)
         self._keys = Keys(config.name)
         self._tenure = tenure
         self._scripts = tenure.scripts
         self._ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
         self._num_batches = state.num_batches
+        self._taken_before = dict(state.taken)
+        self._num_taken = max(state.taken.values(), default=0)
         self._counters: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
             "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
@@ -94,8 +99,12 @@ class Trainer:
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
         tenure.standing = self._standing
+        self._recorder = Recorder(config, self._folder, epoch, state.taken, self._lag_of) if config.record else None
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
+        self._sinks = Sinks(
+            config, self._folder, state.num_batches, on_error=lambda name: metrics.sink_errors.labels(name).inc()
+        )
         self._books = BooksFile(self._folder / "trainer.json")
         self._alert = Alert(config, metrics.parity_alert.set)
         self._gate = Gate(config, self._folder, self._alert.narrow)
@@ -152,6 +161,8 @@ class Trainer:
             batch = pack(groups, self._lag_of, self.config)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
+            self._observe_queue()
+            self._keep(groups, batch, report)
             self._settle(groups, report)
             if report.skipped_reason is None:
                 self._publish()
@@ -172,6 +183,7 @@ class Trainer:
         while not self.stopping:
             if len(self._reader.hand) < num_groups:
                 if not self._reader.read(self._lag_of, block=True):
+                    self._observe_queue()
                     self._commit_if_due(busy=False)
                 if time.monotonic() - waiting_since > WAITING_LOG_S:
                     waiting_since = time.monotonic()
@@ -187,6 +199,12 @@ class Trainer:
                 return [self._reader.hand[index].group for index in taken]
             self._collect_evaluations()
         return None
+
+    def _keep(self, groups: list[RolloutGroup], batch: Batch, report: StepReport) -> None:
+        """Before the books have it: they are not committed without the record."""
+        if self._recorder is not None:
+            self._recorder.add(Taken(self._num_taken, self._num_batches, groups, batch, report, self._lag_of))
+        self._num_taken += 1
 
     def _settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Books the whole batch before it judges the step: what the optimizer trained must not be trained again.
@@ -307,14 +325,21 @@ class Trainer:
             "publish_s": publish_s,
         }
         self._updates.write(**line)
+        self._sinks.update(line)
         self._metrics.record(line)
         self._alert.watch(report.metrics)
+        self._metrics.mismatch_mean.set(self._alert.gap)
+        self._metrics.mismatch_band.set(self._alert.band)
+
+    def _observe_queue(self) -> None:
+        """Before a batch is settled, which makes room: a queue that is full now has kept producers waiting."""
+        self._metrics.groups_open.set(self._ledger.num_open)
+        self._metrics.prompts_open.set(self._releaser.num_open_prompts())
 
     def _evaluate(self) -> None:
         last = self._num_batches == self.config.num_updates
         if self._num_batches % self.config.evaluation.every == 0 or last:
             self._request_evaluation()
-            self._metrics.prompts_open.set(self._releaser.num_open_prompts())
         self._collect_evaluations()
 
     def _request_evaluation(self) -> None:
@@ -324,9 +349,10 @@ class Trainer:
     def _collect_evaluations(self) -> None:
         for result in self._evaluator.collect():
             self._metrics.accuracy.set(result.accuracy)
-            self._evaluations.write(
-                update=self._evaluated_at.pop(result.policy_version), time_s=time.time(), **result._asdict()
-            )
+            update = self._evaluated_at.pop(result.policy_version)
+            line = {"update": update, "time_s": time.time(), **result._asdict()}
+            self._evaluations.write(**line)
+            self._sinks.evaluation(line)
             log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
 
     def _commit_if_due(self, *, busy: bool) -> None:
@@ -353,7 +379,10 @@ class Trainer:
             announced={**self._lag_of.announced, self.epoch: self.policy_version},
             counters=self._counters,
             rng=rng_state(),
+            taken={**self._taken_before, self.epoch: self._num_taken},
         )
+        if self._recorder is not None:
+            self._sync_record(self._recorder)
         name = self._checkpoints.write(self.learner, state)
         keep_rollouts, keep_results = self._reader.first_unsettled(), self._evaluator.first_needed()
         # Fenced here, the checkpoint stays: an earlier try may have committed it, its reply lost, and the successor
@@ -368,6 +397,12 @@ class Trainer:
         took_s = time.monotonic() - began_s
         self._metrics.checkpoint_seconds.observe(took_s)
         log.info("checkpoint %s at update %d: %.2f s, %d entries trimmed", name, self._num_batches, took_s, trimmed)
+
+    def _sync_record(self, recorder: Recorder) -> None:
+        try:
+            recorder.sync()
+        except OSError as error:
+            raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
 
     def _finish(self) -> None:
         """Waits for the evaluations still open, commits, and tells the producers that the run is complete."""
@@ -405,3 +440,6 @@ class Trainer:
         self._tenure.end()
         self._updates.close()
         self._evaluations.close()
+        self._sinks.close()
+        if self._recorder is not None:
+            self._recorder.close()

@@ -1,9 +1,9 @@
 """The `penstock` command."""
 
 import argparse
-import logging
 import os
 import shlex
+import socket
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -13,8 +13,13 @@ import msgspec
 
 from consumers.stop_signals import StoppedError, StopSignals
 from deploy.ablation.command import add_ablate
+from deploy.inspector.command import add_inspect_command
 from deploy.operator_commands import add_operator_commands
 from deploy.parity.command import add_parity_command
+from deploy.prometheus.command import add_prometheus_command
+from deploy.replay.command import add_replay_command
+from deploy.watch.command import add_watch_command
+from schemas import logs
 from schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
 from schemas.endpoint import place_of, redis_url
 
@@ -101,7 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_operator_commands(commands, _command, DEFAULT_RUNS)
     add_parity_command(commands, _command, DEFAULT_RUNS)
+    add_prometheus_command(commands, _command, DEFAULT_RUNS)
     add_ablate(commands, _command, DEFAULT_RUNS)
+    add_replay_command(commands, _command, DEFAULT_RUNS, _limit_threads)
+    add_watch_command(commands, _command, DEFAULT_RUNS)
+    add_inspect_command(commands, _command, DEFAULT_RUNS)
     return parser
 
 
@@ -202,7 +211,6 @@ def _producer(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     redis_url(config, arguments.runs)  # its absence is said before anything heavy is imported
     _limit_threads(config.producers.num_threads)
-    _configure_logging()
     from producers.__main__ import main as produce
 
     return int(produce(config, runs=arguments.runs, producer_id=arguments.id))
@@ -230,7 +238,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     if config.evaluation.num_prompts is None:  # not from the run file that `penstock run` has completed
         config = check(config).config
     _limit_threads(config.trainer.num_threads)
-    _configure_logging()
+    logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     from consumers.__main__ import main as train
     from deploy.run_folder import RUN_FILE, save_run_file
 
@@ -285,10 +293,6 @@ def _limit_threads(count: int) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ[name] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _configure_logging() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from producers.interfaces import Engine, EngineError, Environment
 from producers.loop import Producer
 from producers.metrics import ProducerMetrics
 from producers.rewards import reward_function
+from schemas import logs
 from schemas.config import ConfigError, RunConfig
-from schemas.endpoint import redis_url, register_metrics_port
+from schemas.endpoint import redis_url, register_metrics_port, unregister_metrics_port
 from schemas.keys import Keys
 from schemas.plug import construct
 
@@ -45,8 +46,8 @@ def main(
     0 after a clean stop. With one logged line: 2 for settings that cannot be used, 1 where it could not start or go on
     for another reason (Redis, the engine, an id in use).
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
+    logs.configure("producer", run=config.name, id=name)
     status = 0
     try:
         asyncio.run(_produce(config, runs, name, engine_factory or _start_vllm))
@@ -81,17 +82,20 @@ async def _build(
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     reward = reward_function(config, environment)
     tokenizer = load_tokenizer(config)
-    metrics = ProducerMetrics()
+    metrics = ProducerMetrics(run=config.name, producer=producer_id)
     connection = Connection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
     closing.push_async_callback(connection.close)
     await check_id_is_free(connection, Keys(config.name), producer_id)
     port = metrics.serve(config.metrics)
     closing.callback(metrics.close)
     if config.folder(runs).is_dir():
-        register_metrics_port(config.folder(runs), producer_id, config.metrics.host, port)
+        target = (config.folder(runs), producer_id, config.metrics.host, port)
+        register_metrics_port(*target)
+        closing.callback(unregister_metrics_port, *target)
     parser = _answer_parser(config, tokenizer)
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
+    logs.bind(policy_version=lambda: engine.policy_version)
     log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
     producer = Producer(
         config,
@@ -123,10 +127,15 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> 
 
 
 async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
+    # It reads this when it is imported, here and in its engine process: no handler of its own, and a level.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     try:
         from producers.engines.vllm import VllmEngine
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
+    logs.adopt()
+    logs.hand_down("vllm")
     return await VllmEngine.start(config, seed=seed)
 
 

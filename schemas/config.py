@@ -320,6 +320,15 @@ class ParityConfig(Section, frozen=True, kw_only=True):
     trained, `warn` logs it and goes on, `off` does not look, and lets settings through that cannot pass."""
 
 
+class RecordingConfig(Section, frozen=True, kw_only=True):
+    """How much of the record of rollouts is kept, where the run keeps one (`record`)."""
+
+    max_mb: Positive = 4096
+    """Once the record is larger, its oldest segment is dropped, and the trainer's log says so."""
+    segment_mb: Positive = 64
+    """A segment file that has reached this size is closed and the next one begun."""
+
+
 class RedisConfig(Section, frozen=True, kw_only=True):
     """Where the streams live. The environment variable REDIS_URL wins over `url`."""
 
@@ -331,10 +340,25 @@ class RedisConfig(Section, frozen=True, kw_only=True):
     """Give up after Redis has been away for this long."""
 
 
+class WandbConfig(Section, frozen=True, kw_only=True):
+    """Weights & Biases gets the numbers of each update and evaluation. Needs the extra `wandb`; its key, as ever, is in
+    WANDB_API_KEY."""
+
+    project: Annotated[str, Meta(min_length=1)]
+    entity: str | None = None
+    """Team or user; None takes the key's own."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `<runs>/<name>/wandb/` only, for `wandb sync`."""
+
+
 class MetricsConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9400
     """First port to try; each process of this machine takes the next free one. 0 lets the system choose."""
     host: str = "127.0.0.1"
+    tensorboard: bool = False
+    """Writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/` too. Needs the extra
+    `tensorboard`."""
+    wandb: WandbConfig | None = None
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -368,6 +392,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     parity: ParityConfig = ParityConfig()
+    record: bool = False
+    """Keep every rollout group that the trainer takes, with what it found of each token, in the run's folder `record`:
+    for `penstock replay` and for looking at samples."""
+    recording: RecordingConfig = RecordingConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
     endpoint: EndpointConfig | None = None
@@ -407,6 +435,15 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file}: no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
+    return config_of(document, file, overrides)
+
+
+def config_of(document: dict[str, Any], file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a run file's `document` becomes; it is changed by `overrides`. `file` is named in errors.
+
+    Raises:
+        ConfigError: an unknown or ill-typed field, or settings that contradict each other.
+    """
     for override in overrides:
         _apply_override(document, override)
     _check_sampling_names(document, file)
@@ -532,6 +569,11 @@ def _check(config: RunConfig, file: Path) -> None:
     _check_steps(config, file)
     if config.parity.gate != "off":
         _check_parity(config, file)
+    if config.recording.max_mb < 2 * config.recording.segment_mb:
+        raise ConfigError(
+            f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
+            f"{config.recording.segment_mb}"
+        )
     for name in ("environment", "objective", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:
