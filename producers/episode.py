@@ -10,6 +10,7 @@ from producers.in_flight import Claim
 from producers.interfaces import Completion, Engine, EngineError, Environment
 from producers.metrics import ProducerMetrics
 from producers.rewards import RewardError, Scorer
+from producers.sampling import sample
 from schemas.config import ConfigError, RunConfig
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import (
@@ -126,7 +127,7 @@ class Episodes:
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         try:
-            completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id)
+            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id)
         except EngineError:
             raise
         except Exception as error:  # a request the engine refuses is the request's end, not the engine's
@@ -135,11 +136,9 @@ class Episodes:
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
-        if len(completions) != num_siblings:
-            return Dead(f"engine: {len(completions)} completions, expected {num_siblings}")
         for n, completion in enumerate(completions):
-            if completion.finish_reason in ("abort", "error"):
-                return Dead(f"engine: completion {n} finished with {completion.finish_reason!r}")
+            if completion.finish_reason == "error":
+                return Dead(f"engine: completion {n} finished with 'error'")
         rewards = await self._scorer.score(prompt, self._decode(completions))
         context = pack_ids(prompt_ids)
         return RolloutGroup(

@@ -13,9 +13,9 @@ from producers.endpoint.groups import AgentRollout
 from producers.endpoint.ledger import Call
 from producers.endpoint.prompts import Prompts, RenderedPrompt
 from producers.endpoint.requests import ChatRequest
-from producers.endpoint.sampling import sample
 from producers.interfaces import Completion, Engine
 from producers.metrics import ProducerMetrics
+from producers.sampling import sample
 from producers.weights import Weights
 from schemas.rollout import SamplingSettings, pack_ids, unpack_ids
 
@@ -74,7 +74,7 @@ class Calls:
         await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
         number = rollout.ledger.next_number()
         try:
-            completion = await sample(self._engine, prompt.token_ids, sampling, f"{rollout.id}-{number}")
+            (completion,) = await sample(self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}")
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
         self._count(len(completion.token_ids) // 4)

@@ -1,5 +1,6 @@
-"""One completion of one prompt, however often the engine breaks off in between."""
+"""Completions of one prompt, however often the engine breaks off in between."""
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 
@@ -11,25 +12,31 @@ from schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
 RESUMES_WITHOUT_A_TOKEN = 3
 
 
-async def sample(engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, request_id: str) -> Completion:
-    """Samples one completion. What an abort leaves unfinished is resumed from its partial ids with what is left of the
-    budget; version spans and logprobs of the parts are joined.
+async def sample(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+) -> list[Completion]:
+    """Samples completions of one prompt. What an abort leaves unfinished is resumed from its partial ids with what is
+    left of the budget; version spans and logprobs of the parts are joined.
 
     Raises:
-        EngineError: the engine serves no longer, or aborts again and again without a token.
+        EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
+            number of completions.
         ValueError: it refuses the prompt.
     """
+    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id)
+    if all(one.finish_reason != "abort" for one in completions):
+        return completions
+    return await asyncio.gather(
+        *(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", one) for n, one in enumerate(completions))
+    )
+
+
+async def _finish(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, request_id: str, part: Completion
+) -> Completion:
     parts: list[Completion] = []
     num_sampled = num_empty = 0
-    for attempt in itertools.count():
-        context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
-        budget = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
-        # An id may be used once only.
-        part_id = f"{request_id}-{attempt}"
-        completions = await engine.generate(context, budget, 1, part_id)
-        if len(completions) != 1:
-            raise EngineError(f"request {part_id}: {len(completions)} completions, expected 1")
-        part = completions[0]
+    for attempt in itertools.count(1):
         num_part = len(part.token_ids) // 4
         if num_part:
             parts.append(part)
@@ -41,7 +48,20 @@ async def sample(engine: Engine, prompt_ids: list[int], sampling: SamplingSettin
         num_empty = 0 if num_part else num_empty + 1
         if num_empty > RESUMES_WITHOUT_A_TOKEN:
             break
+        context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+        left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
+        # An id may be used once only.
+        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}")
     raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
+
+
+async def _generate(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+) -> list[Completion]:
+    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id)
+    if len(completions) != num_siblings:
+        raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
+    return completions
 
 
 def join(parts: Sequence[Completion], last: Completion) -> Completion:
