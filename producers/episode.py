@@ -10,13 +10,12 @@ from producers.in_flight import Claim
 from producers.interfaces import Completion, Engine, EngineError, Environment
 from producers.metrics import ProducerMetrics
 from producers.rewards import RewardError, Scorer
-from producers.sampling import sample
+from producers.sampling import evaluation_sampling, sample, training_sampling
 from schemas.config import ConfigError, RunConfig
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import (
     Rollout,
     RolloutGroup,
-    SamplingSettings,
     Segment,
     Timings,
     VersionSpan,
@@ -63,19 +62,8 @@ class Episodes:
         self._metrics = metrics
         self._deadline_s = config.producers.generation_deadline_s
         self._group_size = config.group_size
-        sampling = config.sampling
-        self._sampling = SamplingSettings(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-        )
-        self._greedy = SamplingSettings(
-            temperature=0.0,
-            max_tokens=config.evaluation.max_tokens or sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-        )
+        self._sampling = training_sampling(config)
+        self._greedy = evaluation_sampling(config)
         self._num_requests = 0
         self.num_tokens = 0
         """Tokens sampled since the start."""

@@ -7,9 +7,24 @@ from collections.abc import Sequence
 import msgspec
 
 from producers.interfaces import Completion, Engine, EngineError
+from schemas.config import RunConfig
 from schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
 
 RESUMES_WITHOUT_A_TOKEN = 3
+
+
+def training_sampling(config: RunConfig) -> SamplingSettings:
+    """How the run's training prompts are answered."""
+    return SamplingSettings(**{name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__})
+
+
+def evaluation_sampling(config: RunConfig) -> SamplingSettings:
+    """How its held-out prompts are: greedily."""
+    return SamplingSettings(
+        temperature=0.0,
+        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        stop_token_ids=config.sampling.stop_token_ids,
+    )
 
 
 async def sample(

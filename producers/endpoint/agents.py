@@ -222,7 +222,9 @@ class Agents:
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}"))
             return
-        self._groups.append(AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, rollout_bytes))
+        self._groups.append(
+            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
+        )
         self._metrics.in_flight.set(len(self._table))
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
@@ -267,7 +269,7 @@ class Agents:
     def _hand_over(self, group: AgentGroup) -> None:
         self._groups.remove(group)
         try:
-            outcome = group.outcome(self._producer_id, self._fingerprint, self._sampling)
+            outcome = group.outcome(self._producer_id, self._fingerprint)
             if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
                 self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim

@@ -17,7 +17,7 @@ from producers.interfaces import Completion, Engine
 from producers.metrics import ProducerMetrics
 from producers.sampling import sample
 from producers.weights import Weights
-from schemas.rollout import SamplingSettings, pack_ids, unpack_ids
+from schemas.rollout import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 
@@ -42,7 +42,6 @@ class Calls:
         weights: Weights,
         prompts: Prompts,
         answers: Answers,
-        sampling: SamplingSettings,
         lag_bound: int,
         metrics: ProducerMetrics,
         count: Callable[[int], None],
@@ -51,7 +50,6 @@ class Calls:
         self._weights = weights
         self._prompts = prompts
         self._answers = answers
-        self._sampling = sampling
         self._lag_bound = lag_bound
         self._metrics = metrics
         self._count = count
@@ -70,7 +68,7 @@ class Calls:
     async def _answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._room(request, prompt, rollout))
+        sampling = msgspec.structs.replace(rollout.group.sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
         number = rollout.ledger.next_number()
         try:
@@ -99,7 +97,7 @@ class Calls:
                 "context_length_exceeded",
             )
         room = rollout.ledger.room(prompt.base, num_prompt)
-        return min(longest - num_prompt, self._sampling.max_tokens, request.max_tokens or longest, room)
+        return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
 
     def _record(
         self,

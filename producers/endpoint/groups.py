@@ -101,6 +101,7 @@ class AgentGroup:
     """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short.
 
     deadline_s: from its first opening to its deadline.
+    sampling: how its calls are answered.
     rollout_bytes: the most that the record of one rollout may take up.
     posed: monotonic seconds, as `deadline` is.
     """
@@ -109,6 +110,7 @@ class AgentGroup:
     prompt: Prompt
     size: int
     deadline_s: float
+    sampling: SamplingSettings
     rollout_bytes: int = MAX_ENTRY_BYTES
     posed: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
@@ -142,22 +144,22 @@ class AgentGroup:
             reasons["never opened"] = self.size - len(self.rollouts)
         return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
 
-    def outcome(
-        self, producer_id: str, fingerprint: EngineFingerprint, sampling: SamplingSettings
-    ) -> RolloutGroup | Dead:
+    def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
         """The group of what is finished; dead where nothing is."""
         finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
         if not finished:
             return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
         now = time.time()
         return RolloutGroup(
-            index=self.claim.index,
+            index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
             rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
             producer_id=producer_id,
             fingerprint=fingerprint,
-            sampling=sampling,
+            sampling=self.sampling,
             timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
+            evaluation_id=self.claim.evaluation_id,
+            missing=one_line(self.missing()),
         )
 
 

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 from producers.endpoint.agents import Agents
 from producers.endpoint.calls import Calls
 from producers.endpoint.errors import ApiError
-from producers.endpoint.groups import AgentRollout
+from producers.endpoint.groups import AgentGroup, AgentRollout
 from producers.endpoint.requests import parse_chat
-from producers.interfaces import EngineError
+from producers.episode import Dead
+from producers.in_flight import Claim
+from producers.interfaces import EngineError, Environment
 from schemas.prompt import Prompt, Reward
-from schemas.rollout import MAX_REWARD, SamplingSettings, one_line
+from schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
 
@@ -42,11 +44,11 @@ class Conversation:
         return answered.message
 
 
-class ConversingEnvironment(Protocol):
-    """An environment that holds its conversations itself, beside what `producers.interfaces.Environment` asks for."""
+class ConversingEnvironment(Environment, Protocol):
+    """An environment that holds its conversations itself."""
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> float | Reward:
-        """One rollout of a training prompt, from its first call to its reward."""
+        """One rollout, of a training prompt or of a held-out one, from its first call to its reward."""
         ...
 
 
@@ -57,11 +59,19 @@ class InsideAgents:
         self,
         environment: ConversingEnvironment,
         *,
+        producer_id: str,
         agents: Agents,
         calls: Calls,
         sampling: SamplingSettings,
+        evaluation_sampling: SamplingSettings,
+        deadline_s: float,
+        fingerprint: EngineFingerprint,
     ) -> None:
         self._environment = environment
+        self._producer_id = producer_id
+        self._evaluation_sampling = evaluation_sampling
+        self._deadline_s = deadline_s
+        self._fingerprint = fingerprint
         self._agents = agents
         self._calls = calls
         self._sampling = sampling
@@ -83,6 +93,32 @@ class InsideAgents:
                     continue
                 rollout.running.add(conversations.create_task(self._converse(rollout)))
 
+    async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
+        """One held-out prompt: a conversation of its own, each call of it answered greedily.
+
+        Raises:
+            EngineError: the engine serves no longer.
+        """
+        try:
+            prompt = self._environment.evaluation_prompt(claim.index)
+        except Exception as error:  # the environment is the user's
+            return Dead(f"prompt: {type(error).__name__}: {error}")
+        group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
+        rollout = group.open(self._producer_id)
+        conversation = Conversation(rollout, self._calls, self._sampling)
+        deadline = asyncio.timeout(self._deadline_s)
+        try:
+            async with deadline:
+                rollout.finish(_checked(await self._environment.converse(prompt, conversation)))
+        except EngineError:
+            raise
+        except Exception as error:
+            reason = f"environment: {type(error).__name__}: {error}"
+            if deadline.expired():
+                reason = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
+            rollout.die(one_line(reason))
+        return group.outcome(self._producer_id, self._fingerprint)
+
     async def _converse(self, rollout: AgentRollout) -> None:
         conversation = Conversation(rollout, self._calls, self._sampling)
         try:
@@ -102,4 +138,6 @@ def _checked(reward: float | Reward) -> Reward:
     found = reward if isinstance(reward, Reward) else Reward(value=float(reward))
     if not abs(found.value) <= MAX_REWARD or not all(map(math.isfinite, found.parts.values())):
         raise ValueError(f"reward {found}, expected finite numbers of at most {MAX_REWARD:g}")
+    if len(found.parts) > MAX_ITEMS:
+        raise ValueError(f"reward of {len(found.parts):,} parts, expected at most {MAX_ITEMS:,}")
     return found

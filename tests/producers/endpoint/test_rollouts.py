@@ -19,7 +19,7 @@ from producers.interfaces import EngineError
 from schemas.config import EndpointConfig, SamplingConfig
 from schemas.keys import PRODUCERS_GROUP, Field, Kind
 from schemas.prompt import Prompt
-from schemas.rollout import Segment, decode_group, encode_group, unpack_ids
+from schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
 from schemas.segments import CallError
 
 pytestmark = pytest.mark.redis
@@ -337,7 +337,8 @@ async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None
     await one.client.converse(rollout, 1)
     await one.client.finish(rollout, 1.0)
     agents_of(one)._end_overdue(math.inf)
-    await one.groups(1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1 and group.missing == "1 never opened"
     lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
     (short,) = [line for line in lines if line["event"] == "short_group"]
     assert (short["index"], short["finished"], short["missing"]) == (1, 1, "1 never opened")
@@ -443,7 +444,9 @@ async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(ser
 
 
 def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
-    group = AgentGroup(Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0)
+    group = AgentGroup(
+        Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0, SamplingSettings()
+    )
     assert group.deadline == math.inf
     group.open("a")
     deadline = group.deadline
@@ -492,7 +495,7 @@ async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> 
 
 def test_a_rollout_without_a_call_is_idle_sooner() -> None:
     claim = Claim(stream="", entry_id=b"", index=1, version=0)
-    rollout = AgentRollout("a.1", AgentGroup(claim, Prompt(text="x"), 2, 1800.0))
+    rollout = AgentRollout("a.1", AgentGroup(claim, Prompt(text="x"), 2, 1800.0, SamplingSettings()))
     assert not rollout.is_idle(rollout.last_seen + 59, 300.0) and rollout.is_idle(rollout.last_seen + 61, 300.0)
     assert rollout.is_idle(rollout.last_seen + 2, 1.0)
     rollout.ledger.next_number()
