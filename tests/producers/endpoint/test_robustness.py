@@ -84,11 +84,10 @@ async def wave(one, first_index: int, ends: Counter[str]) -> None:
         assert fields[Field.KIND] == Kind.GROUP
         for rollout in decode_group(fields[Field.PAYLOAD]).rollouts:
             ends["delivered"] += 1
-            conversation, *repeated = sorted(rollout.segments, key=lambda segment: -len(segment.loss_mask))
-            assert len(conversation.loss_mask) == NUM_TURNS
+            *repeated, conversation = sorted(rollout.segments, key=lambda segment: segment.num_tokens)
             # An answer that had gone out when its client hung up: it was asked for again, and the same was said.
-            for segment in repeated:
-                assert len(segment.loss_mask) == 1 and conversation.token_ids.startswith(segment.token_ids)
+            assert all(conversation.token_ids.startswith(segment.token_ids) for segment in repeated)
+            assert sum(len(segment.loss_mask) for segment in rollout.segments) == NUM_TURNS + len(repeated)
             ends["repeated"] += len(repeated)
 
 
