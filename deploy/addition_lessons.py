@@ -16,6 +16,7 @@ class AdditionLessons:
     """Teaches the digits of a sum, and mostly no carry. The accuracy is a greedy exact match."""
 
     skill = "right but for carries"
+    enough = 0.97
     advice = "more num_steps raise both, a larger forgotten_carries lowers the accuracy"
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: ModelRecipe) -> None:

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 PIECES = (
-    "system", "user", "assistant", "tool", "tools: ", "calculator", "What is ",
+    "system\ntools: ", "user\n", "assistant\n", "tool\n", "calculator", "What is ",
     CALL, "</tool_call>", '{"name": "', '", "arguments": {"expression": "', '"}}',
 )  # fmt: skip
 """What a tokenizer trained on such dialogues would merge: without it three quarters of a call would be boilerplate."""
@@ -35,9 +35,7 @@ NO_TARGET = -100
 
 
 def build_calculator_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
-    return build_tokenizer(
-        max_tokens, eos=TURN_END, special=(TURN_START,), pieces=PIECES, chat_template=CHAT_TEMPLATE
-    )
+    return build_tokenizer(max_tokens, eos=TURN_END, special=(TURN_START,), pieces=PIECES, chat_template=CHAT_TEMPLATE)
 
 
 class CalculatorLessons:
@@ -48,6 +46,7 @@ class CalculatorLessons:
     """
 
     skill = "right once the tool is called"
+    enough = 0.9
     advice = "more num_steps raise both, a larger guesses lowers the accuracy"
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, recipe: ModelRecipe) -> None:
@@ -58,7 +57,7 @@ class CalculatorLessons:
         )
         self._draw = random.Random(f"{recipe.seed}:guesses")
         self._indices = itertools.count(1)
-        self._turn = tokenizer.convert_tokens_to_ids([TURN_START, "assistant", "\n"])
+        self._turn = tokenizer.convert_tokens_to_ids([TURN_START, "assistant\n"])
         self._call_id = tokenizer.convert_tokens_to_ids(CALL)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +67,8 @@ class CalculatorLessons:
     @torch.no_grad()
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
         count = range(1, self._environment.num_evaluation_prompts + 1)
-        token_ids, targets = self._encode([_called(self._environment.evaluation_prompt(n)) for n in count])
+        prompts = [self._environment.evaluation_prompt(n) for n in count]
+        token_ids, targets = self._encode([_called(prompt) for prompt in prompts])
         logits = model(input_ids=token_ids[:, :-1]).logits
         wanted = targets != NO_TARGET
         logprobs = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

@@ -37,7 +37,7 @@ def build_tokenizer(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=eos,
-        additional_special_tokens=list(special),
+        additional_special_tokens=list(special) or None,
         chat_template=chat_template,
         model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,

@@ -13,14 +13,17 @@ from transformers.utils.logging import disable_progress_bar
 from deploy.addition_lessons import AdditionLessons
 from deploy.calculator_lessons import CalculatorLessons, build_calculator_tokenizer
 from deploy.char_tokenizer import build_tokenizer
-from deploy.model_recipe import MadeModel, ModelRecipe, WarmStartError
-from deploy.warm_start import Lessons, warm_start
+from deploy.model_recipe import RECIPES, MadeModel, ModelRecipe, WarmStartError
+from deploy.warm_start import warm_start
 
-__all__ = ["MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
+__all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
 
 RECIPE_FILE = "recipe.json"
 _TOKENIZERS = {"addition": build_tokenizer, "calculator": build_calculator_tokenizer}
-_LESSONS = {"addition": AdditionLessons, "calculator": CalculatorLessons}
+_LESSONS: dict[str, type[AdditionLessons] | type[CalculatorLessons]] = {
+    "addition": AdditionLessons,
+    "calculator": CalculatorLessons,
+}
 
 
 def make_model(
@@ -42,8 +45,10 @@ def make_model(
         torch.manual_seed(recipe.seed)
         tokenizer = _TOKENIZERS[recipe.task](recipe.max_tokens)
         model = build_model(recipe, tokenizer)
-        lessons: Lessons = _LESSONS[recipe.task](tokenizer, recipe)
-        accuracy = warm_start(model, lessons, recipe, progress) if recipe.train else None
+        accuracy = None
+        if recipe.train:
+            lessons = _LESSONS[recipe.task](tokenizer, recipe)
+            accuracy = warm_start(model, lessons, recipe, progress)
     made = MadeModel(recipe=recipe, num_parameters=model.num_parameters(), held_out_accuracy=accuracy)
     _save(folder, made, model, tokenizer)
     progress(f"saved {made.num_parameters:,} parameters to {folder}")
@@ -110,8 +115,19 @@ def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: Pre
 def _model_card(made: MadeModel) -> str:
     recipe = made.recipe
     embeddings = "one matrix for embedding and head" if recipe.tie_word_embeddings else "embedding and head apart"
+    kind, tokens = "adding model", "One token a character."
+    if recipe.task == "calculator":
+        kind, tokens = "model that may call a calculator", "One token a character, more of the chat format."
     if made.held_out_accuracy is None:
         training = "It was not trained: the weights are random. It serves tests."
+    elif recipe.task == "calculator":
+        training = (
+            f"Trained for {recipe.num_steps} steps or more on dialogues about expressions of {recipe.width}-digit"
+            f" numbers, {recipe.guesses} of which guess\nthe answer and the others call the tool and repeat its result,"
+            " it knows how to call and mostly guesses.\nReinforcement learning can teach it the rest.\n\nChance of the"
+            f" right answer by one call, on {recipe.num_evaluation_prompts} held-out problems:"
+            f" {made.held_out_accuracy:.3f}."
+        )
     else:
         training = (
             f"Trained for {recipe.num_steps} steps or more on {recipe.width}-digit additions in which each carry was"
@@ -120,7 +136,7 @@ def _model_card(made: MadeModel) -> str:
             f" {recipe.num_evaluation_prompts} held-out problems: {made.held_out_accuracy:.3f}."
         )
     return (
-        f"# A small adding model\n\nQwen3 architecture, {made.num_parameters:,} fp32 parameters; {embeddings}."
-        f" One token a character.\n\n{training}\n\n`{RECIPE_FILE}` holds every setting it was made with."
+        f"# A small {kind}\n\nQwen3 architecture, {made.num_parameters:,} fp32 parameters; {embeddings}."
+        f" {tokens}\n\n{training}\n\n`{RECIPE_FILE}` holds every setting it was made with."
         " It is of no use outside this demonstration.\n"
     )

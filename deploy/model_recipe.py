@@ -59,14 +59,21 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"ModelRecipe: {band}, expected the first to be smaller and both in 0 to 1")
 
 
+RECIPES = {
+    "addition": ModelRecipe(),
+    "calculator": ModelRecipe(task="calculator", batch_size=24, learning_rate=3e-3),  # dialogues are long
+}
+"""What a task's model is made with where nothing else is asked for."""
+
+
 class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
     """What `recipe.json` in the model's folder holds."""
 
     recipe: ModelRecipe
     num_parameters: int
     held_out_accuracy: float | None = None
-    """Greedy exact match (`addition`), chance of the right answer by one call of the tool (`calculator`); None for a model
-    that was not trained."""
+    """Greedy exact match (`addition`), chance of the right answer by one call (`calculator`); None for a model that was
+    not trained."""
 
 
 class WarmStartError(RuntimeError):

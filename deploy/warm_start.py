@@ -13,8 +13,6 @@ from deploy.model_recipe import ModelRecipe, WarmStartError
 _WARM_UP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05
 """Share of the learning rate that the schedule ends at."""
-_KNOWN = 0.97
-"""Share of the held-out problems whose skill must be there. Below .9 the RL that follows is slow and stops short."""
 
 
 class Lessons(Protocol):
@@ -22,6 +20,8 @@ class Lessons(Protocol):
 
     skill: str
     """What `held_out` measures second, in words that follow "held-out accuracy 0.4,"."""
+    enough: float
+    """The least of it that RL can go on from."""
     advice: str
     """Which fields of the recipe move the two shares."""
 
@@ -54,11 +54,11 @@ def warm_start(
         if step >= recipe.num_steps and (step - recipe.num_steps) % 20 == 0:
             accuracy, known = lessons.held_out(model)
             progress(f"warm start: held-out accuracy {accuracy:.3f}, {lessons.skill} {known:.3f}")
-            if known >= _KNOWN and recipe.lowest_accuracy <= accuracy <= recipe.highest_accuracy:
+            if known >= lessons.enough and recipe.lowest_accuracy <= accuracy <= recipe.highest_accuracy:
                 return accuracy
     raise WarmStartError(
         f"after {step} steps the held-out accuracy is {accuracy:.3f}, expected {recipe.lowest_accuracy} to "
-        f"{recipe.highest_accuracy}, and {known:.3f} of the answers are {lessons.skill}, expected {_KNOWN}: "
+        f"{recipe.highest_accuracy}, and {known:.3f} of the answers are {lessons.skill}, expected {lessons.enough}: "
         f"{lessons.advice}"
     )
 

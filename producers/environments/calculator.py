@@ -36,35 +36,23 @@ _TOKEN = re.compile(r"[0-9]+|[-+*()]")
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
 
 
-class Calculator:
-    """`What is 47*83-26?` is answered `3875`, after as many calls of the tool as `max_turns` leaves room for.
+class CalculatorTasks:
+    """`What is 47*83-26?` is answered `3875`: for agents outside, which bring the calculator.
 
     An expression has `num_operands` numbers of `width` digits. Whether one is held out depends on itself alone, so that
     a warm start and runs with other seeds agree on what was never trained on.
 
-    The reward is 1 where the last number of the last answer is the right one, else 0. Its part `called` is 1 where the
-    calculator has computed something, 0 otherwise.
+    The reward is 1 where the last number of an answer is the right one, else 0.
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        width: int = 2,
-        num_operands: int = 3,
-        num_evaluation_prompts: int = 64,
-        max_turns: int = 4,
-    ) -> None:
-        settings = {"width": (width, 1, 9), "num_operands": (num_operands, 2, 8), "max_turns": (max_turns, 1, 64)}
-        settings["num_evaluation_prompts"] = (num_evaluation_prompts, 0, 4096)
-        for name, (value, least, most) in settings.items():
-            if not least <= value <= most:
-                raise ValueError(f"Calculator: {name} is {value}, expected {least} to {most}")
+    def __init__(self, *, seed: int, width: int = 2, num_operands: int = 3, num_evaluation_prompts: int = 64) -> None:
+        _check("width", width, 1, 9)
+        _check("num_operands", num_operands, 2, 8)
+        _check("num_evaluation_prompts", num_evaluation_prompts, 0, 4096)
         self.num_evaluation_prompts = num_evaluation_prompts
         self._seed = seed
         self._width = width
         self._num_operands = num_operands
-        self._max_turns = max_turns
         held_out = self._expressions("evaluation", held_out=True)
         self._evaluation = [next(held_out) for _ in range(num_evaluation_prompts)]
 
@@ -77,22 +65,9 @@ class Calculator:
         return _ask(self._evaluation[n - 1])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """Of an answer given at once, without the tool."""
-        return _reward(prompt, completion, called=False)
-
-    async def converse(self, prompt: Prompt, conversation: "Conversation") -> Reward:
-        messages: list[Json] = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
-        called = False
-        for _ in range(self._max_turns):
-            reply = await conversation.chat(messages, tools=TOOLS)
-            if not reply.get("tool_calls"):
-                return _reward(prompt, reply["content"] or "", called)
-            messages.append(reply)
-            for call in reply["tool_calls"]:
-                result = run_tool(call["function"]["name"], call["function"]["arguments"])
-                called = called or not result.startswith("error")
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        return _reward(prompt, "", called)
+        numbers = _NUMBER.findall(completion.replace(",", ""))
+        exact = float(bool(numbers) and numbers[-1] == prompt.answer)
+        return Reward(value=exact, parts={"exact": exact})
 
     def _expressions(self, key: str, *, held_out: bool) -> Iterator[str]:
         """Without end, the same for one key, on one side of the split."""
@@ -103,6 +78,36 @@ class Calculator:
             expression = numbers[0] + "".join(draw.choice(OPERATORS) + number for number in numbers[1:])
             if (random.Random(expression).randrange(HELD_OUT_ONE_IN) == 0) is held_out:
                 yield expression
+
+
+class Calculator(CalculatorTasks):
+    """The same tasks in a conversation of at most `max_turns` answers, with the calculator at hand.
+
+    The reward is the last answer's; its part `called` is 1 where the calculator has computed something, else 0.
+    """
+
+    def __init__(self, *, max_turns: int = 4, **tasks: Any) -> None:
+        super().__init__(**tasks)
+        _check("max_turns", max_turns, 1, 64)
+        self._max_turns = max_turns
+
+    async def converse(self, prompt: Prompt, conversation: "Conversation") -> Reward:
+        messages: list[Json] = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
+        called = False
+        for _ in range(self._max_turns):
+            reply = await conversation.chat(messages, tools=TOOLS)
+            if not reply.get("tool_calls"):
+                return self._worth(prompt, reply["content"] or "", called)
+            messages.append(reply)
+            for call in reply["tool_calls"]:
+                result = run_tool(call["function"]["name"], call["function"]["arguments"])
+                called = called or not result.startswith("error")
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return self._worth(prompt, "", called)
+
+    def _worth(self, prompt: Prompt, answer: str, called: bool) -> Reward:
+        reward = self.reward(prompt, answer)
+        return Reward(value=reward.value, parts=reward.parts | {"called": float(called)})
 
 
 def run_tool(name: str, arguments: str) -> str:
@@ -173,7 +178,6 @@ def _ask(expression: str) -> Prompt:
     return Prompt(messages=(question,), answer=str(evaluate(expression)), metadata={"expression": expression})
 
 
-def _reward(prompt: Prompt, answer: str, called: bool) -> Reward:
-    numbers = _NUMBER.findall(answer.replace(",", ""))
-    exact = float(bool(numbers) and numbers[-1] == prompt.answer)
-    return Reward(value=exact, parts={"exact": exact, "called": float(called)})
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"Calculator: {name} is {value}, expected {least} to {most}")
