@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from redis.exceptions import RedisError
 
 from producers.connection import Connection, RedisGoneError
+from producers.endpoint.access import api_key
+from producers.endpoint.answers import AnswerParser
 from producers.episode import load_tokenizer
 from producers.heartbeat import ProducerIdTakenError, check_id_is_free
 from producers.interfaces import Engine, EngineError, Environment
@@ -87,6 +89,7 @@ async def _build(
     closing.callback(metrics.close)
     if config.folder(runs).is_dir():
         register_metrics_port(config.folder(runs), producer_id, config.metrics.host, port)
+    parser = _answer_parser(config, tokenizer)
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
     log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
@@ -101,6 +104,7 @@ async def _build(
         tokenizer=tokenizer,
         metrics=metrics,
         metrics_port=port,
+        answer_parser=parser,
         stop=stop,
     )
     await producer.open()
@@ -124,6 +128,18 @@ async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
     return await VllmEngine.start(config, seed=seed)
+
+
+def _answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
+    if config.endpoint is not None:
+        api_key(config.endpoint)  # what can be refused before the engine boots is
+    if config.endpoint is None or (config.endpoint.tool_parser is None and config.endpoint.reasoning_parser is None):
+        return None
+    try:
+        from producers.engines.answer_parser import VllmAnswerParser
+    except ImportError as error:
+        raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
+    return VllmAnswerParser(tokenizer, config.endpoint)
 
 
 def _seed(config: RunConfig, producer_id: str) -> int:

@@ -33,16 +33,28 @@ class Claims:
 
     Each claim is an entry pending in the consumer group under this producer's id. Whoever finds an entry idle for
     `claim_idle_s` may take it over; that counts as another attempt.
+
+    streams: the streams to take from; None takes from both. What is kept and handed back is the whole table.
+    one_at_a_time: a new prompt is taken only if it is there, without waiting in the server, and no other with it.
     """
 
     def __init__(
-        self, connection: Connection, keys: Keys, producer_id: str, table: InFlightTable, config: ProducersConfig
+        self,
+        connection: Connection,
+        keys: Keys,
+        producer_id: str,
+        table: InFlightTable,
+        config: ProducersConfig,
+        streams: tuple[str, ...] | None = None,
+        one_at_a_time: bool = False,
     ) -> None:
         self._connection = connection
         self._keys = keys
         self._consumer = producer_id
         self._table = table
         self._config = config
+        self._streams = streams or (keys.evaluations, keys.prompts)
+        self._one_at_a_time = one_at_a_time
         self._accepted: list[Claim] = []
         """In the table, and not yet returned by `take`."""
         self._more_waiting = True
@@ -86,6 +98,10 @@ class Claims:
             await self._connection.retrying(lambda: self._hand_back(claims))
         return len(claims)
 
+    async def give_back(self, claim: Claim) -> None:
+        """Makes one claim, with which nothing was begun, available to the other producers at once."""
+        await self._connection.retrying(lambda: self._hand_back([claim]))
+
     async def _take(self) -> list[Claim]:
         # A command that fails halfway leaves claims that are in the table already: nobody else would hand them out.
         if not self._accepted:
@@ -98,12 +114,12 @@ class Claims:
             if self._connection.num_recoveries != self._recoveries_seen:
                 self._observe_recovery()
             if self._reply_lost:
-                adopted = await self._adopt_lost()
+                await self._adopt_lost()
                 self._reply_lost = False
-                if adopted:
+                if self._accepted:
                     return
             if time.monotonic() >= self._takeover_from:
-                for stream in (self._keys.evaluations, self._keys.prompts):
+                for stream in self._streams:
                     taken_over = await self._take_over(stream)
                     if taken_over is not None:
                         return
@@ -124,18 +140,19 @@ class Claims:
         self._reply_lost = True
 
     async def _read_new(self) -> None:
-        table, streams = self._table, (self._keys.evaluations, self._keys.prompts)
-        num_prompts = max(1, math.ceil(table.groups_free / SHARE))
-        if self._more_waiting:
-            counts = (max(1, table.sequences_free), num_prompts)
+        table, streams = self._table, self._streams
+        num_prompts = 1 if self._one_at_a_time else max(1, math.ceil(table.groups_free / SHARE))
+        counts = [num_prompts for _ in streams]
+        if self._more_waiting or self._one_at_a_time:
+            if self._keys.evaluations in streams:
+                counts[streams.index(self._keys.evaluations)] = max(1, table.sequences_free)
             pipeline = self._connection.commands.pipeline(transaction=False)
             for stream, count in zip(streams, counts, strict=True):
                 pipeline.execute_command(*self._group_read(), "COUNT", count, "STREAMS", stream, ">")
             replies = [part for reply in await pipeline.execute() for part in reply]
         else:
-            counts = (num_prompts, num_prompts)
             replies = await self._connection.blocking.execute_command(
-                *self._group_read(), "COUNT", num_prompts, "BLOCK", BLOCK_MS, "STREAMS", *streams, ">", ">"
+                *self._group_read(), "COUNT", num_prompts, "BLOCK", BLOCK_MS, "STREAMS", *streams, *[">"] * len(streams)
             )
         entries = {name.decode(): part for name, part in replies}
         self._more_waiting = any(len(entries.get(s, ())) == n for s, n in zip(streams, counts, strict=True))
@@ -207,8 +224,8 @@ class Claims:
             )
         return claim
 
-    async def _adopt_lost(self) -> list[Claim]:
-        adopted = []
+    async def _adopt_lost(self) -> None:
+        num_adopted = 0
         redis = self._connection.commands
         for stream, entry_id, num_deliveries in await self._own_pending():
             if (stream, entry_id) in self._table:
@@ -217,18 +234,15 @@ class Claims:
             claimed: Any = await redis.xclaim(
                 stream, PRODUCERS_GROUP, self._consumer, 0, [entry_id], retrycount=num_deliveries
             )
-            if claimed:
-                claim = await self._accept(stream, entry_id, claimed[0][1], num_deliveries)
-                if claim is not None:
-                    adopted.append(claim)
-        if adopted:
-            log.warning("found %d claims of our own whose reply was lost", len(adopted))
-        return adopted
+            if claimed and await self._accept(stream, entry_id, claimed[0][1], num_deliveries):
+                num_adopted += 1
+        if num_adopted:
+            log.warning("found %d claims of our own whose reply was lost", num_adopted)
 
     async def _own_pending(self) -> list[tuple[str, bytes, int]]:
         """(stream, entry id, number of deliveries) of everything claimed under this id."""
         found: list[tuple[str, bytes, int]] = []
-        for stream in (self._keys.evaluations, self._keys.prompts):
+        for stream in self._streams:
             start = "-"
             while True:
                 try:

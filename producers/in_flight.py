@@ -67,9 +67,9 @@ class InFlightTable:
             self._sequences_free += self._sequences(claim)
             self._changed.set()
 
-    async def wait_for_room(self) -> None:
-        """Waits until one more group fits."""
-        while not self.groups_free:
+    async def wait_for_room(self, num_groups: int = 1) -> None:
+        """Waits until so many more groups fit."""
+        while self.groups_free < num_groups:
             await self._next_removal()
 
     async def wait_until_empty(self) -> None:

@@ -6,12 +6,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from producers.cancellation import end
 from producers.claim import Claims
 from producers.connection import Connection
+from producers.endpoint.answers import AnswerParser
 from producers.episode import Dead, Episodes
 from producers.heartbeat import HEARTBEAT_S, Beat
 from producers.in_flight import Claim, InFlightTable
@@ -21,7 +22,7 @@ from producers.rewards import RewardFunction, Scorer
 from producers.telemetry import Telemetry
 from producers.weights import LoadReport, Weights
 from producers.writer import Writer
-from schemas.config import RunConfig
+from schemas.config import ConfigError, RunConfig
 from schemas.heartbeat import Heartbeat, InFlight
 from schemas.keys import Keys
 
@@ -36,6 +37,7 @@ FAREWELL_S = 5.0
 class Producer:
     """Everything one producer process is made of, put together.
 
+    answer_parser: of reasoning and tool calls in the answers to agents, where the run has an endpoint for them.
     stop: set from outside (a signal) to end `serve`; also set when the run is finished.
     """
 
@@ -52,8 +54,14 @@ class Producer:
         tokenizer: Any,
         metrics: ProducerMetrics,
         metrics_port: int = 0,
+        answer_parser: AnswerParser | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
+        if config.endpoint is None and hasattr(environment, "converse"):
+            raise ConfigError(
+                f"environment.path = {config.environment.path!r}: it converses, which goes through the endpoint; "
+                "expected an [endpoint] table in the run file"
+            )
         keys = Keys(config.name)
         self.stop = stop or asyncio.Event()
         self._config = config
@@ -63,7 +71,8 @@ class Producer:
         self._metrics_port = metrics_port
         self._telemetry = Telemetry(config.folder(runs), producer_id)
         self._table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
-        self._claims = Claims(connection, keys, producer_id, self._table, config.producers)
+        streams = None if config.endpoint is None else (keys.evaluations,)
+        self._claims = Claims(connection, keys, producer_id, self._table, config.producers, streams)
         self._weights = Weights(connection, keys, engine, config.weights_folder(runs), metrics, self._record_load)
         self._scorer = Scorer(reward)
         self._episodes = Episodes(
@@ -80,6 +89,30 @@ class Producer:
         self._running: set[asyncio.Task[None]] = set()
         self._run_is_finished = False
         self._tokens_per_s = 0.0
+        self._endpoint = None
+        if config.endpoint is not None:
+            # Its server comes with the engine, and the launcher imports this module without either.
+            from producers.endpoint.endpoint import Endpoint
+
+            self._agent_claims = Claims(
+                connection, keys, producer_id, self._table, config.producers, (keys.prompts,), one_at_a_time=True
+            )
+            self._endpoint = Endpoint(
+                config,
+                producer_id=producer_id,
+                keys=keys,
+                connection=connection,
+                claims=self._agent_claims,
+                table=self._table,
+                weights=self._weights,
+                writer=self._writer,
+                engine=engine,
+                environment=environment,
+                tokenizer=tokenizer,
+                parser=answer_parser,
+                metrics=metrics,
+                telemetry=self._telemetry,
+            )
 
     async def open(self) -> None:
         """Makes itself known to the run.
@@ -90,6 +123,8 @@ class Producer:
         """
         await self._beat.claim_id()
         await self._claims.open()
+        if self._endpoint is not None:
+            await self._agent_claims.open()
         self._telemetry.write("start", fingerprint=self._engine.fingerprint)
 
     async def serve(self) -> None:
@@ -112,13 +147,15 @@ class Producer:
                 running = [services.create_task(part()) for part in parts]
                 await self._work_until_stopped()
                 heard = await self._leave_nothing_behind()
-                await _end(running)
+                await end(running)
             if heard:
                 # Only now: a heartbeat sent after its removal would keep the id taken.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FAREWELL_S):
                         await self._beat.stop()
         finally:
+            if self._endpoint is not None:
+                await self._endpoint.close(append=False)
             self._scorer.close()
             self._telemetry.close()
 
@@ -127,12 +164,23 @@ class Producer:
         then in `serve` is that of every clean stop."""
         async with asyncio.TaskGroup() as groups:
             claiming = groups.create_task(self._claim(groups))
+            serving = groups.create_task(self._serve_agents())
             await self.stop.wait()
-            await _end([claiming])
+            await end([claiming])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
+                    if self._endpoint is not None:
+                        await self._endpoint.drain()
                     await self._nothing_runs()
-            await _end(self._running)
+            await end([*self._running, serving])
+            if self._endpoint is not None:
+                await self._endpoint.close(append=not self._run_is_finished)
+
+    async def _serve_agents(self) -> None:
+        """Serves the run's agents, where it has an endpoint for them; runs until cancelled."""
+        if self._endpoint is not None:
+            await self._endpoint.start()
+            await self._endpoint.run()
 
     async def _leave_nothing_behind(self) -> bool:
         """Waits until Redis has every finished group and every unfinished claim is somebody else's to take.
@@ -143,6 +191,8 @@ class Producer:
             async with asyncio.timeout(FAREWELL_S):
                 await self._writer.drain()
                 num_claims = await self._claims.hand_back()
+                if self._endpoint is not None:
+                    num_claims += await self._agent_claims.hand_back()
                 log.info("stopped: %d unfinished claims handed back", num_claims)
                 return True
         except TimeoutError:
@@ -188,8 +238,11 @@ class Producer:
             self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         await self._weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        run = self._episodes.run
+        if claim.evaluation_id is not None and self._endpoint is not None and self._endpoint.evaluates:
+            run = self._endpoint.evaluate
         try:
-            self._writer.put(claim, await self._episodes.run(claim))
+            self._writer.put(claim, await run(claim))
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others
@@ -214,11 +267,11 @@ class Producer:
 
     async def _record_rate(self) -> None:
         """Waits `HEARTBEAT_S`, measures the token rate since, and again; runs until cancelled."""
-        since, num_tokens = time.monotonic(), self._episodes.num_tokens
+        since, num_tokens = time.monotonic(), self._num_tokens
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             now, before = time.monotonic(), num_tokens
-            num_tokens = self._episodes.num_tokens
+            num_tokens = self._num_tokens
             self._tokens_per_s = (num_tokens - before) / (now - since)
             since = now
             self._telemetry.write(
@@ -237,20 +290,17 @@ class Producer:
             policy_version=self._engine.policy_version,
             in_flight=tuple(InFlight(index=c.index, claimed_s=c.claimed_s, attempt=c.attempt) for c in self._table),
             tokens_per_s=self._tokens_per_s,
-            num_tokens_generated=self._episodes.num_tokens,
+            num_tokens_generated=self._num_tokens,
             num_groups_appended=self._writer.num_groups_appended,
             num_weight_loads_failed=self._weights.num_failed,
             metrics_port=self._metrics_port,
             fingerprint=self._engine.fingerprint,
             sent_s=time.time(),
             last_error=self._weights.last_error,
+            endpoint="" if self._endpoint is None else self._endpoint.url,
         )
 
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels and waits. Again and again: a library in between may lose a cancellation."""
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=0.2)
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens sampled since the start."""
+        return self._episodes.num_tokens + (0 if self._endpoint is None else self._endpoint.num_tokens)

@@ -31,6 +31,14 @@ class ProducerMetrics:
         self.weight_loads = self._counter(ProducerMetric.WEIGHT_LOADS)
         self.stream_errors = self._counter(ProducerMetric.STREAM_ERRORS)
         self.reward_errors = self._counter(ProducerMetric.REWARD_ERRORS)
+        self.agent_rollouts = self._counter(ProducerMetric.AGENT_ROLLOUTS)
+        self.agent_rollouts_open = self._gauge(ProducerMetric.AGENT_ROLLOUTS_OPEN)
+        self.agent_calls_running = self._gauge(ProducerMetric.AGENT_CALLS_RUNNING)
+        self.agent_calls = self._counter(ProducerMetric.AGENT_CALLS)
+        self.agent_segments = self._counter(ProducerMetric.AGENT_SEGMENTS)
+        self.alternate_stops = self._counter(ProducerMetric.ALTERNATE_STOPS)
+        self.agent_tokens = self._counter(ProducerMetric.AGENT_TOKENS)
+        self.agent_tokens_delivered = self._counter(ProducerMetric.AGENT_TOKENS_DELIVERED)
         self._server: tuple[WSGIServer, Thread] | None = None
 
     def serve(self, config: MetricsConfig) -> int:

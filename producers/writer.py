@@ -48,8 +48,9 @@ class Writer:
         self._drained.set()
         self.num_groups_appended = 0
 
-    def put(self, claim: Claim, outcome: RolloutGroup | Dead) -> None:
-        """Takes a finished claim. A group that breaks the record's contract (the entry cap, say) becomes a dead one."""
+    def put(self, claim: Claim, outcome: RolloutGroup | Dead) -> bool:
+        """Takes a finished claim. A group that breaks the record's contract (the entry cap, say) becomes a dead one.
+        Returns whether it goes onto the stream as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
                 payload = encode_group(outcome)
@@ -67,6 +68,7 @@ class Writer:
         self._num_put += 1
         self._drained.clear()
         self._wake.set()
+        return entry.kind == Kind.GROUP
 
     async def run(self) -> None:
         """Waits for finished groups and appends all that are there; Redis taking them unblocks it. Until cancelled."""

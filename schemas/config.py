@@ -96,6 +96,30 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """A prompt delivered this often without a result is settled as dead."""
 
 
+class EndpointConfig(Section, frozen=True, kw_only=True):
+    """Agents of any make, outside the producers, make the training rollouts: each producer serves an OpenAI-compatible
+    HTTP endpoint. deploy/docs/agents.md says how. Its key, where it has one, is in the environment variable
+    PENSTOCK_API_KEY or in the file that PENSTOCK_API_KEY_FILE names."""
+
+    host: str = "127.0.0.1"
+    """An address that other machines can reach is accepted with a key only."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 9500
+    """First port to try; each producer of this machine takes the next free one. 0 lets the system choose."""
+    history: Literal["token_exact", "as_sent"] = "token_exact"
+    """`token_exact`: a prompt that continues an answer keeps its sampled tokens, reasoning included, where the chat
+    template would write them otherwise. `as_sent`: the prompt is the agent's messages as the template renders them.
+    Either way every sampled token is trained; the second makes more segments."""
+    idle_timeout_s: PositiveFloat = 300.0
+    """A rollout without a call or a finish for this long is given up; before its first call, after a minute at most."""
+    group_deadline_s: PositiveFloat = 1800.0
+    """A group goes onto the stream with the rollouts that are finished this long after its first was opened."""
+    tool_parser: str | None = None
+    """vLLM's name of the parser for the model's tool calls (its `--tool-call-parser`, `hermes` say); None leaves them
+    in the text."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the parser for the model's reasoning (`qwen3` say); None leaves it in the text."""
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: PositiveFloat = 1e-5
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
@@ -346,6 +370,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     parity: ParityConfig = ParityConfig()
     redis: RedisConfig = RedisConfig()
     metrics: MetricsConfig = MetricsConfig()
+    endpoint: EndpointConfig | None = None
+    """None: prompts of the environment are answered in one turn each, inside the producer."""
 
     @property
     def lag_bound(self) -> int:

@@ -27,6 +27,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: EngineFingerprint
     sent_s: float
     last_error: str = ""
+    endpoint: str = ""
+    """URL at which agents reach this producer; empty without an endpoint."""
 
 
 encode_heartbeat = msgspec.json.Encoder().encode

@@ -32,6 +32,22 @@ class ProducerMetric:
     WEIGHT_LOADS = Metric("penstock_weight_loads_total", "Weight updates by result", ("result",))
     STREAM_ERRORS = Metric("penstock_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
     REWARD_ERRORS = Metric("penstock_reward_errors_total", "Groups whose reward raised or was not finite")
+    AGENT_ROLLOUTS = Metric("penstock_agent_rollouts_total", "Rollouts of agents that ended, by outcome", ("outcome",))
+    AGENT_ROLLOUTS_OPEN = Metric("penstock_agent_rollouts_open", "Rollouts of agents that are open")
+    AGENT_CALLS_RUNNING = Metric("penstock_agent_calls_running", "Calls of agents that are being answered")
+    AGENT_CALLS = Metric(
+        "penstock_agent_calls_total", "Calls of agents answered, by how their prompt came about", ("prompt",)
+    )
+    AGENT_SEGMENTS = Metric(
+        "penstock_agent_segments_total", "Segments opened after a rollout's first, by reason", ("reason",)
+    )
+    ALTERNATE_STOPS = Metric(
+        "penstock_agent_alternate_stops_total", "Answers that a stop token other than the end of sequence has ended"
+    )
+    AGENT_TOKENS = Metric("penstock_agent_tokens_total", "Tokens sampled for agents in rollouts that ended")
+    AGENT_TOKENS_DELIVERED = Metric(
+        "penstock_agent_tokens_delivered_total", "Those of them that stand in a group handed to the stream"
+    )
 
 
 class TrainerMetric:

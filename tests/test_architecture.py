@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "consumers": {"consumers", "schemas"},
     "deploy": {"deploy", "producers", "consumers", "schemas"},
 }
-VLLM_FILES = {f"producers/engines/{name}.py" for name in ("vllm", "weight_transfer", "stale_kv")}
+VLLM_FILES = {f"producers/engines/{name}.py" for name in ("vllm", "weight_transfer", "stale_kv", "answer_parser")}
 WIRE_ROOM_ALLOWS = {"msgspec", "schemas"} | set(sys.stdlib_module_names)
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 

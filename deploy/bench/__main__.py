@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deploy.bench.endpoint import ENDPOINT_ROWS, QUICK_ENDPOINT, EndpointSettings, measure_endpoint
 from deploy.bench.head import HEAD_ROWS, QUICK_HEAD, HeadSettings, measure_head
 from deploy.bench.head_chart import draw_head
 from deploy.bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
@@ -35,6 +36,7 @@ SECTIONS = {
     "pipeline": Section(measure_pipeline, tuple(ROWS), PipelineSettings(), QUICK),
     "stream": Section(measure_stream, tuple(STREAM_ROWS), StreamSettings(), QUICK_STREAM),
     "head": Section(measure_head, tuple(HEAD_ROWS), HeadSettings(), QUICK_HEAD, draw_head),
+    "endpoint": Section(measure_endpoint, tuple(ENDPOINT_ROWS), EndpointSettings(), QUICK_ENDPOINT),
 }
 
 

@@ -337,7 +337,8 @@ def test_processor_time_of_children_is_counted_while_they_run():
 
 def test_an_unknown_row_or_run_file_is_named(capsys, tmp_path):
     assert bench.main(["--only", "nonsense"]) == 2
-    assert "--only nonsense: no row of pipeline, stream, head; expected one of records" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--only nonsense: no row of pipeline, stream, head, endpoint; expected one of records" in error
     assert bench.main(["--run-file", str(tmp_path / "none.toml")]) == 2
     assert "no such file" in capsys.readouterr().err
 

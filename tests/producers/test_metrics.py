@@ -20,7 +20,7 @@ def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics) -> None:
     text = scraped(port)
     metrics.close()
     names = [value.name for value in vars(ProducerMetric).values() if isinstance(value, Metric)]
-    assert len(names) == 12
+    assert len(names) == 20
     for name in names:
         assert f"# HELP {name} " in text
 

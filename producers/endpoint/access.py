@@ -1,0 +1,73 @@
+"""Who may use the endpoint: nobody but this machine without a key, and whoever has the key with one."""
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from producers.endpoint.errors import ApiError
+from schemas.config import ConfigError, EndpointConfig
+
+KEY = "PENSTOCK_API_KEY"
+KEY_FILE = "PENSTOCK_API_KEY_FILE"
+
+
+def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The key that requests must carry, a secret; None where everybody on this machine may send them.
+
+    Raises:
+        ConfigError: a key file that cannot be used, or no key for an address that others can reach.
+    """
+    key = environment.get(KEY) or _read(environment.get(KEY_FILE))
+    if key is None and not _is_loopback(config.host):
+        raise ConfigError(
+            f"endpoint.host = {config.host!r}: other machines can reach it; expected a key in the environment variable "
+            f"{KEY} or in the file that {KEY_FILE} names, or host = '127.0.0.1'"
+        )
+    if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
+        raise ConfigError(f"{KEY} or the file that {KEY_FILE} names: expected printable ASCII without spaces")
+    return key
+
+
+def check_access(headers: Mapping[str, str], key: str | None) -> None:
+    """
+    Raises:
+        ApiError: 401 for a request that does not carry the key; without a key 403 for one that a page in a browser
+            sends, since any page may.
+    """
+    if key is None:
+        if "Origin" in headers:
+            raise ApiError(403, "requests of web pages are refused by a run without a key", code="origin_refused")
+        return
+    authorization = headers.get("Authorization")
+    scheme, _, given = (authorization or "").partition(" ")
+    # A header may hold any byte.
+    same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode())
+    if scheme.lower() != "bearer" or not same:
+        raise ApiError(
+            401,
+            "expected the run's key in the header 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _read(file: str | None) -> str | None:
+    if not file:
+        return None
+    try:
+        key = Path(file).read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{KEY_FILE} = {file!r}: cannot be read: {reason}") from None
+    if not key:
+        raise ConfigError(f"{KEY_FILE} = {file!r}: the file is empty, expected a key")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,284 @@
+"""Agents at work: rollouts opened on credit, groups put together of what is finished, and handed to the writer."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+
+import msgspec
+
+from producers.cancellation import end
+from producers.claim import Claims
+from producers.endpoint.errors import ApiError
+from producers.endpoint.groups import AgentGroup, AgentRollout
+from producers.episode import Dead
+from producers.in_flight import Claim, InFlightTable
+from producers.interfaces import Environment
+from producers.metrics import ProducerMetrics
+from producers.telemetry import Telemetry
+from producers.weights import Weights
+from producers.writer import Writer
+from schemas.config import RunConfig
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
+
+log = logging.getLogger(__name__)
+
+CLAIM_S = 5.0
+"""An opening waits so long for a claim; one that comes later is the next opening's."""
+RETRY_AFTER_S = 2
+ENDED_KEPT = 4096
+"""Rollouts that ended are told from ones that never were, the last so many."""
+GROUP_BYTES = 64 * 1024
+"""Of a group's entry, for what it says beside its prompt and its rollouts."""
+LEAST_SHORT_GROUP = 2
+"""A producer that stops hands a group with fewer finished rollouts back: their rewards have nothing to compare with."""
+
+
+class Agents:
+    """The groups that agents have open on this producer.
+
+    claims: of the prompts stream alone, one at a time.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        producer_id: str,
+        environment: Environment,
+        claims: Claims,
+        table: InFlightTable,
+        weights: Weights,
+        writer: Writer,
+        fingerprint: EngineFingerprint,
+        sampling: SamplingSettings,
+        metrics: ProducerMetrics,
+        telemetry: Telemetry,
+    ) -> None:
+        if config.endpoint is None:
+            raise ValueError("a run without [endpoint] has no agents")
+        self._idle_timeout_s = config.endpoint.idle_timeout_s
+        self._group_deadline_s = config.endpoint.group_deadline_s
+        self._group_size = config.group_size
+        self._max_attempts = config.producers.max_attempts
+        self._lag_bound = config.lag_bound
+        # Agents keep a group for as long as they like, and evaluations come in between.
+        self._reserve = 1 if config.producers.groups_in_flight > 1 and config.evaluation.num_prompts != 0 else 0
+        self._producer_id = producer_id
+        self._environment = environment
+        self._claims = claims
+        self._table = table
+        self._weights = weights
+        self._writer = writer
+        self._fingerprint = fingerprint
+        self._sampling = sampling
+        self._metrics = metrics
+        self._telemetry = telemetry
+        self._groups: list[AgentGroup] = []
+        self._open: dict[str, AgentRollout] = {}
+        self._ended: OrderedDict[str, tuple[Reward | None, str]] = OrderedDict()
+        self._claiming: asyncio.Task[bool] | None = None
+        self._changed = asyncio.Event()
+        self._is_closing = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_room(self) -> bool:
+        return self._table.groups_free > self._reserve
+
+    async def wait_for_room(self) -> None:
+        """Waits until one more group fits beside what is left to evaluations."""
+        await self._table.wait_for_room(self._reserve + 1)
+
+    async def open(self) -> AgentRollout:
+        """A place in the oldest group that has one, else in a group that is claimed for it.
+
+        Raises:
+            ApiError: 429 without credit or room, 503 for a producer that stops.
+        """
+        while (group := self._with_place()) is None or self._is_closing:
+            if self._is_closing:
+                raise _later(503, "this producer is stopping; open the rollout on another", "stopping")
+            # Others may wait for the same claim, and be quicker to fill its places.
+            if not await self._claim():
+                raise _later(429, "no prompt to be had: the run's credit is in use", "no_credit")
+        rollout = group.open(self._producer_id)
+        self._open[rollout.id] = rollout
+        self._metrics.agent_rollouts_open.set(len(self._open))
+        return rollout
+
+    def find(self, rollout_id: str) -> AgentRollout | None:
+        """The open rollout of this id; None where it never was here.
+
+        Raises:
+            ApiError: 410, it has ended.
+        """
+        rollout = self._open.get(rollout_id)
+        if rollout is None and rollout_id in self._ended:
+            reward, reason = self._ended[rollout_id]
+            how = "is finished" if reward is not None else f"has ended: {reason}"
+            raise ApiError(410, f"rollout {rollout_id} {how}", code="rollout_ended")
+        return rollout
+
+    def finish(self, rollout: AgentRollout, reward: Reward) -> str:
+        """Freezes a rollout; the last of its group sends the group on its way. Returns what is wrong with it, where it
+        died instead."""
+        num_sampled = rollout.ledger.num_sampled
+        if wrong := rollout.finish(reward):
+            log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
+        self._metrics.agent_tokens.inc(num_sampled)
+        self._end(rollout)
+        return wrong
+
+    def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
+        """Whether a rollout has ended with this very reward: a finish whose answer was lost comes again."""
+        return self._ended.get(rollout_id, (None, ""))[0] == reward
+
+    async def watch(self) -> None:
+        """Waits for rollouts to fall idle and for groups to reach their deadline; runs until cancelled."""
+        pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
+        while True:
+            await asyncio.sleep(pause_s)
+            now = time.monotonic()
+            self._end_overdue(now)
+            await self._hand_back_unopened(now)
+
+    def _end_overdue(self, now: float) -> None:
+        for rollout in list(self._open.values()):
+            if rollout.is_idle(now, self._idle_timeout_s):
+                timeout_s = rollout.idle_timeout_s(self._idle_timeout_s)
+                setting = " (endpoint.idle_timeout_s)" if timeout_s == self._idle_timeout_s else ", without a call"
+                self.give_up(rollout, f"idle for {timeout_s:g} s{setting}")
+        for group in list(self._groups):
+            if now > group.deadline:
+                reason = f"not finished after {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
+                self._close_group(group, reason)
+
+    async def _hand_back_unopened(self, now: float) -> None:
+        """Whoever asked for these groups has gone: their prompts are others' to take."""
+        for group in list(self._groups):
+            if not group.rollouts and now - group.posed > self._idle_timeout_s:
+                self._groups.remove(group)
+                await self._claims.give_back(group.claim)
+                self._metrics.in_flight.set(len(self._table))
+
+    async def drain(self) -> None:
+        """Takes no more openings; waits until no rollout is open."""
+        self._is_closing = True
+        while self._open:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self, *, append: bool) -> None:
+        """Ends everything that is open. With `append`, groups with enough finished rollouts go onto the stream; the
+        claims of the others stay in the table, to be handed back."""
+        self._is_closing = True
+        if self._claiming is not None:
+            await end([self._claiming])
+        for group in list(self._groups):
+            if append and group.num_finished >= LEAST_SHORT_GROUP:
+                self._close_group(group, "producer stopped")
+            else:
+                for rollout in group.rollouts:
+                    if rollout.is_open:
+                        self.give_up(rollout, "producer stopped", complete=False)
+                self._groups.remove(group)
+
+    def _with_place(self) -> AgentGroup | None:
+        return next((group for group in self._groups if group.has_place), None)
+
+    async def _claim(self) -> bool:
+        """Claims a group, or waits for the claim that is under way, which outlives whoever asked for it. Returns
+        whether there was one."""
+        if self._claiming is None or self._claiming.done():
+            if self._weights.behind > self._lag_bound:
+                raise _later(429, "this producer's weights are behind the run's", "weights_behind")
+            if not self.has_room:
+                raise _later(429, "this producer has as many groups as it takes at once", "no_room")
+            self._claiming = asyncio.create_task(self._take())
+        await asyncio.wait({self._claiming}, timeout=CLAIM_S)
+        return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
+
+    async def _take(self) -> bool:
+        """Claims until there is a group to open rollouts in; False where no prompt is left."""
+        while claims := await self._claims.take():
+            for claim in claims:
+                self._pose(claim)
+            if self._with_place() is not None:
+                return True
+        return False
+
+    def _pose(self, claim: Claim) -> None:
+        if claim.attempt > self._max_attempts:
+            self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
+            return
+        try:
+            prompt = self._environment.prompt(claim.index)
+            rollout_bytes = self._rollout_bytes(prompt)
+        except Exception as error:  # the environment is the user's
+            self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}"))
+            return
+        self._groups.append(
+            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
+        )
+        self._metrics.in_flight.set(len(self._table))
+
+    def _rollout_bytes(self, prompt: Prompt) -> int:
+        """How much of its group's stream entry each rollout may take up.
+
+        Raises:
+            Exception: a prompt that the entry cannot hold. Nobody should work on it first.
+        """
+        data = msgspec.msgpack.encode(prompt)
+        msgspec.msgpack.decode(data, type=Prompt)
+        left = MAX_ENTRY_BYTES - GROUP_BYTES - len(data)
+        if left < self._group_size:
+            raise ValueError(f"{len(data):,} bytes encoded, which leave a stream entry no room for rollouts")
+        return left // self._group_size
+
+    def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
+        """Ends a rollout without a reward. complete: whether its group may go on its way for it."""
+        log.warning("rollout %s of %s: %s", rollout.id, rollout.group.claim, reason)
+        self._metrics.agent_tokens.inc(rollout.ledger.num_sampled)
+        rollout.die(reason)
+        self._end(rollout, complete=complete)
+
+    def _end(self, rollout: AgentRollout, *, complete: bool = True) -> None:
+        """Books a rollout that is open no longer."""
+        del self._open[rollout.id]
+        self._ended[rollout.id] = rollout.reward, rollout.reason
+        while len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
+        self._metrics.agent_rollouts.labels("dead" if rollout.reason else "finished").inc()
+        self._metrics.agent_rollouts_open.set(len(self._open))
+        if complete and rollout.group.is_complete:
+            self._hand_over(rollout.group)
+        self._changed.set()
+
+    def _close_group(self, group: AgentGroup, reason: str) -> None:
+        """Hands a group over as it is."""
+        for rollout in group.rollouts:
+            if rollout.is_open:
+                self.give_up(rollout, reason, complete=False)
+        self._hand_over(group)
+
+    def _hand_over(self, group: AgentGroup) -> None:
+        self._groups.remove(group)
+        try:
+            outcome = group.outcome(self._producer_id, self._fingerprint)
+            if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
+                self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
+        except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
+            log.exception("%s failed", group.claim)
+            self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}"))
+        if missing := group.missing():
+            log.warning("%s is short: %s", group.claim, missing)
+            self._telemetry.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
+
+
+def _later(status: int, message: str, code: str) -> ApiError:
+    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})

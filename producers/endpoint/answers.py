@@ -1,0 +1,152 @@
+"""From sampled token ids to an answer: its text, its reasoning and its tool calls, as an OpenAI client reads them."""
+
+import json
+import logging
+import secrets
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from producers.endpoint.requests import ChatRequest
+from producers.interfaces import Completion
+from producers.token_ids import TOKEN_FIELDS
+from producers.turn_boundary import special_token_ids
+from schemas.rollout import unpack_floats, unpack_ids
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ParsedAnswer(NamedTuple):
+    """content: None where nothing is left beside reasoning and calls. tool_calls: names and JSON arguments."""
+
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[tuple[str, str], ...] = ()
+
+
+class AnswerParser(Protocol):
+    """Finds reasoning and tool calls in an answer's text."""
+
+    skip_special_tokens: bool
+    """Whether the text is decoded without the tokenizer's special tokens; those that mark calls may be among them."""
+
+    def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
+        """What `text`, decoded from `token_ids`, says in answer to `request`, which was sent as `prompt_ids`."""
+        ...
+
+
+class PlainText:
+    """Leaves everything in the text."""
+
+    skip_special_tokens = True
+
+    def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
+        return ParsedAnswer(text)
+
+
+class Answers:
+    """Decodes completions. Not safe to be called from two threads at once.
+
+    tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, parser: AnswerParser) -> None:
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._special = special_token_ids(tokenizer)
+
+    def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
+        """The assistant's message, with what was given to the engine and sampled under NeMo Gym's field names."""
+        token_ids = unpack_ids(completion.token_ids).tolist()
+        parsed = self._parse(request, prompt_ids, token_ids, completion)
+        message: Json = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning is not None:
+            message["reasoning"] = parsed.reasoning
+        calls = parsed.tool_calls if request.parallel_tool_calls else parsed.tool_calls[:1]
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for name, arguments in calls
+            ]
+        logprobs = unpack_floats(completion.behavior_logprobs).tolist()
+        return message | dict(zip(TOKEN_FIELDS, (prompt_ids, token_ids, logprobs), strict=True))
+
+    def logprobs(self, message: Json) -> Json:
+        """The sampled tokens' logprobs in OpenAI's form."""
+        content = []
+        for token_id, logprob in zip(message["generation_token_ids"], message["generation_log_probs"], strict=True):
+            token = self._tokenizer.decode([token_id])
+            content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+    def _parse(
+        self, request: ChatRequest, prompt_ids: list[int], token_ids: list[int], completion: Completion
+    ) -> ParsedAnswer:
+        # The token that ended the answer is none of its text.
+        stopped = completion.finish_reason == "stop" and token_ids and token_ids[-1] in self._special
+        shown = token_ids[:-1] if stopped else token_ids
+        text = self._tokenizer.decode(
+            shown, skip_special_tokens=self._parser.skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        try:
+            return self._parser.parse(text, shown, request, prompt_ids)
+        except Exception:  # whatever a policy writes, a parser of the model's own must not lose what was sampled
+            log.exception("an answer of %d tokens could not be parsed: left as text", len(shown))
+            return ParsedAnswer(text)
+
+
+def finish_reason(completion: Completion, message: Json) -> str:
+    """OpenAI's word for how an answer ended."""
+    if completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if "tool_calls" in message else "stop"
+
+
+def response(completion_id: str, created: int, model: str, message: Json, logprobs: Json | None, reason: str) -> Json:
+    """A chat completion of one choice."""
+    num_prompt, num_sampled = len(message["prompt_token_ids"]), len(message["generation_token_ids"])
+    return {
+        "id": completion_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+        },
+    }
+
+
+def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
+    """A finished response once more, as the server-sent events of a stream."""
+    choice = finished["choices"][0]
+    message = choice["message"]
+    deltas: list[tuple[Json, Json | None, str | None]] = [({"role": "assistant", "content": ""}, None, None)]
+    if "reasoning" in message:
+        deltas.append(({"reasoning": message["reasoning"]}, None, None))
+    if message["content"]:
+        deltas.append(({"content": message["content"]}, choice["logprobs"], None))
+    if "tool_calls" in message:
+        calls = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
+        deltas.append(({"tool_calls": calls}, None, None))
+    deltas.append(({name: message[name] for name in TOKEN_FIELDS}, None, choice["finish_reason"]))
+    head = {name: finished[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for delta, logprobs, reason in deltas:
+        shown = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        yield _event(head | {"choices": [shown]})
+    if include_usage:
+        yield _event(head | {"choices": [], "usage": finished["usage"]})
+    yield DONE
+
+
+def _event(body: Json) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,132 @@
+"""One call of an agent: rendered, spliced, sampled, parsed, and written into the rollout's ledger."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+
+from producers.endpoint.answers import Answers
+from producers.endpoint.errors import ApiError, bad_request
+from producers.endpoint.groups import AgentRollout
+from producers.endpoint.ledger import Call
+from producers.endpoint.prompts import Prompts, RenderedPrompt
+from producers.endpoint.requests import ChatRequest
+from producers.interfaces import Completion, Engine
+from producers.metrics import ProducerMetrics
+from producers.sampling import sample
+from producers.weights import Weights
+from schemas.rollout import pack_ids, unpack_ids
+
+Json = dict[str, Any]
+
+
+class Answered(NamedTuple):
+    call: Call
+    message: Json
+    logprobs: Json | None
+
+
+class Calls:
+    """Answers calls, many at once. Rendering and parsing take turns in a thread of their own: a long conversation takes
+    its time, and the event loop has claims to refresh.
+
+    count: is told the number of tokens of each completion.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        weights: Weights,
+        prompts: Prompts,
+        answers: Answers,
+        lag_bound: int,
+        metrics: ProducerMetrics,
+        count: Callable[[int], None],
+    ) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._prompts = prompts
+        self._answers = answers
+        self._lag_bound = lag_bound
+        self._metrics = metrics
+        self._count = count
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
+
+    async def answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+        """Waits for weights that are fresh enough for the group, then samples. Cancelling aborts the request.
+
+        Raises:
+            ApiError: 400 or 409, the request cannot be answered; 500, this once.
+            EngineError: the engine serves no longer.
+        """
+        with self._metrics.agent_calls_running.track_inprogress():
+            return await self._answer(rollout, request)
+
+    async def _answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+        run = asyncio.get_running_loop().run_in_executor
+        prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
+        sampling = msgspec.structs.replace(rollout.group.sampling, max_tokens=self._room(request, prompt, rollout))
+        await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
+        number = rollout.ledger.next_number()
+        try:
+            (completion,) = await sample(self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}")
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from error
+        self._count(len(completion.token_ids) // 4)
+        if completion.finish_reason == "error":
+            raise ApiError(500, "the engine failed at this request", code="engine_error")
+        message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
+        logprobs = await run(self._thread, self._answers.logprobs, message) if request.logprobs else None
+        call = self._record(rollout, request, prompt, completion, message, number)
+        return Answered(call, message, logprobs)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
+        """The most tokens that the answer may have."""
+        longest, num_prompt = self._engine.max_model_len, len(prompt.token_ids)
+        if num_prompt >= longest:
+            raise bad_request(
+                f"This model's maximum context length is {longest} tokens. However, your messages resulted in "
+                f"{num_prompt} tokens. Please reduce the length of the messages.",
+                "messages",
+                "context_length_exceeded",
+            )
+        room = rollout.ledger.room(prompt.base, num_prompt)
+        return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
+
+    def _record(
+        self,
+        rollout: AgentRollout,
+        request: ChatRequest,
+        prompt: RenderedPrompt,
+        completion: Completion,
+        message: Json,
+        number: int,
+    ) -> Call:
+        known = prompt.base.spans[-1][1] if prompt.base is not None else 0
+        call = Call(
+            number=number,
+            base=prompt.base,
+            context=pack_ids(prompt.token_ids[known:]),
+            completion=completion,
+            rendered=prompt.rendered,
+        )
+        rollout.ledger.record(call, request.messages, message)
+        if prompt.parent is not None:
+            prompt.parent.rendered = None  # what continues this call is encoded faster than what branches off before it
+        self._metrics.agent_calls.labels(prompt.kind).inc()
+        if prompt.reason:
+            self._metrics.agent_segments.labels(prompt.reason).inc()
+        if completion.finish_reason == "stop" and self._is_alternate(completion):
+            self._metrics.alternate_stops.inc()
+        return call
+
+    def _is_alternate(self, completion: Completion) -> bool:
+        turn_end = self._prompts.turn_end_token_id
+        sampled = unpack_ids(completion.token_ids)
+        return turn_end is not None and len(sampled) > 0 and sampled[-1] != turn_end

@@ -1,0 +1,175 @@
+"""Rollouts that agents have open, in the groups that they belong to, and what becomes of both."""
+
+import asyncio
+import math
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from producers.endpoint.ledger import Ledger
+from producers.episode import Dead
+from producers.in_flight import Claim
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    EngineFingerprint,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    Timings,
+    one_line,
+)
+from schemas.segments import CallError, segments
+
+NO_TOKEN = "nothing_sampled"
+TOO_LARGE = "rollout_too_large"
+NO_RECORD = "invalid_record"
+FIRST_CALL_S = 60.0
+"""A rollout that was opened for nothing holds its place no longer."""
+
+
+@dataclass(slots=True, eq=False)
+class AgentRollout:
+    """One conversation or several of an agent at one task, from its opening to its end.
+
+    reason: why it died; empty while it is open, and once it is finished.
+    segments: what is trained of it, once it is finished.
+    """
+
+    id: str
+    group: "AgentGroup"
+    ledger: Ledger = field(default_factory=Ledger)
+    running: set[asyncio.Task] = field(default_factory=set)
+    last_seen: float = field(default_factory=time.monotonic)
+    reward: Reward | None = None
+    reason: str = ""
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        return self.reward is None and not self.reason
+
+    def idle_timeout_s(self, timeout_s: float) -> float:
+        return timeout_s if self.ledger.num_begun else min(timeout_s, FIRST_CALL_S)
+
+    def is_idle(self, now: float, timeout_s: float) -> bool:
+        return not self.running and now - self.last_seen > self.idle_timeout_s(timeout_s)
+
+    def finish(self, reward: Reward) -> str:
+        """Freezes it with its reward; one that cannot be trained is dead, and its siblings are none the worse.
+
+        Returns what is wrong with it; empty for one that is finished.
+        """
+        try:
+            chains, _ = segments(self.ledger.recorded())
+            finished = Rollout(segments=tuple(chain.segment for chain in chains), reward=reward)
+            num_bytes = len(msgspec.msgpack.encode(finished))
+            msgspec.convert(msgspec.to_builtins(reward), Reward)
+        except CallError as error:
+            self.die(error.code)
+            return str(error)
+        except Exception as error:  # an environment's reward may hold what no record can
+            self.die(NO_RECORD)
+            return one_line(f"{type(error).__name__}: {error}")
+        if not finished.segments:
+            self.die(NO_TOKEN)
+            return "no sampled token to train"
+        if num_bytes > self.group.rollout_bytes:
+            self.die(TOO_LARGE)
+            return f"{num_bytes:,} bytes, expected at most {self.group.rollout_bytes:,}, its share of a stream entry"
+        self.segments, self.reward = finished.segments, reward
+        self._end()
+        return ""
+
+    def die(self, reason: str) -> None:
+        self.reason = reason
+        self._end()
+
+    def _end(self) -> None:
+        for task in self.running:
+            task.cancel()
+        self.ledger = Ledger()
+
+
+@dataclass(slots=True, eq=False)
+class AgentGroup:
+    """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short.
+
+    deadline_s: from its first opening to its deadline.
+    sampling: how its calls are answered.
+    rollout_bytes: the most that the record of one rollout may take up.
+    posed: monotonic seconds, as `deadline` is.
+    """
+
+    claim: Claim
+    prompt: Prompt
+    size: int
+    deadline_s: float
+    sampling: SamplingSettings
+    rollout_bytes: int = MAX_ENTRY_BYTES
+    posed: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
+    rollouts: list[AgentRollout] = field(default_factory=list)
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.rollouts) < self.size
+
+    @property
+    def is_complete(self) -> bool:
+        """Every place was taken, and nothing is open any more."""
+        return not self.has_place and not any(rollout.is_open for rollout in self.rollouts)
+
+    @property
+    def num_finished(self) -> int:
+        return sum(rollout.reward is not None for rollout in self.rollouts)
+
+    def open(self, producer_id: str) -> AgentRollout:
+        if not self.rollouts:
+            self.deadline = time.monotonic() + self.deadline_s
+        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its metrics
+        rollout = AgentRollout(rollout_id(producer_id), self, Ledger(calls_bytes))
+        self.rollouts.append(rollout)
+        return rollout
+
+    def missing(self) -> str:
+        """Why siblings are missing; empty for a whole group."""
+        reasons = Counter(rollout.reason for rollout in self.rollouts if rollout.reason)
+        if self.has_place:
+            reasons["never opened"] = self.size - len(self.rollouts)
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+
+    def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
+        """The group of what is finished; dead where nothing is."""
+        finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        if not finished:
+            return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
+        now = time.time()
+        return RolloutGroup(
+            index=self.claim.index if self.claim.evaluation_id is None else 0,
+            prompt=self.prompt,
+            rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
+            producer_id=producer_id,
+            fingerprint=fingerprint,
+            sampling=self.sampling,
+            timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
+            evaluation_id=self.claim.evaluation_id,
+            missing=one_line(self.missing()),
+        )
+
+
+def rollout_id(producer_id: str) -> str:
+    """A new id, from which every producer can tell whose it is; it stands in a path as it is."""
+    safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
+    return f"{safe}.{secrets.token_hex(8)}"
+
+
+def producer_of(rollout_id: str) -> str | None:
+    """The producer that opened a rollout; None for an id that none has made."""
+    safe, dot, _ = rollout_id.rpartition(".")
+    return unquote(safe.replace("~", "%")) if dot and safe else None

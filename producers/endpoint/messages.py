@@ -1,0 +1,86 @@
+"""An agent's messages, told apart by what they say, and in the form that chat templates expect."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from producers.token_ids import TOKEN_FIELDS
+
+Json = dict[str, Any]
+
+ROOT = b""
+"""The chain key before the first message."""
+
+
+def chain_keys(canonicals: Iterable[bytes]) -> list[bytes]:
+    """One key per message: equal keys mean equal messages up to and including that one."""
+    keys, key = [], ROOT
+    for canonical in canonicals:
+        key = extend_chain(key, canonical)
+        keys.append(key)
+    return keys
+
+
+def extend_chain(key: bytes, canonical: bytes) -> bytes:
+    return hashlib.blake2b(key + canonical, digest_size=16).digest()
+
+
+def canonical_form(message: Mapping[str, Any]) -> bytes:
+    """What a message is told by: role, content and parsed tool calls.
+
+    Clients drop what they do not know (reasoning, token ids), and frameworks write a call's arguments with their own
+    spacing and trim an answer's white space.
+    """
+    role, text = message["role"], text_of(message.get("content"))
+    calls = [
+        [call["function"]["name"], _arguments(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    said = [role, text.strip() if role == "assistant" else text, calls]
+    return json.dumps(said, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def for_template(messages: Sequence[Json]) -> list[Json]:
+    """Messages with text as content and tool calls' arguments as objects, without the token fields.
+
+    Reasoning goes by both of its names: templates and clients differ.
+    """
+    return [_for_template(message) for message in messages]
+
+
+def text_of(content: Any) -> str:
+    """The text of a checked message's content: text, parts of text, or nothing."""
+    if isinstance(content, list):
+        return "".join(part.get("text", part.get("refusal", "")) for part in content)
+    return content or ""
+
+
+def _for_template(message: Json) -> Json:
+    rendered = {name: value for name, value in message.items() if name not in TOKEN_FIELDS and value is not None}
+    rendered["content"] = text_of(message.get("content"))
+    if message["role"] == "developer":
+        rendered["role"] = "system"
+    if calls := rendered.pop("tool_calls", None):
+        rendered["tool_calls"] = [_call_for_template(call) for call in calls]
+    reasoning = rendered.pop("reasoning", None) or rendered.pop("reasoning_content", None)
+    if reasoning:
+        rendered["reasoning"] = rendered["reasoning_content"] = reasoning
+    return rendered
+
+
+def _call_for_template(call: Json) -> Json:
+    arguments = _arguments(call["function"].get("arguments"))
+    # An answer with broken JSON stands in the history: to refuse it here would end the conversation for good.
+    function = call["function"] | {"arguments": arguments if isinstance(arguments, dict) else {}}
+    return {"type": "function", **call, "function": function}
+
+
+def _arguments(arguments: Any) -> Any:
+    """Parsed where they are JSON text, as they are otherwise."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,118 @@
+"""From an agent's messages to the token ids that the engine is given."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from producers.endpoint.errors import bad_request
+from producers.endpoint.ledger import Call, Ledger
+from producers.endpoint.messages import for_template
+from producers.endpoint.requests import ChatRequest
+from producers.suffix_encoding import Encoded, SuffixEncoder
+from producers.token_ids import SpliceRefused
+from producers.turn_boundary import find_turn_boundary, special_token_ids
+from schemas.config import ConfigError
+
+Json = dict[str, Any]
+
+
+class RenderedPrompt(NamedTuple):
+    """What the engine is given for a call.
+
+    kind: `first` opens a conversation; `spliced` continues the tokens of `parent`, and they are what the template
+        writes; `drifted` continues them where the template would have written others; `as_sent` is the messages'
+        own rendering in place of a continuation.
+    reason: why the call opens a segment of its own; empty where it does not.
+    """
+
+    token_ids: list[int]
+    kind: Literal["first", "spliced", "drifted", "as_sent"]
+    parent: Call | None
+    reason: str
+    rendered: Encoded
+
+    @property
+    def base(self) -> Call | None:
+        """The call whose tokens the ids begin with."""
+        return None if self.reason else self.parent
+
+
+class Prompts:
+    """Renders prompts by the model's own chat template.
+
+    tokenizer: a transformers tokenizer with a chat template. Not safe to be called from two threads at once.
+    exact: whether a continuation keeps what was sampled (`token_exact`).
+    """
+
+    def __init__(self, tokenizer: Any, *, exact: bool, stop_token_ids: Sequence[int]) -> None:
+        """
+        Raises:
+            ConfigError: a chat template that takes no conversation.
+        """
+        self._tokenizer = tokenizer
+        self._exact = exact
+        self._encoder = SuffixEncoder(tokenizer)
+
+        def render(messages: list[Json], add_generation_prompt: bool) -> list[int]:
+            return self._encoder.encode(self._text(for_template(messages), None, {}, add_generation_prompt)).token_ids
+
+        try:
+            self._boundary = find_turn_boundary(render, [*special_token_ids(tokenizer), *stop_token_ids])
+        except Exception as error:  # the chat template is the model's own, and raises what it likes
+            raise ConfigError(
+                f"model.path: its chat template refuses a user's and an assistant's turn: {error}; [endpoint] needs "
+                "one that takes both"
+            ) from error
+        self.turn_end_token_id = self._boundary.turn_end_token_id
+        """The token that ends an answer in the template; None where it writes none."""
+
+    def prompt(self, request: ChatRequest, ledger: Ledger) -> RenderedPrompt:
+        """The ids for a request.
+
+        Raises:
+            ApiError: 400, the template refuses the messages; see `Ledger.parent` as well.
+        """
+        found = ledger.parent(request.messages)
+        messages = for_template(request.messages)
+        parent, index = found if found is not None else (None, -1)
+        known = parent.rendered if parent is not None else None
+        if parent is None:
+            rendered = self._encode(request, messages, True, None)
+            answered = any(message["role"] == "assistant" for message in messages)
+            reason = ("unknown_history" if answered else "new_conversation") if ledger.calls else ""
+            return RenderedPrompt(rendered.token_ids, "first", None, reason, rendered)
+        if not self._exact:
+            rendered = self._encode(request, messages, True, known)
+            ids = parent.token_ids
+            continues = rendered.token_ids[: len(ids)] == ids
+            return RenderedPrompt(
+                rendered.token_ids, "as_sent", parent, "" if continues else "history_as_sent", rendered
+            )
+        prefix = self._encode(request, messages[: index + 1], False, known)
+        rendered = self._encode(request, messages, True, prefix)
+        try:
+            spliced = self._boundary.splice(parent.token_ids, prefix.token_ids, rendered.token_ids, parent.spans)
+        except SpliceRefused as refused:
+            return RenderedPrompt(rendered.token_ids, "as_sent", parent, refused.code, rendered)
+        kind: Literal["spliced", "drifted"] = "drifted" if spliced.drifted else "spliced"
+        return RenderedPrompt(spliced.prompt_token_ids, kind, parent, "", rendered)
+
+    def _encode(
+        self, request: ChatRequest, messages: list[Json], add_generation_prompt: bool, known: Encoded | None
+    ) -> Encoded:
+        try:
+            text = self._text(messages, request.tools or None, request.template_arguments, add_generation_prompt)
+            encoded = self._encoder.encode(text, known)
+        except Exception as error:  # the chat template is the model's own, and raises what it likes
+            raise bad_request(
+                f"the model's chat template refuses the messages: {type(error).__name__}: {error}", "messages"
+            ) from error
+        if not encoded.token_ids:
+            raise bad_request("the messages render to no tokens, expected at least one", "messages")
+        return encoded
+
+    def _text(
+        self, messages: list[Json], tools: list[Json] | None, arguments: Json, add_generation_prompt: bool
+    ) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **arguments
+        )

@@ -1,0 +1,259 @@
+"""The endpoint over HTTP, in the producer's own event loop: what each path does, and every error in OpenAI's shape."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from producers.connection import Connection, RedisGoneError
+from producers.endpoint.access import check_access
+from producers.endpoint.agents import Agents
+from producers.endpoint.answers import chunks, finish_reason, response
+from producers.endpoint.calls import Answered, Calls
+from producers.endpoint.errors import ApiError
+from producers.endpoint.groups import AgentRollout, producer_of
+from producers.endpoint.listening import listen
+from producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
+from producers.interfaces import EngineError
+from schemas.config import EndpointConfig
+from schemas.heartbeat import decode_heartbeat
+from schemas.keys import Keys
+from schemas.rollout import SamplingSettings
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_BYTES = 1024 * 1024
+BODY_BYTES_PER_TOKEN = 256
+"""Of the model's context, for messages that carry the token ids of every answer: each names those of its prompt too."""
+LARGE_BODY_BYTES = 64 * 1024
+"""Larger ones are parsed in a thread."""
+SHUTDOWN_S = 1.0
+"""Answers under way get so long to reach their clients once everything has ended."""
+LOOK_UP_S = 2.0
+FATAL = (EngineError, RedisGoneError, RedisError)
+"""What ends a producer wherever it is met."""
+
+
+class Server:
+    """Serves `agents` and `calls` between `start` and `close`.
+
+    key: what requests must carry; None: nothing.
+    model: the name under which the policy is served.
+    """
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        *,
+        key: str | None,
+        model: str,
+        agents: Agents,
+        calls: Calls,
+        sampling: SamplingSettings,
+        max_model_len: int,
+        connection: Connection,
+        keys: Keys,
+        producer_id: str,
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._model = model
+        self._agents = agents
+        self._calls = calls
+        self._sampling = sampling
+        self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
+        self._connection = connection
+        self._keys = keys
+        self._producer_id = producer_id
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        """Where agents reach this producer, once it is started."""
+
+    async def start(self) -> None:
+        """Listens on the first free port from `endpoint.port` on.
+
+        Raises:
+            ConfigError: the host cannot be listened on, or no port in the range is free.
+        """
+        app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
+        app.router.add_post("/r", self._open)
+        app.router.add_post("/r/{rollout}/v1/chat/completions", self._chat)
+        app.router.add_get("/r/{rollout}/v1/models", self._models)
+        app.router.add_post("/r/{rollout}/finish", self._finish)
+        # Cancelled with its client: nobody waits for the answer, and what it would sample is in the way of others.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        await self._runner.setup()
+        listening, port = listen(self._config.host, self._config.port)
+        await web.SockSite(self._runner, listening).start()
+        host = socket.gethostname() if self._config.host in ("0.0.0.0", "::") else self._config.host
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("agents are served at %s", self.url)
+
+    async def run(self) -> None:
+        """Waits for rollouts and groups to be over time; runs until cancelled.
+
+        Raises:
+            EngineError, RedisGoneError: a request has met what ends this producer.
+        """
+        watching = asyncio.create_task(self._agents.watch())
+        try:
+            await asyncio.wait({watching, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await (self._failed if self._failed.done() else watching)
+        finally:
+            watching.cancel()
+
+    async def close(self) -> None:
+        """Hangs up on everybody."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        self._calls.close()
+        if self._failed.done():
+            self._failed.exception()  # told by `run`, if that was there to hear of it
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_access(request.headers, self._key)
+            return await handler(request)
+        except ApiError as error:
+            answer = error
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            code = error.reason.lower().replace(" ", "_")
+            answer = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
+        except ConnectionError:
+            return web.Response()  # nobody is there to read it
+        except FATAL as error:
+            self._fail(error)
+            answer = ApiError(503, "this producer serves no longer", code="producer_failed")
+        except Exception as error:  # the isolation boundary of this server: one request never ends the others
+            log.exception("%s %s failed", request.method, request.path)
+            answer = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+        return web.json_response(answer.body, status=answer.status, headers=answer.headers)
+
+    async def _open(self, request: web.Request) -> web.Response:
+        rollout = await self._agents.open()
+        group = rollout.group
+        return _json({
+            "id": rollout.id,
+            "base_url": f"{request.scheme}://{request.host}/r/{rollout.id}/v1",
+            "index": group.claim.index,
+            "prompt": msgspec.to_builtins(group.prompt),
+        })  # fmt: skip
+
+    async def _models(self, request: web.Request) -> web.Response:
+        await self._rollout(request)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        reward = parse_finish(await request.read())
+        rollout_id = request.match_info["rollout"]
+        if not self._agents.is_finished_with(rollout_id, reward):
+            rollout = await self._rollout(request)
+            if wrong := self._agents.finish(rollout, reward):
+                raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
+        return _json({"id": rollout_id, "status": "finished"})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._asked(await request.read())
+        rollout = await self._rollout(request)
+        answered = await self._answered(rollout, asked)
+        finished = response(
+            f"chatcmpl-{rollout.id}-{answered.call.number}",
+            int(time.time()),
+            self._model,
+            answered.message,
+            answered.logprobs,
+            finish_reason(answered.call.completion, answered.message),
+        )
+        answer: web.StreamResponse
+        if asked.stream:
+            headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            answer = web.StreamResponse(headers=headers)
+            await answer.prepare(request)
+            for chunk in chunks(finished, asked.include_usage):
+                await answer.write(chunk)
+        else:
+            answer = _json(finished)
+            await answer.prepare(request)
+        await answer.write_eof()
+        answered.call.delivered = True
+        return answer
+
+    async def _asked(self, body: bytes) -> ChatRequest:
+        def parse() -> ChatRequest:
+            return parse_chat(parse_json(body), self._sampling)
+
+        return await asyncio.to_thread(parse) if len(body) > LARGE_BODY_BYTES else parse()
+
+    async def _answered(self, rollout: AgentRollout, asked: ChatRequest) -> Answered:
+        """The answer, computed in a task that ends with the rollout or with the request, whichever ends first."""
+        task = asyncio.create_task(self._calls.answer(rollout, asked))
+        task.add_done_callback(self._end_if_fatal)  # its client may have hung up, and nobody look at it
+        rollout.running.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            rollout.running.discard(task)
+            rollout.last_seen = time.monotonic()
+            task.cancel()
+        if task.cancelled():
+            raise ApiError(410, f"rollout {rollout.id} has ended during this call", code="rollout_ended")
+        return task.result()
+
+    def _end_if_fatal(self, task: asyncio.Task[Answered]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), FATAL):
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _rollout(self, request: web.Request) -> AgentRollout:
+        """The rollout that a path names.
+
+        Raises:
+            ApiError: 404 where no producer knows it, 409 where another has it, 410 where it has ended.
+        """
+        rollout_id = request.match_info["rollout"]
+        rollout = self._agents.find(rollout_id)
+        if rollout is not None:
+            rollout.last_seen = time.monotonic()
+            return rollout
+        producer_id = producer_of(rollout_id)
+        if producer_id is not None and producer_id != self._producer_id:
+            url = await self._url_of(producer_id)
+            if url is not None:
+                where = url or "an address that it does not say"
+                raise ApiError(
+                    409,
+                    f"rollout {rollout_id} lives on producer {producer_id} at {where}",
+                    code="rollout_elsewhere",
+                    fields={"url": f"{url}/r/{rollout_id}/v1" if url else None},
+                )
+        raise ApiError(404, f"rollout {rollout_id}: no such rollout", code="no_such_rollout")
+
+    async def _url_of(self, producer_id: str) -> str | None:
+        """Where a producer serves agents, empty where it does not say; None where there is no such producer."""
+        try:
+            async with asyncio.timeout(LOOK_UP_S):
+                data: Any = await self._connection.commands.get(self._keys.producer(producer_id))
+            return decode_heartbeat(data).endpoint if data is not None else None
+        except (TimeoutError, RedisError, msgspec.DecodeError):
+            return ""
+
+
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -1,0 +1,55 @@
+"""vLLM's own parsers of reasoning and tool calls, over text that this project's engine has sampled."""
+
+import logging
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import Parser, ParserManager
+
+from producers.endpoint.answers import ParsedAnswer
+from producers.endpoint.requests import ChatRequest
+from schemas.config import ConfigError, EndpointConfig
+
+# A policy that learns to call tools writes broken calls at first, and each would be logged with its traceback.
+logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+
+
+class VllmAnswerParser:
+    """Splits an answer into reasoning, content and calls as vLLM's own server would."""
+
+    skip_special_tokens = False
+
+    def __init__(self, tokenizer: Any, config: EndpointConfig) -> None:
+        """
+        Raises:
+            ConfigError: vLLM has no parser of such a name, or it does not go with the model's tokenizer.
+        """
+        self._tokenizer = tokenizer
+        names = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
+        try:
+            parser = ParserManager.get_parser(
+                tool_parser_name=config.tool_parser,
+                reasoning_parser_name=config.reasoning_parser,
+                enable_auto_tools=True,
+                tokenizer=tokenizer,
+            )
+        except Exception as error:  # vLLM's and each parser's own
+            asked = ", ".join(f"endpoint.{name} = {value!r}" for name, value in names.items() if value is not None)
+            raise ConfigError(f"{asked}: {error}; expected names of vLLM's parsers for this model") from error
+        if parser is None:
+            raise ConfigError("endpoint: neither tool_parser nor reasoning_parser is set, expected one of them")
+        self._parser: type[Parser] = parser
+
+    def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
+        # What a parser reads of a request are its tools; the conversation would be checked all over for nothing.
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
+        if request.use_tools:
+            fields |= {"tools": request.tools, "tool_choice": "auto"}
+        asked = ChatCompletionRequest.model_validate(fields)
+        tools: Any = asked.tools
+        parser = self._parser(self._tokenizer, tools, chat_template_kwargs=request.template_arguments)
+        parser.set_prompt_token_ids(prompt_ids)
+        reasoning, content, calls = parser.parse(
+            text, asked, enable_auto_tools=request.use_tools, model_output_token_ids=token_ids
+        )
+        return ParsedAnswer(content, reasoning, tuple((call.name, call.arguments) for call in calls or ()))

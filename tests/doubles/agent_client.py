@@ -1,0 +1,97 @@
+"""An agent harness of few words, and a policy that answers it."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from chat_templates import decode, encode
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"arguments":{"a":3,"b":4},"name":"add"}</tool_call>'
+"""A tool call that no template writes so."""
+ANSWER = "therefore seven"
+
+
+class AgentClient:
+    """Speaks to one producer's endpoint; `close` it."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(url, headers=headers, timeout=aiohttp.ClientTimeout(60))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and decoded body. body: bytes go as they are."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        async with self._session.request(method, path, data=data) as reply:
+            return reply.status, await reply.json()
+
+    async def text(self, path: str, body: Any) -> tuple[int, str, str]:
+        """Status, content type and text."""
+        async with self._session.post(path, json=body) as reply:
+            return reply.status, reply.content_type, await reply.text()
+
+    async def open(self, *, patience_s: float = 30.0) -> dict[str, Any]:
+        """A rollout; waits for credit as an agent would."""
+        async with asyncio.timeout(patience_s):
+            while True:
+                status, body = await self.request("POST", "/r")
+                if status == 200:
+                    return body
+                assert status == 429, body
+                await asyncio.sleep(0.02)
+
+    async def chat(self, rollout: dict[str, Any], messages: list[dict], **fields: Any) -> dict[str, Any]:
+        """The assistant's message."""
+        path = f"/r/{rollout['id']}/v1/chat/completions"
+        status, body = await self.request("POST", path, {"messages": messages, **fields})
+        assert status == 200, body
+        return body["choices"][0]["message"]
+
+    async def finish(self, rollout: dict[str, Any], reward: float, **metrics: float) -> None:
+        body = {"reward": reward, "metrics": metrics}
+        status, answer = await self.request("POST", f"/r/{rollout['id']}/finish", body)
+        assert status == 200, answer
+
+    async def converse(self, rollout: dict[str, Any], num_turns: int = 2, *, keep_ids: bool = False) -> list[dict]:
+        """A user's question and its follow-ups, with the tool's result after each call; returns all messages."""
+        messages: list[dict] = [{"role": "user", "content": f"task {rollout['index']}"}]
+        for turn in range(num_turns):
+            reply = await self.chat(rollout, messages, tools=[ADD])
+            messages.append(reply if keep_ids else as_plain_client(reply))
+            if turn + 1 < num_turns:
+                calls = reply.get("tool_calls")
+                messages.append(
+                    {"role": "tool", "tool_call_id": calls[0]["id"], "content": "7"}
+                    if calls
+                    else {"role": "user", "content": f"and then {turn}"}
+                )
+        return messages
+
+
+def as_plain_client(message: dict[str, Any]) -> dict[str, Any]:
+    """The fields that an OpenAI client sends back."""
+    return {name: message[name] for name in ("role", "content", "tool_calls") if name in message}
+
+
+def tool_user(style: str = "chatml") -> Callable[[list[int], int], list[int]]:
+    """A script for ScriptedEngine: calls a tool when asked by a user, answers when the tool has spoken. Everything is
+    spelled letter by letter, as no tokenizer would encode it."""
+    end = encode(style, "<|im_end|>")
+
+    def spell(text: str) -> list[int]:
+        parts = re.findall("</?tool_call>|.", text)
+        return [token for part in parts for token in encode(style, part)] + end
+
+    answer, call = spell(ANSWER), spell(CALL)
+
+    def script(prompt_ids: list[int], sibling: int) -> list[int]:
+        last = decode(style, prompt_ids).split("<|im_start|>")[-2]
+        return answer if last.startswith("tool") else call
+
+    return script

@@ -1,0 +1,44 @@
+"""Tasks for an agent outside, and an environment that talks to the model itself and likes it to call a tool."""
+
+from typing import Any
+
+from schemas.prompt import Prompt, Reward
+
+NUMBER = {"type": "number"}
+PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+
+
+class Tasks:
+    """Task n is the text `n`."""
+
+    num_evaluation_prompts = 0
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self.replies: list[dict[str, Any]] = []
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(text=str(index))
+
+    evaluation_prompt = prompt
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        raise AssertionError("a conversation has its own reward")
+
+
+class ToolCaller(Tasks):
+    """Three turns; the reward is the share of them in which the tool was called."""
+
+    async def converse(self, prompt: Prompt, conversation: Any) -> Reward:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
+        num_calls = 0
+        for _ in range(3):
+            reply = await conversation.chat(messages, tools=TOOLS)
+            self.replies.append(reply)
+            messages.append(reply)
+            num_calls += "tool_calls" in reply
+            for call in reply.get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
+            if "tool_calls" not in reply:
+                messages.append({"role": "user", "content": "use the tool"})
+        return Reward(value=num_calls / 3, parts={"calls": float(num_calls)})

@@ -1,0 +1,249 @@
+"""Agents on the real engine and a real Redis: the plain OpenAI client uses a tool while the weights change, and what
+arrives on the stream is what the engine saw and sampled, token by token."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from markov_agent import LETTERS, MarkovAgent
+from producer_run import Numbers, until
+
+from producers.connection import Connection
+from producers.loop import Producer
+from producers.metrics import ProducerMetrics
+from schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
+from schemas.keys import Field, Keys, Kind
+from schemas.policy import WeightManifest
+from schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
+
+openai = pytest.importorskip("openai")
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+GROUP_SIZE = 4
+NUM_GROUPS = 3
+NUM_TURNS = 6
+
+
+class Recorder:
+    """An engine that writes down what it was given and sampled."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_token_ids: list[int], *arguments: Any) -> Any:
+        completions = await self._engine.generate(prompt_token_ids, *arguments)
+        self.seen += [(tuple(prompt_token_ids), tuple(unpack_ids(one.token_ids))) for one in completions]
+        return completions
+
+
+class Run(NamedTuple):
+    producer: Producer
+    task: asyncio.Task
+    engine: Recorder
+    agent: MarkovAgent
+    client: Any
+    keys: Keys
+    metrics: ProducerMetrics
+    weights: Path
+
+    def announce(self, version: int) -> None:
+        data, tensors = self.agent.policy(version)
+        (self.weights / f"v{version}.safetensors").write_bytes(data)
+        manifest = WeightManifest(
+            version=version,
+            parent_version=version - 1,
+            file=f"v{version}.safetensors",
+            total_bytes=len(data),
+            checksum=hashlib.blake2b(data, digest_size=16).hexdigest(),
+            tensors=tensors,
+        )
+        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)})
+
+    def groups(self) -> list[RolloutGroup]:
+        entries = self.client.xrange(self.keys.rollouts)
+        assert all(fields[Field.KIND] == Kind.GROUP for _, fields in entries), entries
+        return [decode_group(fields[Field.PAYLOAD]) for _, fields in entries]
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[Run]:
+    from producers.engines.answer_parser import VllmAnswerParser
+
+    agent = MarkovAgent(tmp_path / "model")
+    endpoint = EndpointConfig(port=0, tool_parser="hermes")
+    config = RunConfig(
+        name="agents",
+        group_size=GROUP_SIZE,
+        max_lag=10,
+        model=ModelConfig(path=str(agent.folder)),
+        environment=Plug(path="nobody:Needed"),
+        engine=EngineConfig(kv_cache_gib=0.25, max_num_seqs=32, max_model_len=4096),
+        sampling=SamplingConfig(max_tokens=300),
+        endpoint=endpoint,
+    )
+    engine = Recorder(await vllm_engine.start(config))
+    metrics, environment = ProducerMetrics(), Numbers()
+    connection = Connection.open(redis_url, outage_s=30.0, metrics=metrics)
+    producer = Producer(
+        config,
+        runs=tmp_path,
+        producer_id="a",
+        connection=connection,
+        engine=engine,
+        environment=environment,
+        reward=environment.reward,
+        tokenizer=agent.tokenizer,
+        metrics=metrics,
+        answer_parser=VllmAnswerParser(agent.tokenizer, endpoint),
+    )
+    weights = config.weights_folder(tmp_path)
+    weights.mkdir(parents=True)
+    await producer.open()
+    task = asyncio.create_task(producer.serve())
+    one = Run(producer, task, engine, agent, redis_client, Keys("agents"), metrics, weights)
+    one.announce(0)
+    await until(lambda: task.done() or producer._weights.loaded, 60)
+    yield one
+    producer.stop.set()
+    await asyncio.gather(task, return_exceptions=True)
+    await engine.close()
+    await connection.close()
+
+
+async def converse(base: str, reward: float) -> int:
+    """An agent that knows nothing of Penstock but three URLs; returns how many tools it has called."""
+    num_calls = 0
+    server = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=50)
+    rollout = await server.post("/r", cast_to=object)
+    async with server, openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none") as client:
+        messages: list = [{"role": "user", "content": f"what is {rollout['prompt']['text']} plus four"}]
+        for _ in range(NUM_TURNS):
+            reply = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+            message = reply.choices[0].message
+            messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
+            if message.tool_calls:
+                num_calls += 1
+                arguments = json.loads(message.tool_calls[0].function.arguments)
+                result = str(arguments["a"] + arguments["b"])
+                messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": result})
+            else:
+                messages.append({"role": "user", "content": "and plus three"})
+        body = {"reward": reward, "metrics": {"calls": num_calls}}
+        await server.post(f"/r/{rollout['id']}/finish", body=body, cast_to=object)
+    return num_calls
+
+
+async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled_while_weights_change(run: Run) -> None:
+    for index in range(1, NUM_GROUPS + 1):
+        run.client.xadd(run.keys.prompts, {Field.INDEX: index, Field.VERSION: 0})
+
+    async def change_weights() -> None:
+        for version in range(1, 40):
+            await asyncio.sleep(0.25)
+            run.announce(version)
+
+    changing = asyncio.create_task(change_weights())
+    base = run.producer._endpoint.url
+    calls = await asyncio.gather(*(converse(base, n % 2) for n in range(GROUP_SIZE * NUM_GROUPS)))
+    changing.cancel()
+    await until(lambda: run.client.xlen(run.keys.rollouts) == NUM_GROUPS, 60)
+
+    groups = run.groups()
+    assert sorted(group.index for group in groups) == list(range(1, NUM_GROUPS + 1))
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(rollouts) == GROUP_SIZE * NUM_GROUPS and sum(calls) > NUM_TURNS
+    assert sum(rollout.reward.parts["calls"] for rollout in rollouts) == sum(calls)
+    # Every call's tokens, trained once, after exactly the ids that the engine was given.
+    trained = []
+    for rollout in rollouts:
+        (segment,) = rollout.segments
+        ids = tuple(unpack_ids(segment.token_ids))
+        trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
+    assert sorted(trained) == sorted(run.engine.seen) and len(trained) == GROUP_SIZE * NUM_GROUPS * NUM_TURNS
+    # Each letter says which policy has sampled it, and that policy's logprob is known.
+    versions = check_versions_and_logprobs(run.agent, rollouts)
+    assert len(versions) > 2
+    assert run.count("penstock_agent_calls_total", prompt="first") == len(rollouts)
+    assert run.count("penstock_agent_calls_total", prompt="drifted") > NUM_TURNS
+    assert run.count("penstock_agent_calls_total", prompt="as_sent") == 0
+    assert run.count("penstock_agent_tokens_total") == run.count("penstock_agent_tokens_delivered_total") > 0
+    assert run.client.xlen(run.keys.prompts) == 0
+
+
+async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(run: Run) -> None:
+    run.client.xadd(run.keys.prompts, {Field.INDEX: 1, Field.VERSION: 0})
+
+    async def abort() -> None:
+        for version in range(1, 1000):
+            await asyncio.sleep(0.1)
+            await run.engine._llm.abort(list(run.engine._llm.output_processor.external_req_ids))
+            if version % 5 == 0:
+                run.announce(version // 5)
+
+    aborting = asyncio.create_task(abort())
+    await asyncio.gather(*(converse(run.producer._endpoint.url, n % 2) for n in range(GROUP_SIZE)))
+    aborting.cancel()
+    await until(lambda: run.client.xlen(run.keys.rollouts) == 1, 60)
+    (group,) = run.groups()
+    check_versions_and_logprobs(run.agent, list(group.rollouts))
+    trained = []
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        assert segment.finish_reason != "abort" and len(segment.loss_mask) == NUM_TURNS
+        ids = tuple(unpack_ids(segment.token_ids))
+        trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
+    # What the engine has sampled in parts, one part after the other, is what the answers are made of, all of it.
+    parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for context, part in run.engine.seen:
+        parts.setdefault(context, []).append(part)
+
+    def is_sampled(context: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+        return not answer or any(
+            part and answer[: len(part)] == part and is_sampled(context + part, answer[len(part) :])
+            for part in parts.get(context, ())
+        )
+
+    assert all(is_sampled(context, answer) for context, answer in trained)
+    assert sum(len(answer) for _, answer in trained) == sum(len(part) for _, part in run.engine.seen)
+    assert sum(bool(part) for _, part in run.engine.seen) > len(trained) + NUM_TURNS
+    assert run.count("penstock_agent_tokens_total") == run.count("penstock_agent_tokens_delivered_total") > 0
+
+
+def check_versions_and_logprobs(agent: MarkovAgent, rollouts: list) -> set[int]:
+    """Returns the versions that sampled an answer's letters."""
+    letters = {token: parity for parity in range(len(LETTERS)) for token in agent.letters(parity)}
+    tables = {parity: agent.logprobs(parity) for parity in range(len(LETTERS))}
+    versions = set()
+    for rollout in rollouts:
+        (segment,) = rollout.segments
+        ids = unpack_ids(segment.token_ids)
+        behavior = iter(unpack_floats(segment.behavior_logprobs))
+        for span in segment.version_spans:
+            for position in range(span.start, span.end):
+                token, last = ids[position], ids[position - 1]
+                if token in letters:
+                    assert letters[token] == span.version % 2, f"token {position} is labelled {span.version}"
+                    versions.add(span.version)
+                expected = float(tables[span.version % 2][last, token])
+                assert next(behavior) == pytest.approx(expected, abs=1e-4)
+    return versions

@@ -1,0 +1,107 @@
+"""A producer with an endpoint, on a real Redis, and a client of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the endpoint's HTTP server comes with vLLM")
+
+from agent_client import AgentClient, tool_user
+from chat_templates import tokenizer_of
+from producer_run import QUICK, Numbers, until
+from real_server import RealServer
+from scripted_engine import ScriptedEngine
+from tagged_calls import TaggedCalls
+
+from producers.loop import Producer
+from producers.metrics import ProducerMetrics
+from schemas.config import EndpointConfig, SamplingConfig
+from schemas.keys import Field, Kind
+from schemas.rollout import RolloutGroup, decode_group
+
+QUICK_ENDPOINT = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
+
+
+class Served(NamedTuple):
+    """One producer that serves agents."""
+
+    producer: Producer
+    task: asyncio.Task
+    engine: ScriptedEngine
+    client: AgentClient
+    server: RealServer
+    trainer: Any
+    metrics: ProducerMetrics
+
+    @property
+    def url(self) -> str:
+        assert self.producer._endpoint is not None
+        return self.producer._endpoint.url
+
+    async def entries(self, num_entries: int) -> list[dict[bytes, bytes]]:
+        """The next entries of the rollout stream."""
+        return await asyncio.to_thread(self.trainer.read, num_entries, 90.0)
+
+    async def groups(self, num_groups: int) -> list[RolloutGroup]:
+        entries = await self.entries(num_groups)
+        assert [fields[Field.KIND] for fields in entries] == [Kind.GROUP] * num_groups, entries
+        return [decode_group(fields[Field.PAYLOAD]) for fields in entries]
+
+    def count(self, metric: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(metric, labels) or 0.0
+
+
+@pytest.fixture
+async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """`await serve(engine, producer_id, beside=..., **changes)` starts a producer that serves agents; `beside` another
+    one of the same run."""
+    started: list[Served] = []
+
+    async def start(
+        engine: ScriptedEngine | None = None,
+        producer_id: str = "a",
+        *,
+        beside: Served | None = None,
+        key: str | None = None,
+        endpoint: EndpointConfig | None = QUICK_ENDPOINT,
+        environment: Any = None,
+        **changes: Any,
+    ) -> Served:
+        fields = {"producers": QUICK, "sampling": SamplingConfig(max_tokens=200), "endpoint": endpoint, **changes}
+        config = make_config(**fields)
+        server = beside.server if beside is not None else redis_server()
+        trainer = beside.trainer if beside is not None else hand_trainer(server.client, config, tmp_path)
+        if beside is None:
+            trainer.announce(0)
+        engine = engine or ScriptedEngine(script=tool_user(), max_model_len=4096)
+        environment, metrics = environment or Numbers(), ProducerMetrics()
+        producer = Producer(
+            config,
+            runs=tmp_path,
+            producer_id=producer_id,
+            connection=connect(server),
+            engine=engine,
+            environment=environment,
+            reward=environment.reward,
+            tokenizer=tokenizer_of("chatml"),
+            metrics=metrics,
+            answer_parser=TaggedCalls(),
+        )
+        await producer.open()
+        task = asyncio.create_task(producer.serve())
+        await until(lambda: task.done() or (producer._weights.loaded and producer._endpoint.url != ""))
+        if task.done():
+            task.result()
+        assert producer._endpoint is not None
+        client = AgentClient(producer._endpoint.url, key)
+        started.append(Served(producer, task, engine, client, server, trainer, metrics))
+        return started[-1]
+
+    yield start
+    for one in started:
+        await one.client.close()
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in started), return_exceptions=True)

@@ -1,0 +1,63 @@
+"""Who may use the endpoint."""
+
+from pathlib import Path
+
+import pytest
+
+from producers.endpoint.access import api_key, check_access
+from producers.endpoint.errors import ApiError
+from schemas.config import ConfigError, EndpointConfig
+
+OPEN = EndpointConfig(host="0.0.0.0")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_this_machine_alone_needs_no_key(host: str) -> None:
+    assert api_key(EndpointConfig(host=host), {}) is None
+    check_access({}, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "producer.example"])
+def test_an_address_that_others_reach_needs_one(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint.host = .*PENSTOCK_API_KEY"):
+        api_key(EndpointConfig(host=host), {})
+
+
+def test_the_key_comes_from_the_environment_or_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    assert api_key(OPEN, {"PENSTOCK_API_KEY": "direct", "PENSTOCK_API_KEY_FILE": str(file)}) == "direct"
+    assert api_key(OPEN, {"PENSTOCK_API_KEY_FILE": str(file)}) == "from-file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="the file is empty"):
+        api_key(OPEN, {"PENSTOCK_API_KEY_FILE": str(file)})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        api_key(OPEN, {"PENSTOCK_API_KEY_FILE": str(tmp_path / "none")})
+
+
+def test_a_key_that_no_header_can_carry_is_refused_unquoted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        api_key(OPEN, {"PENSTOCK_API_KEY": "sec ret"})
+    assert "sec" not in str(caught.value).replace("PENSTOCK_API_KEY", "")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        *({"Authorization": text} for text in ("", "Bearer", "Bearer wrong", "Basic right", "right", "Bearer \udcff")),
+    ],
+)
+def test_only_the_bearer_of_the_key_gets_in(headers: dict[str, str]) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_access(headers, "right")
+    assert caught.value.status == 401 and "right" not in caught.value.message
+    check_access({"Authorization": "Bearer right"}, "right")
+    check_access({"Authorization": "bearer right", "Origin": "http://page.example"}, "right")
+
+
+def test_a_web_page_gets_in_with_the_key_alone() -> None:
+    """Any page that a browser on this machine shows may send requests here."""
+    with pytest.raises(ApiError) as caught:
+        check_access({"Origin": "http://page.example"}, None)
+    assert (caught.value.status, caught.value.code) == (403, "origin_refused")

@@ -1,0 +1,232 @@
+"""An environment of several turns inside the producer goes the way of an agent outside."""
+
+import asyncio
+import math
+
+import pytest
+from agent_client import tool_user
+from producer_run import KEYS, until
+from scripted_engine import ScriptedEngine
+from tool_caller import ToolCaller
+
+from producers.endpoint.errors import ApiError
+from producers.interfaces import EngineError
+from schemas.config import ConfigError, EndpointConfig, EvaluationConfig
+from schemas.keys import Field, Kind
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import decode_group
+
+pytestmark = pytest.mark.redis
+
+
+async def test_an_environment_s_conversations_become_groups(serve) -> None:
+    environment = ToolCaller()
+    one = await serve(environment=environment, group_size=4)
+    one.trainer.release(1, 12)
+    groups = await one.groups(12)
+    assert sorted(group.index for group in groups) == list(range(1, 13))
+    for group in groups:
+        assert len(group.rollouts) == 4 and group.prompt.text == str(group.index)
+        for rollout in group.rollouts:
+            (segment,) = rollout.segments
+            assert len(segment.loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
+    assert len(environment.replies) == 12 * 4 * 3
+    await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
+    one.trainer.release(13, 13)
+    assert (await one.groups(1))[0].index == 13
+
+
+async def test_a_conversation_that_raises_ends_alone(serve) -> None:
+    class Fragile(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            if prompt.text == "2" or self.num_begun == 1:
+                raise LookupError("no such tool")
+            if self.num_begun == 2:
+                return float("nan")
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Fragile(), group_size=4)
+    one.trainer.release(1, 2)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
+    assert entries[1][Field.KIND] == Kind.GROUP and entries[2][Field.KIND] == Kind.DEAD
+    assert b"4 environment: LookupError: no such tool" in entries[2][Field.REASON]
+    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 2
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 6
+
+
+async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(serve) -> None:
+    class Curious(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with pytest.raises(ApiError, match="n is 2, expected 1"):
+                await conversation.chat([{"role": "user", "content": "x"}], n=2)
+            with pytest.raises(ApiError, match="maximum context length"):
+                await conversation.chat([{"role": "user", "content": "x" * 5000}])
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Curious(), group_size=2)
+    one.trainer.release(1, 1)
+    assert len((await one.groups(1))[0].rollouts) == 2
+
+
+async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
+    class Evaluated(ToolCaller):
+        num_evaluation_prompts = 3
+
+        def evaluation_prompt(self, n: int) -> Prompt:
+            if n == 3:
+                raise LookupError("no task 3")
+            return Prompt(text=f"e{n}")
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "e2":
+                raise LookupError("no such tool")
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Evaluated(), group_size=4, evaluation=EvaluationConfig(max_tokens=190))
+    one.trainer.evaluate(0, 3)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+    results = {fields[Field.EVALUATION]: fields for _, fields in one.server.client.xrange(KEYS.evaluation_results)}
+    group = decode_group(results[b"0-1"][Field.PAYLOAD])
+    assert (group.evaluation_id, group.index, group.prompt.text) == ("0-1", 0, "e1")
+    assert (group.sampling.temperature, group.sampling.max_tokens) == (0.0, 190)
+    (rollout,) = group.rollouts
+    assert len(rollout.segments[0].loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
+    assert {(sampling.temperature, sampling.max_tokens) for sampling in one.engine.samplings} == {(0.0, 190)}
+    assert b"environment: LookupError: no such tool" in results[b"0-2"][Field.REASON]
+    assert b"prompt: LookupError: no task 3" in results[b"0-3"][Field.REASON]
+    one.trainer.release(1, 1)
+    assert (await one.groups(1))[0].sampling.temperature == 1.0
+    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 4
+
+
+async def test_a_held_out_conversation_that_hangs_fails_at_the_deadline(serve) -> None:
+    class Slow(ToolCaller):
+        async def converse(self, prompt, conversation):
+            await asyncio.Event().wait()
+
+    one = await serve(environment=Slow(), endpoint=EndpointConfig(port=0, idle_timeout_s=0.5, group_deadline_s=1.0))
+    one.trainer.evaluate(0, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"not finished after 1 s (endpoint.group_deadline_s)" in fields[Field.REASON]
+    await until(lambda: not one.producer._table)
+
+
+async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> None:
+    class Wordy(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            parts = {str(n): 0.0 for n in range(4097 if self.num_begun == 1 else 4096)}
+            reward = await super().converse(prompt, conversation)
+            return Reward(value=reward.value, parts=parts)
+
+    one = await serve(environment=Wordy(), group_size=2)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1
+    assert group.missing == "1 environment: ValueError: reward of 4,097 parts, expected at most 4,096"
+
+
+async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:
+    class Slow(ToolCaller):
+        cancelled = 0
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "1":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    raise
+            return await super().converse(prompt, conversation)
+
+    environment = Slow()
+    one = await serve(environment=environment, group_size=2)
+    one.trainer.release(1, 2)
+    (other,) = await one.groups(1)
+    assert other.index == 2
+    one.producer._endpoint._agents._end_overdue(math.inf)
+    kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(1)}
+    assert kinds == {1: Kind.DEAD}
+    await until(lambda: environment.cancelled == 2)
+
+
+@pytest.mark.parametrize("makes", ["an error", "a reward", "another call"])
+async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(serve, caplog, makes: str) -> None:
+    class Stubborn(ToolCaller):
+        num_waiting = 0
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "2":
+                return await super().converse(prompt, conversation)
+            try:
+                self.num_waiting += 1
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.num_waiting -= 1
+                if makes == "an error":
+                    raise ValueError("was cancelled") from None
+                if makes == "another call":
+                    with pytest.raises(ApiError) as caught:
+                        await conversation.chat([{"role": "user", "content": "x"}])
+                    assert caught.value.status == 410
+            return Reward(value=1.0)
+
+    environment = Stubborn()
+    one = await serve(environment=environment, group_size=2)
+    one.trainer.release(1, 1)
+    await until(lambda: environment.num_waiting == 2)
+    one.producer._endpoint._agents._end_overdue(math.inf)
+    await until(lambda: environment.num_waiting == 0)
+    one.trainer.release(2, 2)
+    dead, group = await one.entries(2)
+    assert (dead[Field.INDEX], dead[Field.KIND]) == (b"1", Kind.DEAD)
+    assert (group[Field.INDEX], group[Field.KIND]) == (b"2", Kind.GROUP)
+    assert "cannot be finished" not in caplog.text and not one.task.done()
+
+
+async def test_a_reward_that_no_record_can_hold_costs_its_own_rollout_alone(serve) -> None:
+    class Odd(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            parts = {"\ud800": 1.0} if self.num_begun == 1 else {}
+            await super().converse(prompt, conversation)
+            return Reward(value=0.5, parts=parts)
+
+    one = await serve(environment=Odd(), group_size=2)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
+
+
+async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.loop.GRACE_S", 0.2)
+    engine = ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096)
+    one = await serve(engine, environment=ToolCaller(), group_size=2)
+    one.trainer.release(1, 2)
+    await until(lambda: engine.num_active == 4)
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    assert sorted(fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)) == [b"1", b"2"]
+    assert engine.num_active == 0
+
+
+async def test_an_engine_that_dies_under_a_conversation_ends_the_producer(serve) -> None:
+    one = await serve(ScriptedEngine(die_after=0, max_model_len=4096), environment=ToolCaller())
+    one.trainer.release(1, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)
+
+
+async def test_an_environment_that_converses_needs_the_endpoint_s_table(serve) -> None:
+    with pytest.raises(ConfigError, match=r"it converses, .* expected an \[endpoint\] table"):
+        await serve(environment=ToolCaller(), endpoint=None)

@@ -1,0 +1,70 @@
+"""The endpoint in a producer process of its own: found by its heartbeat, ended by a signal, never in its way."""
+
+import asyncio
+import json
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+from agent_client import AgentClient
+from chat_templates import tokenizer_of
+from producer_run import KEYS, QUICK, until
+
+from schemas.config import EndpointConfig, ModelConfig
+from schemas.heartbeat import decode_heartbeat
+from schemas.keys import Field
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
+
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+
+
+def calls_running(server) -> float:
+    data = server.client.get(KEYS.producer("a"))
+    with urllib.request.urlopen(f"http://127.0.0.1:{decode_heartbeat(data).metrics_port}/metrics", timeout=10) as page:
+        (line,) = (
+            line for line in page.read().decode().splitlines() if line.startswith("penstock_agent_calls_running ")
+        )
+    return float(line.split()[1])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a tokenizer that has a chat template."""
+    folder = tmp_path / "model"
+    tokenizer_of("chatml").save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 4096}))
+    return folder
+
+
+async def test_a_signal_ends_a_producer_in_the_middle_of_an_agent_s_call(
+    redis_server, make_config, hand_trainer, start_producer, model, tmp_path
+) -> None:
+    server = redis_server()
+    endpoint = EndpointConfig(port=0)
+    config = make_config(producers=QUICK, endpoint=endpoint, model=ModelConfig(path=str(model)))
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 1)
+    process = start_producer(config, server.url, "a", token_s=600.0, max_model_len=4096)
+
+    def url() -> str:
+        data = server.client.get(KEYS.producer("a"))
+        return decode_heartbeat(data).endpoint if data is not None else ""
+
+    await until(lambda: process.poll() is not None or url() != "", 60)
+    client = AgentClient(url())
+    rollout = await client.open()
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    calling = asyncio.create_task(client.request("POST", path, {"messages": ASKED}))
+    await until(lambda: calls_running(server) == 1, 60)
+    process.send_signal(signal.SIGTERM)
+    # Far less than the call would take.
+    await until(lambda: process.poll() is not None, 60)
+    assert process.returncode == 0
+    answered = await asyncio.gather(calling, return_exceptions=True)
+    assert isinstance(answered[0], Exception) or answered[0][0] == 410
+    await client.close()
+    ((_, fields),) = server.client.xrange(KEYS.prompts)
+    assert fields[Field.INDEX] == b"1" and fields[Field.ATTEMPT] == b"0"

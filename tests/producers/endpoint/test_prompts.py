@@ -1,0 +1,158 @@
+"""What the engine is given, template by template: what it has seen and sampled, as long as nobody edited it."""
+
+import copy
+
+import pytest
+from chat_templates import STYLES, encode, render, tokenizer_of
+
+from producers.endpoint.errors import ApiError
+from producers.endpoint.ledger import Call, Ledger
+from producers.endpoint.prompts import Prompts, RenderedPrompt
+from producers.endpoint.requests import ChatRequest, parse_chat
+from producers.interfaces import Completion
+from schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+
+STYLE_NAMES = sorted(STYLES)
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+MORE = {"role": "user", "content": "the tool says so"}
+TEXT = "therefore seven"
+
+
+def request(messages: list[dict], **fields: object) -> ChatRequest:
+    return parse_chat({"messages": messages, **fields}, SamplingSettings())
+
+
+def prompts(style: str, *, exact: bool = True) -> Prompts:
+    return Prompts(tokenizer_of(style), exact=exact, stop_token_ids=())
+
+
+def letters(style: str, text: str) -> list[int]:
+    """Ids that decode to `text`, and are not those it encodes to."""
+    ids = [token for letter in text for token in encode(style, letter)]
+    assert ids != encode(style, text)
+    return ids
+
+
+def answered(ledger: Ledger, prompt: RenderedPrompt, messages: list[dict], ids: list[int], reply: dict) -> Call:
+    """Records that the engine sampled `ids` after `prompt`."""
+    completion = Completion(
+        token_ids=pack_ids(ids),
+        behavior_logprobs=pack_floats([-1.0] * len(ids)),
+        version_spans=(VersionSpan(0, 0, len(ids)),),
+        finish_reason="stop",
+    )
+    known = len(prompt.base.token_ids) if prompt.base is not None else 0
+    call = Call(
+        number=ledger.next_number(),
+        base=prompt.base,
+        context=pack_ids(prompt.token_ids[known:]),
+        completion=completion,
+        rendered=prompt.rendered,
+    )
+    ledger.record(call, messages, reply)
+    return call
+
+
+def end(style: str) -> list[int]:
+    turn_end = STYLES[style].turn_end
+    return encode(style, turn_end or "<|user|>")
+
+
+def opening(style: str) -> list[int]:
+    """What a model of this family writes before its answer's text."""
+    return encode(style, "\n<think></think>\n") if style == "glm" else []
+
+
+@pytest.mark.parametrize("style", STYLE_NAMES)
+def test_a_first_call_is_the_template_s_own_rendering(style: str) -> None:
+    prompt = prompts(style).prompt(request(ASKED), Ledger())
+    assert (prompt.kind, prompt.reason, prompt.parent) == ("first", "", None)
+    assert prompt.token_ids == render(style, ASKED, True)
+
+
+@pytest.mark.parametrize("style", STYLE_NAMES)
+def test_an_answer_sampled_otherwise_than_its_text_encodes_stays_as_sampled(style: str) -> None:
+    served, ledger = prompts(style), Ledger()
+    first = served.prompt(request(ASKED), ledger)
+    sampled = [*opening(style), *letters(style, TEXT), *end(style)]
+    call = answered(ledger, first, ASKED, sampled, {"role": "assistant", "content": TEXT})
+    messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
+    second = served.prompt(request(messages), ledger)
+    assert (second.kind, second.reason, second.parent) == ("drifted", "", call)
+    assert second.token_ids[: len(call.token_ids)] == call.token_ids
+    rendered = render(style, messages, True)
+    rest = second.token_ids[len(call.token_ids) :]
+    assert rendered[len(rendered) - len(rest) :] == rest and second.token_ids != rendered
+
+
+def test_an_answer_as_the_template_writes_it_is_continued_without_drift() -> None:
+    served, ledger = prompts("chatml"), Ledger()
+    sampled = [*encode("chatml", TEXT), *end("chatml")]
+    answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
+    messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
+    second = served.prompt(request(messages), ledger)
+    assert second.kind == "spliced" and second.token_ids == render("chatml", messages, True)
+
+
+def test_reasoning_that_the_template_would_strip_stays_where_tokens_are_exact() -> None:
+    text = "<think>\nthree and four\n</think>\n\n" + TEXT
+    reply = {"role": "assistant", "content": TEXT, "reasoning": "three and four"}
+    messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
+    for exact, kind, reason in ((True, "drifted", ""), (False, "as_sent", "history_as_sent")):
+        served, ledger = prompts("qwen3", exact=exact), Ledger()
+        first = served.prompt(request(ASKED), ledger)
+        call = answered(ledger, first, ASKED, [*encode("qwen3", text), *end("qwen3")], reply)
+        second = served.prompt(request(messages), ledger)
+        assert (second.kind, second.reason) == (kind, reason)
+        assert (second.token_ids[: len(call.token_ids)] == call.token_ids) is exact
+        if not exact:
+            assert second.token_ids == render("qwen3", messages, True)
+
+
+def test_as_sent_history_that_is_what_was_sampled_opens_no_segment() -> None:
+    served, ledger = prompts("chatml", exact=False), Ledger()
+    sampled = [*encode("chatml", TEXT), *end("chatml")]
+    answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
+    second = served.prompt(request([*ASKED, {"role": "assistant", "content": TEXT}, MORE]), ledger)
+    assert (second.kind, second.reason) == ("as_sent", "")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "user", "content": "another task"}], "new_conversation"),
+        ([*ASKED, {"role": "assistant", "content": "edited"}, MORE], "unknown_history"),
+        ([{"role": "user", "content": "a summary"}, {"role": "assistant", "content": TEXT}, MORE], "unknown_history"),
+    ],
+)
+def test_a_history_that_nobody_sampled_is_sent_as_it_is_and_says_why(messages: list[dict], reason: str) -> None:
+    served, ledger = prompts("chatml"), Ledger()
+    sampled = [*letters("chatml", TEXT), *end("chatml")]
+    answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
+    prompt = served.prompt(request(messages), ledger)
+    assert prompt.reason == reason and prompt.token_ids == render("chatml", messages, True)
+
+
+def test_a_history_that_the_template_renders_otherwise_is_refused_by_the_splice() -> None:
+    """Other tools than before: the messages are the same, and what the model saw of them is not."""
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}<|im_end|>{%- endif -%}" + tokenizer.chat_template
+    served, ledger = Prompts(tokenizer, exact=True, stop_token_ids=()), Ledger()
+    sampled = [*letters("chatml", TEXT), *end("chatml")]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    first = served.prompt(request(ASKED, tools=tools), ledger)
+    call = answered(ledger, first, ASKED, sampled, {"role": "assistant", "content": TEXT})
+    messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
+    assert served.prompt(request(messages, tools=tools), ledger).kind == "drifted"
+    other = served.prompt(request(messages, tools=[{"type": "function", "function": {"name": "sub"}}]), ledger)
+    assert (other.kind, other.reason, other.parent) == ("as_sent", "environment_block_mismatch", call)
+
+
+def test_a_template_that_refuses_the_messages_is_the_request_s_fault() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    refusal = "{%- if messages[0].role == 'tool' -%}{{ raise_exception('a tool cannot begin') }}{%- endif -%}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    served = Prompts(tokenizer, exact=True, stop_token_ids=())
+    with pytest.raises(ApiError, match=r"chat template refuses the messages: .*a tool cannot begin") as caught:
+        served.prompt(request([{"role": "tool", "content": "7"}]), Ledger())
+    assert caught.value.status == 400

@@ -1,0 +1,102 @@
+"""What an agent may ask for, and how it is told what it may not."""
+
+import json
+
+import pytest
+
+from producers.endpoint.errors import ApiError
+from producers.endpoint.requests import parse_chat, parse_finish, parse_json
+from schemas.rollout import SamplingSettings
+
+SAMPLING = SamplingSettings(temperature=0.8, max_tokens=64)
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def chat(**fields: object):
+    return parse_chat({"messages": MESSAGES, **fields}, SAMPLING)
+
+
+def refused(**fields: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_what_leaves_the_distribution_alone_is_accepted() -> None:
+    request = chat(
+        model="gpt-anything", user="me", seed=7, temperature=0.8, top_p=1, n=1, stop=None, stop_token_ids=[],
+        frequency_penalty=0, presence_penalty=0.0, logit_bias={}, response_format={"type": "text"}, tools=[TOOL],
+        tool_choice="auto", parallel_tool_calls=False, stream=True, stream_options={"include_usage": True},
+        logprobs=True, top_logprobs=0, max_tokens=9, max_completion_tokens=12,
+        chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    assert request.tools == [TOOL] and request.use_tools and not request.parallel_tool_calls
+    assert request.stream and request.include_usage and request.logprobs
+    assert request.max_tokens == 9
+    assert request.template_arguments == {"enable_thinking": False}
+
+
+def test_a_request_of_messages_alone_gets_the_run_s_settings() -> None:
+    assert chat() == (MESSAGES, [], False, True, None, False, False, False, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n", 2, "n is 2, expected 1"),
+        ("temperature", 0, "temperature is 0, expected 0.8, as the run samples"),
+        ("top_p", 0.9, "top_p is 0.9, expected 1, as the run samples"),
+        ("top_k", 5, "top_k is 5, expected 0"),
+        ("logit_bias", {"5": 1}, "logit_bias is {'5': 1}: not supported"),
+        ("frequency_penalty", 0.1, "frequency_penalty is 0.1, expected 0"),
+        ("top_logprobs", 3, "top_logprobs is 3, expected 0"),
+        ("stop", ["\n"], "stop is .*, expected none"),
+        ("stop_token_ids", [3], "stop_token_ids is .*: not supported"),
+        ("min_tokens", 3, "min_tokens is 3: not supported"),
+        ("response_format", {"type": "json_object"}, "response_format is .*, expected {'type': 'text'}"),
+        ("guided_json", {"type": "object"}, "guided_json is .*: not supported"),
+        ("tool_choice", "required", "tool_choice is 'required': to force a call constrains sampling"),
+        ("max_tokens", 0, "max_completion_tokens is 0, expected 1 or more"),
+        ("stream", "yes", "stream is 'yes', expected true or false"),
+        ("messages", [], "messages is .*, expected a list of objects"),
+        ("messages", [{"content": "x"}], r"messages\[0\].role is None"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "expected parts of text"),
+        ("messages", [{"role": "assistant", "tool_calls": [{"id": "a"}]}], "expected calls of functions"),
+        ("tools", [{"type": "function"}], r"tools\[0\] is .*, expected a function"),
+        ("tools", [{"function": {"name": "f", "parameters": "x"}}], r"tools\[0\].function.parameters is 'x'"),
+        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "expected an object of the template's own variables"),
+    ],
+)
+def test_what_would_bend_the_distribution_is_refused_by_name(field: str, value: object, message: str) -> None:
+    error = refused(**{field: value})
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error.message)
+    assert error.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b'"text"'])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_a_reward_comes_alone_or_with_what_it_is_made_of() -> None:
+    assert parse_finish(b"0.5").value == 0.5
+    reward = parse_finish(json.dumps({"reward": 1, "metrics": {"exact": 1, "steps": 4.5}}).encode())
+    assert reward.value == 1.0 and reward.parts == {"exact": 1.0, "steps": 4.5}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"null", b'"1"', b"true", b"{}", b"1e400", b"2e9", b'{"reward": 1, "note": 2}'),
+        *(b'{"reward": 1, "metrics": 3}', b'{"reward": 1, "metrics": {"a": null}}'),
+    ],
+)
+def test_a_reward_that_no_trainer_could_use_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_finish(body)
+    assert caught.value.status == 400

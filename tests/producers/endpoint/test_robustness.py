@@ -1,0 +1,113 @@
+"""Two hundred agents at once, of whom many hang up, some die, and none leaves anything behind."""
+
+import asyncio
+import gc
+import random
+import time
+from collections import Counter
+
+import pytest
+from agent_client import ADD, AgentClient, as_plain_client, tool_user
+from producer_run import KEYS, until
+from scripted_engine import ScriptedEngine
+
+from producers.endpoint.groups import AgentRollout
+from producers.endpoint.ledger import Call
+from schemas.config import EndpointConfig, ProducersConfig, SamplingConfig
+from schemas.keys import PRODUCERS_GROUP, Field, Kind
+from schemas.rollout import decode_group
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_AGENTS, NUM_TURNS, GROUP_SIZE = 200, 10, 4
+IDLE_S = 350.0
+
+
+def num_alive() -> int:
+    """Rollouts and calls that something still holds."""
+    gc.collect()
+    return sum(type(thing) in (AgentRollout, Call) for thing in gc.get_objects())
+
+
+def no_agent_is_left(one) -> bool:
+    """Those that died are found dead once their time is over, which on a busy machine must not be soon."""
+    agents = one.producer._endpoint._agents
+    agents._end_overdue(time.monotonic() + IDLE_S + 1)
+    return not agents.num_open
+
+
+async def hang_up_or_chat(one, rollout: dict, messages: list[dict], chance: random.Random) -> dict:
+    """An answer; before it, one time in seven, a call whose answer nobody waits for, or looks at."""
+    if chance.random() < 1 / 7:
+        hasty = AgentClient(one.url)
+        call = asyncio.create_task(hasty.chat(rollout, messages, tools=[ADD]))
+        if chance.random() < 0.9:
+            await asyncio.sleep(chance.random() * 0.02)
+            call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await hasty.close()
+    return await one.client.chat(rollout, messages, tools=[ADD])
+
+
+async def agent(one, seed: int, ends: Counter[str]) -> None:
+    """A conversation of NUM_TURNS turns; one agent in ten dies in the middle of it."""
+    chance = random.Random(seed)
+    rollout = await one.client.open(patience_s=120)
+    dies_at = chance.randrange(1, NUM_TURNS) if chance.random() < 0.1 else None
+    messages: list[dict] = [{"role": "user", "content": f"task {rollout['index']}"}]
+    for turn in range(NUM_TURNS):
+        if turn == dies_at:
+            ends["died"] += 1
+            return
+        reply = await hang_up_or_chat(one, rollout, messages, chance)
+        messages.append(reply if chance.random() < 0.5 else as_plain_client(reply))
+        calls = reply.get("tool_calls")
+        follow_up = (
+            {"role": "tool", "tool_call_id": "x", "content": "7"} if calls else {"role": "user", "content": "on"}
+        )
+        messages.append(follow_up)
+    await one.client.finish(rollout, float(seed % 2))
+    ends["finished"] += 1
+
+
+async def wave(one, first_index: int, ends: Counter[str]) -> None:
+    """All agents at once, on released indexes from `first_index` on, until every index is settled."""
+    num_groups = NUM_AGENTS // GROUP_SIZE
+    one.trainer.release(first_index, first_index + num_groups - 1)
+    async with asyncio.TaskGroup() as agents:
+        for n in range(NUM_AGENTS):
+            agents.create_task(agent(one, first_index + n, ends))
+    await until(lambda: no_agent_is_left(one))
+    entries = await one.entries(num_groups)
+    assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(first_index, first_index + num_groups))
+    for fields in entries:
+        assert fields[Field.KIND] == Kind.GROUP
+        for rollout in decode_group(fields[Field.PAYLOAD]).rollouts:
+            ends["delivered"] += 1
+            *repeated, conversation = sorted(rollout.segments, key=lambda segment: segment.num_tokens)
+            # An answer that had gone out when its client hung up: it was asked for again, and the same was said.
+            assert all(conversation.token_ids.startswith(segment.token_ids) for segment in repeated)
+            assert sum(len(segment.loss_mask) for segment in rollout.segments) == NUM_TURNS + len(repeated)
+            ends["repeated"] += len(repeated)
+
+
+async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_behind(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.groups.FIRST_CALL_S", IDLE_S)
+    one = await serve(
+        ScriptedEngine(script=tool_user(), token_s=0.0001, max_model_len=8192),
+        group_size=GROUP_SIZE,
+        producers=ProducersConfig(groups_in_flight=NUM_AGENTS // GROUP_SIZE, claim_idle_s=30.0, claim_refresh_s=1.0),
+        sampling=SamplingConfig(max_tokens=200),
+        endpoint=EndpointConfig(port=0, idle_timeout_s=IDLE_S, group_deadline_s=3600.0),
+    )
+    ends: Counter[str] = Counter()
+    before = num_alive()
+    for first_index in (100, 300):
+        await wave(one, first_index, ends)
+        await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer._table)
+        await until(lambda: num_alive() <= before)
+    assert ends["finished"] + ends["died"] == 2 * NUM_AGENTS and ends["delivered"] == ends["finished"]
+    assert one.engine.num_active == 0 and one.engine.cancelled and ends["repeated"]
+    assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+    assert one.count("penstock_agent_rollouts_open") == 0
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == ends["died"]

@@ -1,0 +1,523 @@
+"""Agents' rollouts from their opening to the stream: a whole producer on a real server, its engine scripted."""
+
+import asyncio
+import json
+import math
+import time
+
+import msgspec
+import pytest
+from agent_client import ADD, ANSWER, AgentClient, tool_user
+from chat_templates import decode, render
+from producer_run import KEYS, QUICK, Numbers, until
+from scripted_engine import ScriptedEngine
+
+from producers.endpoint.agents import GROUP_BYTES, Agents
+from producers.endpoint.groups import AgentGroup, AgentRollout
+from producers.in_flight import Claim
+from producers.interfaces import EngineError
+from schemas.config import EndpointConfig, SamplingConfig
+from schemas.keys import PRODUCERS_GROUP, Field, Kind
+from schemas.prompt import Prompt
+from schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
+from schemas.segments import CallError
+
+pytestmark = pytest.mark.redis
+
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+
+
+def agents_of(one) -> Agents:
+    return one.producer._endpoint._agents
+
+
+def runs(segment: Segment) -> list[list[int]]:
+    ids = unpack_ids(segment.token_ids).tolist()
+    return [ids[start:end] for start, end in segment.loss_mask]
+
+
+async def test_siblings_of_an_agent_become_the_group_of_a_released_index(serve) -> None:
+    one = await serve()
+    one.trainer.release(5, 5)
+    rollouts = [await one.client.open() for _ in range(4)]
+    assert {rollout["index"] for rollout in rollouts} == {5} and len({rollout["id"] for rollout in rollouts}) == 4
+    assert rollouts[0]["prompt"]["text"] == "5"
+    for n, rollout in enumerate(rollouts):
+        messages = await one.client.converse(rollout)
+        assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 3, "b": 4}'}
+        assert messages[3]["content"] == ANSWER
+        await one.client.finish(rollout, n / 4, steps=2.0)
+    (group,) = await one.groups(1)
+    assert group.index == 5 and [rollout.reward.value for rollout in group.rollouts] == [0, 0.25, 0.5, 0.75]
+    assert group.rollouts[0].reward.parts == {"steps": 2.0} and group.sampling.max_tokens == 200
+    script = tool_user()
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        called, answered = runs(segment)
+        assert called == script(render("chatml", ASKED, True), 0)
+        ids = unpack_ids(segment.token_ids).tolist()
+        assert decode("chatml", ids).endswith(f"{ANSWER}<|im_end|>") and answered[-1] == called[-1]
+    await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
+    assert one.count("penstock_agent_calls_total", prompt="first") == 4
+    assert one.count("penstock_agent_calls_total", prompt="drifted") == 4
+    assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total") > 0
+
+
+async def test_every_trained_token_is_preceded_by_exactly_what_the_engine_was_given(serve) -> None:
+    """With ids passed back and without, and whichever history is sent."""
+    for history in ("token_exact", "as_sent"):
+        given: list[tuple[list[int], list[int]]] = []
+        script = tool_user()
+
+        def record(prompt_ids: list[int], sibling: int, given=given, script=script) -> list[int]:
+            given.append((prompt_ids, script(prompt_ids, sibling)))
+            return given[-1][1]
+
+        endpoint = EndpointConfig(port=0, history=history)
+        one = await serve(ScriptedEngine(script=record, max_model_len=4096), endpoint=endpoint, group_size=2)
+        one.trainer.release(1, 1)
+        for keep_ids in (True, False):
+            rollout = await one.client.open()
+            await one.client.converse(rollout, 4, keep_ids=keep_ids)
+            await one.client.finish(rollout, float(keep_ids))
+        (group,) = await one.groups(1)
+        trained = []
+        for rollout in group.rollouts:
+            assert len(rollout.segments) == (1 if history == "token_exact" else 4)
+            for segment in rollout.segments:
+                ids = unpack_ids(segment.token_ids).tolist()
+                trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
+        assert sorted(trained) == sorted(given) and len(given) == 8
+
+
+async def test_one_agent_s_calls_side_by_side_are_all_kept(serve) -> None:
+    """A summary in between, a sub-agent with a task of its own: segments, and nothing lost."""
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    messages = await one.client.converse(rollout, 2)
+    compacted = [{"role": "user", "content": "summary"}, messages[-1], {"role": "user", "content": "go on"}]
+    await asyncio.gather(
+        one.client.chat(rollout, [*messages, {"role": "user", "content": "go on"}], tools=[ADD]),
+        one.client.chat(rollout, [{"role": "user", "content": "a sub-agent's task"}]),
+        one.client.chat(rollout, compacted),
+    )
+    await one.client.finish(rollout, 1.0)
+    other = await one.client.open()
+    await one.client.converse(other, 1)
+    await one.client.finish(other, 0.0)
+    (group,) = await one.groups(1)
+    assert sorted(len(runs(segment)) for segment in group.rollouts[0].segments) == [1, 1, 3]
+    assert one.count("penstock_agent_segments_total", reason="new_conversation") == 1
+    assert one.count("penstock_agent_segments_total", reason="unknown_history") == 1
+    assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total")
+
+
+async def test_a_rollout_joins_the_oldest_open_group_before_an_index_is_claimed(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 3)
+    indexes = [(await one.client.open())["index"] for _ in range(5)]
+    assert indexes == [1, 1, 2, 2, 3]
+
+
+async def test_without_credit_an_agent_is_told_to_come_again(serve) -> None:
+    one = await serve()
+    status, body = await one.client.request("POST", "/r")
+    assert status == 429 and body["error"]["code"] == "no_credit"
+    async with one.client._session.post("/r") as reply:
+        assert int(reply.headers["Retry-After"]) > 0
+    one.trainer.release(1, 1)
+    assert (await one.client.open())["index"] == 1
+
+
+async def test_a_prompt_that_cannot_be_posed_is_dead_and_the_next_is_taken(serve) -> None:
+    one = await serve()
+    one.trainer.release(13, 14)
+    assert (await one.client.open())["index"] == 14
+    (fields,) = await one.entries(1)
+    assert fields[Field.KIND] == Kind.DEAD and b"task 13 is missing" in fields[Field.REASON]
+
+
+async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_one(serve) -> None:
+
+    class Gate(asyncio.Event):
+        """Lets `left` tokens through, then none until weights are loaded."""
+
+        left = 0
+
+        async def wait(self) -> bool:
+            if self.left == 0:
+                self.clear()
+            self.left -= 1
+            return await super().wait()
+
+    engine, gate = ScriptedEngine(script=tool_user(), max_model_len=4096), Gate()
+    engine._sampling = gate
+    gate.set()
+    one = await serve(engine, group_size=2)
+    one.trainer.release(1, 1)
+    for reward in (0.0, 1.0):
+        rollout = await one.client.open()
+        gate.left = 10
+        conversing = asyncio.create_task(one.client.converse(rollout, 2))
+        await until(lambda: gate.left < 0)
+        one.trainer.announce(one.engine.policy_version + 1)
+        await conversing
+        await one.client.finish(rollout, reward)
+    (group,) = await one.groups(1)
+    spans = group.rollouts[0].segments[0].version_spans
+    assert {span.version for span in spans} == {0, 1}
+    assert sum(span.end - span.start for span in spans) == group.rollouts[0].num_sampled_tokens
+
+
+async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=3.0, group_deadline_s=90.0), group_size=2)
+    one.trainer.release(1, 1)
+    silent = await one.client.open()
+    await one.client.chat(silent, ASKED)
+    other = await one.client.open()
+    await one.client.converse(other, 1)
+    await one.client.finish(other, 1.0)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1
+    status, body = await one.client.request("POST", f"/r/{silent['id']}/finish", 1.0)
+    assert status == 410 and "idle for 3 s (endpoint.idle_timeout_s)" in body["error"]["message"]
+    assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
+    assert one.count("penstock_agent_tokens_total") > one.count("penstock_agent_tokens_delivered_total") > 0
+
+
+async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serve) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=600.0, group_deadline_s=100.0), group_size=2)
+    one.trainer.release(1, 2)
+    finished, slow = await one.client.open(), await one.client.open()
+    await one.client.converse(finished, 1)
+    await one.client.finish(finished, 1.0)
+    third = await one.client.open()
+    assert third["index"] == 2
+    for rollout in (slow, third):
+        await one.client.chat(rollout, ASKED)
+    agents_of(one)._end_overdue(time.monotonic() + 40.0)
+    assert agents_of(one).num_open == 2
+    agents_of(one)._end_overdue(time.monotonic() + 100.0)
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(2)}
+    assert len(decode_group(entries[1][Field.PAYLOAD]).rollouts) == 1
+    assert entries[2][Field.KIND] == Kind.DEAD
+    assert entries[2][Field.REASON] == (
+        b"agents: no rollout of 2 finished: 1 never opened, 1 not finished after 100 s (endpoint.group_deadline_s)"
+    )
+    assert (await one.client.request("POST", f"/r/{slow['id']}/finish", 1.0))[0] == 410
+
+
+async def test_a_rollout_without_a_sampled_token_cannot_finish(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts:
+        status, body = await one.client.request("POST", f"/r/{rollout['id']}/finish", 1.0)
+        assert (status, body["error"]["code"]) == (400, "nothing_sampled")
+    (fields,) = await one.entries(1)
+    assert fields[Field.REASON] == b"agents: no rollout of 2 finished: 2 nothing_sampled"
+
+
+async def test_a_finish_whose_answer_was_lost_may_come_again(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED)
+    await one.client.finish(rollout, 0.5)
+    await one.client.finish(rollout, 0.5)
+    status, body = await one.client.request("POST", f"/r/{rollout['id']}/finish", 0.7)
+    assert status == 410 and body["error"]["message"].endswith("is finished")
+    status, _ = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED})
+    assert status == 410
+
+
+async def test_a_rollout_that_ends_during_a_call_ends_the_call(serve) -> None:
+    one = await serve(ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    calling = asyncio.create_task(one.client.request("POST", path, {"messages": ASKED}))
+    await until(lambda: one.engine.num_active == 1)
+    await one.client.request("POST", f"/r/{rollout['id']}/finish", 1.0)
+    status, body = await calling
+    assert (status, body["error"]["code"]) == (410, "rollout_ended")
+    assert one.engine.num_active == 0 and len(one.engine.cancelled) == 1
+
+
+async def test_a_client_that_hangs_up_ends_its_request(serve) -> None:
+    one = await serve(ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    hasty = AgentClient(one.url)
+    calling = asyncio.create_task(hasty.chat(rollout, ASKED))
+    await until(lambda: one.engine.num_active == 1)
+    calling.cancel()
+    await hasty.close()
+    await until(lambda: one.engine.num_active == 0)
+    assert len(one.engine.cancelled) == 1
+
+
+async def test_a_rollout_of_another_producer_is_there_under_its_url(serve) -> None:
+    one = await serve(producer_id="host/0~1")
+    two = await serve(producer_id="b", beside=one)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await until(lambda: one.url.encode() in (one.server.client.get(KEYS.producer("host/0~1")) or b""))
+    for method, path in (("POST", "v1/chat/completions"), ("GET", "v1/models"), ("POST", "finish")):
+        body = {"messages": ASKED} if "chat" in path else 1.0
+        status, answer = await two.client.request(method, f"/r/{rollout['id']}/{path}", body)
+        assert status == 409 and answer["error"]["url"] == f"{one.url}/r/{rollout['id']}/v1"
+    assert (await one.client.request("GET", f"/r/{rollout['id']}/v1/models"))[0] == 200
+    for unknown in ("nobody", "nobody.0123", "b.0123"):
+        status, answer = await two.client.request("GET", f"/r/{unknown}/v1/models")
+        assert (status, answer["error"]["code"]) == (404, "no_such_rollout")
+
+
+async def test_evaluations_are_answered_beside_the_agents(serve) -> None:
+    one = await serve(sampling=SamplingConfig(max_tokens=4))
+    one.trainer.evaluate(0, 3)
+    one.trainer.release(1, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+    assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+    assert (await one.client.open())["index"] == 1
+
+
+async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_to_others(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.loop.GRACE_S", 0.2)
+    one = await serve(group_size=4)
+    one.trainer.release(1, 2)
+    rollouts = [await one.client.open() for _ in range(6)]
+    for rollout in rollouts[:2]:
+        await one.client.converse(rollout, 1)
+        await one.client.finish(rollout, 1.0)
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    (group,) = await one.groups(1)
+    assert group.index == 1 and len(group.rollouts) == 2
+    assert one.server.client.xlen(KEYS.prompts) == 1
+    ((_, fields),) = one.server.client.xrange(KEYS.prompts)
+    assert fields[Field.INDEX] == b"2"
+    two = await serve(producer_id="b", beside=one)
+    assert (await two.client.open())["index"] == 2
+
+
+async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 2)
+    rollouts = [await one.client.open(), await one.client.open()]
+    one.producer.stop.set()
+    await until(lambda: one.producer._endpoint._agents._is_closing)
+    status, body = await one.client.request("POST", "/r")
+    assert (status, body["error"]["code"]) == (503, "stopping")
+    for rollout in rollouts:
+        await one.client.converse(rollout, 1)
+        await one.client.finish(rollout, 1.0)
+    await asyncio.wait_for(one.task, 20)
+    assert len((await one.groups(1))[0].rollouts) == 2
+
+
+async def test_an_engine_that_dies_under_an_agent_ends_the_producer(serve) -> None:
+    one = await serve(ScriptedEngine(die_after=0, max_model_len=4096))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    status, body = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (503, "producer_failed")
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)
+
+
+async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None:
+    folder = tmp_path / "test"
+    folder.mkdir(exist_ok=True)
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.converse(rollout, 1)
+    await one.client.finish(rollout, 1.0)
+    agents_of(one)._end_overdue(math.inf)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1 and group.missing == "1 never opened"
+    lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
+    (short,) = [line for line in lines if line["event"] == "short_group"]
+    assert (short["index"], short["finished"], short["missing"]) == (1, 1, "1 never opened")
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800", 5])
+async def test_a_prompt_that_no_record_can_hold_is_dead_before_an_agent_works_on_it(serve, value) -> None:
+    class Odd(Numbers):
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(text="x", metadata={"value": value} if index == 1 else {})
+
+    one = await serve(environment=Odd())
+    one.trainer.release(1, 2)
+    assert (await one.client.open())["index"] == 2
+    (fields,) = await one.entries(1)
+    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"prompt: ")
+
+
+@pytest.mark.parametrize("how", ["finish", "deadline"])
+async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, how: str) -> None:
+    one = await serve(group_size=2)
+    agents = agents_of(one)
+    agents._fingerprint = msgspec.structs.replace(agents._fingerprint, other={"value": object()})
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts[: 2 if how == "finish" else 1]:
+        await one.client.converse(rollout, 1)
+        await one.client.finish(rollout, 1.0)
+    if how == "deadline":
+        agents._end_overdue(math.inf)
+    (fields,) = await one.entries(1)
+    assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
+    await until(lambda: not one.producer._table)
+    assert one.count("penstock_agent_tokens_total") > 0 == one.count("penstock_agent_tokens_delivered_total")
+    assert not one.task.done()
+
+
+async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    path = f"/r/{rollouts[0]['id']}/v1/chat/completions"
+    question = {"messages": [{"role": "user", "content": "three plus four " * 40}]}
+    statuses = []
+    while not statuses or statuses[-1] == 200:
+        status, body = await one.client.request("POST", path, question)
+        statuses.append(status)
+    assert len(statuses) > 2
+    assert (status, body["error"]["code"], body["error"]["type"]) == (400, "rollout_too_large", "invalid_request_error")
+    await one.client.converse(rollouts[1], 1)
+    for rollout in rollouts:
+        await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    assert [len(rollout.segments) for rollout in group.rollouts] == [len(statuses) - 1, 1]
+    assert len(encode_group(group)) < GROUP_BYTES + 2 * 8000
+
+
+async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 700)
+    engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=4096)
+    one = await serve(engine, group_size=2)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    assert 0 < len((await one.client.chat(rollout, ASKED))["generation_token_ids"]) < 60
+    status, body = await one.client.request("POST", path, {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (400, "rollout_too_large")
+    assert len(one.engine.requests) == 1
+    await one.client.finish(rollout, 1.0)
+
+
+async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
+    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts:
+        await one.client.converse(rollout, 1)
+    body = {"reward": 1.0, "metrics": {"m" * 8000: 1.0}}
+    status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", body)
+    assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
+    await one.client.finish(rollouts[1], 0.5)
+    (group,) = await one.groups(1)
+    assert [rollout.reward.value for rollout in group.rollouts] == [0.5]
+
+
+async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(serve, monkeypatch) -> None:
+    def refuse(calls):
+        raise CallError("logprob_length_mismatch", "call '0': 1 behavior_logprobs for 2")
+
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open(), await one.client.open()]
+    for rollout in rollouts:
+        await one.client.converse(rollout, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("producers.endpoint.groups.segments", refuse)
+        status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", 1.0)
+    assert (status, answer["error"]["code"]) == (400, "logprob_length_mismatch")
+    await one.client.finish(rollouts[1], 0.5)
+    assert len((await one.groups(1))[0].rollouts) == 1
+
+
+def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
+    group = AgentGroup(
+        Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0, SamplingSettings()
+    )
+    assert group.deadline == math.inf
+    group.open("a")
+    deadline = group.deadline
+    assert 0 < deadline - time.monotonic() <= 50
+    group.open("a")
+    assert group.deadline == deadline
+
+
+async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=0.2, group_deadline_s=90.0))
+    one.trainer.release(1, 1)
+    ((released, _),) = one.server.client.xrange(KEYS.prompts)
+    assert await agents_of(one)._claim() and len(one.producer._table) == 1
+    await until(lambda: not one.producer._table)
+    ((again, fields),) = one.server.client.xrange(KEYS.prompts)
+    assert again != released and (fields[Field.INDEX], fields[Field.ATTEMPT]) == (b"1", b"0")
+    assert (await one.client.open())["index"] == 1
+
+
+async def test_agents_leave_evaluations_a_place(serve) -> None:
+    producers = msgspec.structs.replace(QUICK, groups_in_flight=2)
+    one = await serve(group_size=2, producers=producers, sampling=SamplingConfig(max_tokens=4))
+    one.trainer.release(1, 2)
+    assert [(await one.client.open())["index"] for _ in range(2)] == [1, 1]
+    status, body = await one.client.request("POST", "/r")
+    assert (status, body["error"]["code"]) == (429, "no_room")
+    one.trainer.evaluate(0, 3)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+
+
+async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> None:
+    async def take():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    one = await serve()
+    agents = agents_of(one)
+    agents._claims.take = take
+    opening = asyncio.create_task(one.client.request("POST", "/r"))
+    await until(lambda: agents._claiming is not None)
+    await asyncio.wait_for(agents.close(append=False), 20)
+    assert (await opening)[0] in (429, 503)
+
+
+def test_a_rollout_without_a_call_is_idle_sooner() -> None:
+    claim = Claim(stream="", entry_id=b"", index=1, version=0)
+    rollout = AgentRollout("a.1", AgentGroup(claim, Prompt(text="x"), 2, 1800.0, SamplingSettings()))
+    assert not rollout.is_idle(rollout.last_seen + 59, 300.0) and rollout.is_idle(rollout.last_seen + 61, 300.0)
+    assert rollout.is_idle(rollout.last_seen + 2, 1.0)
+    rollout.ledger.next_number()
+    assert not rollout.is_idle(rollout.last_seen + 299, 300.0) and rollout.is_idle(rollout.last_seen + 301, 300.0)
+
+
+async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serve) -> None:
+    class Frail(ScriptedEngine):
+        async def generate(self, *request):
+            try:
+                return await super().generate(*request)
+            except asyncio.CancelledError:
+                raise EngineError("died of an abort") from None
+
+    one = await serve(Frail(script=tool_user(), token_s=60.0, max_model_len=4096))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    hasty = AgentClient(one.url)
+    calling = asyncio.create_task(hasty.chat(rollout, ASKED))
+    await until(lambda: one.engine.num_active == 1)
+    calling.cancel()
+    await hasty.close()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)

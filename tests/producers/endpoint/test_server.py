@@ -1,0 +1,277 @@
+"""The endpoint as OpenAI clients meet it: shapes, streams, keys, and every error."""
+
+import asyncio
+import io
+import json
+import threading
+
+import pytest
+from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
+from producer_run import KEYS, until
+from scripted_engine import ScriptedEngine
+
+from producers.endpoint.calls import Calls
+from producers.endpoint.requests import parse_json
+from producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
+from schemas.config import ConfigError, EndpointConfig, SamplingConfig
+
+openai = pytest.importorskip("openai")
+web = pytest.importorskip("aiohttp.web")
+pytestmark = pytest.mark.redis
+
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def client_of(rollout: dict, **settings: object):
+    return openai.AsyncOpenAI(base_url=rollout["base_url"], api_key=settings.pop("api_key", "none"), **settings)
+
+
+async def test_the_openai_client_drives_a_tool_using_conversation(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    for reward in (0.0, 1.0):
+        rollout = await one.client.open()
+        async with client_of(rollout) as client:
+            (model,) = (await client.models.list()).data
+            messages: list = [*ASKED]
+            reply = await client.chat.completions.create(model=model.id, messages=messages, tools=[ADD])
+            choice = reply.choices[0]
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 3, "b": 4}
+            assert reply.usage.prompt_tokens == len(choice.message.prompt_token_ids)
+            assert len(choice.message.generation_token_ids) == len(choice.message.generation_log_probs)
+            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+            reply = await client.chat.completions.create(model=model.id, messages=messages, tools=[ADD])
+            assert reply.choices[0].message.content == ANSWER and reply.choices[0].finish_reason == "stop"
+        await one.client.finish(rollout, reward)
+    (group,) = await one.groups(1)
+    assert [len(rollout.segments) for rollout in group.rollouts] == [1, 1]
+
+
+async def test_a_stream_is_the_finished_message_in_pieces(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    async with client_of(rollout) as client:
+        asked = {"model": "x", "messages": ASKED, "tools": [ADD], "stream": True}
+        chunks = [
+            chunk
+            async for chunk in await client.chat.completions.create(**asked, stream_options={"include_usage": True})
+        ]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert call.function.name == "add" and chunks[-2].choices[0].finish_reason == "tool_calls"
+        assert chunks[-1].usage.completion_tokens == len(deltas[-1].generation_token_ids) > 0
+        history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]}]
+        history.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
+        asked |= {"messages": history}
+        text = [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(**asked)]
+        assert "".join(text) == ANSWER
+    status, kind, body = await one.client.text(
+        f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED, "stream": True}
+    )
+    assert (status, kind) == (200, "text/event-stream") and body.endswith("data: [DONE]\n\n")
+    assert one.count("penstock_agent_calls_total", prompt="drifted") == 1
+
+
+async def test_ids_passed_back_are_checked_against_what_was_sampled(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    reply = await one.client.chat(rollout, ASKED, tools=[ADD])
+    result = {"role": "tool", "tool_call_id": "a", "content": "7"}
+    tampered = {
+        **reply,
+        "generation_token_ids": [reply["generation_token_ids"][0] + 1, *reply["generation_token_ids"][1:]],
+    }
+    path = f"/r/{rollout['id']}/v1/chat/completions"
+    for message, status, code in (
+        (tampered, 409, "unknown_token_ids"),
+        ({name: reply[name] for name in ("role", "content", "tool_calls", FIELDS[0])}, 400, "partial_token_metadata"),
+        (reply, 200, None),
+        (as_plain_client(reply), 200, None),
+    ):
+        found, body = await one.client.request("POST", path, {"messages": [*ASKED, message, result]})
+        assert found == status and body.get("error", {}).get("code") == code
+        if status == 200:
+            assert (
+                body["choices"][0]["message"]["prompt_token_ids"][: len(reply["prompt_token_ids"])]
+                == reply["prompt_token_ids"]
+            )
+
+
+async def test_logprobs_are_those_of_the_sampled_tokens(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    async with client_of(rollout) as client:
+        reply = await client.chat.completions.create(model="x", messages=ASKED, logprobs=True)
+        content = reply.choices[0].logprobs.content
+    message = reply.choices[0].message
+    assert [entry.logprob for entry in content] == message.generation_log_probs
+    assert all(entry.top_logprobs == [] for entry in content)
+    assert "".join(entry.token for entry in content).endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_json"),
+        (b"[]", 400, "invalid_json"),
+        ({"messages": []}, 400, "invalid_value"),
+        ({"messages": ASKED, "n": 2}, 400, "unsupported_value"),
+        ({"messages": ASKED, "logprobs": True, "top_logprobs": 5}, 400, "unsupported_value"),
+        ({"messages": ASKED, "temperature": 0.1}, 400, "unsupported_value"),
+        ({"messages": ASKED, "logit_bias": {"1": 2}}, 400, "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "context_length_exceeded"),
+    ],
+)
+async def test_a_request_that_cannot_be_answered_is_refused_in_openai_s_shape(serve, body, status, code) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    found, answer = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", body)
+    assert found == status and set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["code"] == code
+    # And the rollout is none the worse.
+    await one.client.chat(rollout, ASKED)
+
+
+async def test_the_openai_client_raises_its_own_errors(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    unknown = {"base_url": rollout["base_url"].replace("/r/a.", "/r/nobody.")}
+    async with client_of(rollout, max_retries=0) as client, client_of(unknown, max_retries=0) as lost:
+        with pytest.raises(openai.BadRequestError, match="n is 2, expected 1"):
+            await client.chat.completions.create(model="x", messages=ASKED, n=2)
+        with pytest.raises(openai.NotFoundError, match="no such rollout"):
+            await lost.chat.completions.create(model="x", messages=ASKED)
+
+
+async def test_paths_and_methods_that_are_not_there_are_errors_of_the_same_shape(serve) -> None:
+    one = await serve()
+    for method, path, status in (("GET", "/", 404), ("GET", "/r", 405), ("POST", "/r/a.b/v1/completions", 404)):
+        found, body = await one.client.request(method, path)
+        assert found == status and body["error"]["type"] in ("not_found_error", "invalid_request_error")
+
+
+async def test_an_answer_is_cut_where_the_request_the_run_or_the_context_says(serve) -> None:
+    engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=80)
+    one = await serve(engine, sampling=SamplingConfig(max_tokens=30))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    assert len((await one.client.chat(rollout, ASKED))["generation_token_ids"]) == 30
+    assert len((await one.client.chat(rollout, ASKED, max_tokens=7))["generation_token_ids"]) == 7
+    long = await one.client.chat(rollout, [{"role": "user", "content": "three plus four " * 13}])
+    assert 0 < len(long["generation_token_ids"]) == 80 - len(long["prompt_token_ids"]) < 30
+
+
+async def test_a_key_is_asked_of_everybody_on_every_path(serve, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "right")
+    one = await serve(key="right", endpoint=EndpointConfig(port=0, host="0.0.0.0"))
+    assert one.url.startswith("http://") and "0.0.0.0" not in one.url
+    one.trainer.release(1, 1)
+    port = one.url.rpartition(":")[2]
+    near, stranger = AgentClient(f"http://127.0.0.1:{port}", "right"), AgentClient(f"http://127.0.0.1:{port}", "wrong")
+    rollout = await near.open()
+    for method, path in (("POST", "/r"), ("GET", f"/r/{rollout['id']}/v1/models"), ("GET", "/nothing")):
+        status, body = await stranger.request(method, path)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+    await near.chat(rollout, ASKED)
+    await asyncio.gather(near.close(), stranger.close())
+
+
+async def test_a_port_in_use_makes_way_for_the_next_and_the_heartbeat_says_which(serve) -> None:
+    one = await serve()
+    port = int(one.url.rpartition(":")[2])
+    two = await serve(producer_id="b", beside=one, endpoint=EndpointConfig(port=port))
+    assert int(two.url.rpartition(":")[2]) > port
+    await until(lambda: two.url.encode() in (one.server.client.get(KEYS.producer("b")) or b""))
+
+
+async def test_an_address_that_is_not_ours_ends_the_start_with_its_field(serve, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "right")
+    with pytest.raises(ExceptionGroup) as caught:
+        await serve(endpoint=EndpointConfig(host="192.0.2.1", port=0))
+    assert caught.group_contains(ConfigError)
+
+
+async def test_parallel_tool_calls_can_be_switched_off(serve) -> None:
+    twice = tool_user()
+
+    def script(prompt_ids: list[int], sibling: int) -> list[int]:
+        ids = twice(prompt_ids, sibling)
+        return [*ids[:-1], *ids]
+
+    one = await serve(ScriptedEngine(script=script, max_model_len=4096), sampling=SamplingConfig(max_tokens=400))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    assert len((await one.client.chat(rollout, ASKED, tools=[ADD]))["tool_calls"]) == 2
+    assert len((await one.client.chat(rollout, ASKED, tools=[ADD], parallel_tool_calls=False))["tool_calls"]) == 1
+    without = await one.client.chat(rollout, ASKED, tools=[ADD], tool_choice="none")
+    assert "tool_calls" not in without and "<tool_call>" in without["content"]
+
+
+async def test_a_body_larger_than_the_model_s_context_calls_for_is_refused(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
+    body = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
+    async with one.client._session.post(path, data=body) as reply:
+        assert reply.status == 413 and (await reply.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop(serve, monkeypatch) -> None:
+    where = []
+
+    def parse(body: bytes):
+        where.append(threading.current_thread() is threading.main_thread())
+        return parse_json(body)
+
+    monkeypatch.setattr("producers.endpoint.server.parse_json", parse)
+    one = await serve()
+    one.trainer.release(1, 1)
+    path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
+    for text in ("x", "x" * LARGE_BODY_BYTES):
+        await one.client.request("POST", path, {"messages": [{"role": "user", "content": text}]})
+    assert where == [True, False]
+
+
+async def test_a_header_of_any_bytes_is_no_key(serve, monkeypatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "right")
+    one = await serve(key="right")
+    host, _, port = one.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /r HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 0\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()
+
+
+async def test_a_web_page_gets_nothing_without_a_key(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    async with one.client._session.post("/r", headers={"Origin": "http://page.example"}) as reply:
+        assert reply.status == 403 and (await reply.json())["error"]["type"] == "permission_error"
+
+
+async def test_answers_under_way_go_out_before_what_makes_them_is_closed(serve, monkeypatch) -> None:
+    order = []
+    cleanup, close = web.AppRunner.cleanup, Calls.close
+
+    async def clean(runner) -> None:
+        await cleanup(runner)
+        order.append("server")
+
+    def end(calls) -> None:
+        order.append("calls")
+        close(calls)
+
+    monkeypatch.setattr(web.AppRunner, "cleanup", clean)
+    monkeypatch.setattr(Calls, "close", end)
+    one = await serve()
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    assert order[:2] == ["server", "calls"]

@@ -1,0 +1,72 @@
+"""vLLM's own parsers, without an engine: an answer's text is split as vLLM's server would."""
+
+import json
+import warnings
+
+import pytest
+from chat_templates import encode, tokenizer_of
+
+from producers.endpoint.answers import Answers
+from producers.endpoint.requests import parse_chat
+from producers.interfaces import Completion
+from schemas.config import ConfigError, EndpointConfig
+from schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"arguments":{"a":3,"b":4},"name":"add"}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def parser():
+    with warnings.catch_warnings(action="ignore"):
+        from producers.engines.answer_parser import VllmAnswerParser
+    return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names))
+
+
+def message_of(parser, text: str, **fields: object) -> dict:
+    ids = encode("qwen3", text + "<|im_end|>")
+    completion = Completion(
+        token_ids=pack_ids(ids),
+        behavior_logprobs=pack_floats([-1.0] * len(ids)),
+        version_spans=(VersionSpan(0, 0, len(ids)),),
+        finish_reason="stop",
+    )
+    request = parse_chat({"messages": [{"role": "user", "content": "x"}], **fields}, SamplingSettings())
+    return Answers(tokenizer_of("qwen3"), parser).message(request, [1, 2], completion)
+
+
+def test_calls_and_reasoning_are_found(parser) -> None:
+    both = parser(tool_parser="hermes", reasoning_parser="qwen3")
+    message = message_of(both, f"<think>\nthree and four\n</think>\n\nthe tool says so{CALL}", tools=TOOLS)
+    assert message["reasoning"].strip() == "three and four"
+    assert message["content"].strip() == "the tool says so"
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"]) == {"a": 3, "b": 4}
+
+
+def test_a_call_without_tools_or_a_broken_one_stays_in_the_text(parser) -> None:
+    tools_only = parser(tool_parser="hermes")
+    for text, fields in (
+        (CALL, {}),
+        (CALL, {"tools": TOOLS, "tool_choice": "none"}),
+        ('<tool_call>{"name": "add", </tool_call>', {"tools": TOOLS}),
+    ):
+        message = message_of(tools_only, text, **fields)
+        assert message["content"] == text and "tool_calls" not in message
+
+
+def test_one_answer_does_not_reach_into_the_next(parser) -> None:
+    both = parser(tool_parser="hermes", reasoning_parser="qwen3")
+    for _ in range(2):
+        message = message_of(both, "<think>\na\n</think>\n\n" + CALL + CALL, tools=TOOLS)
+        assert len(message["tool_calls"]) == 2 and message["content"] is None
+        assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("names", [{"tool_parser": "no-such"}, {"reasoning_parser": "no-such"}])
+def test_a_parser_that_vllm_does_not_have_is_refused_with_its_field(parser, names) -> None:
+    ((field, value),) = names.items()
+    with pytest.raises(ConfigError, match=f"endpoint.{field} = '{value}': .*expected names of vLLM's parsers"):
+        parser(**names)
