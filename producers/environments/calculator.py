@@ -18,7 +18,7 @@ HELD_OUT_ONE_IN = 8
 """One expression in so many is held out."""
 MAX_EXPRESSION = 100
 """Characters that the calculator reads. Without powers a result has about as many digits at most."""
-TOOLS: list[Json] = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
