@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from producers.cancellation import end
 from producers.interfaces import Completion, Engine, EngineError
 from schemas.config import RunConfig
 from schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
@@ -41,9 +42,14 @@ async def sample(
     completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id)
     if all(one.finish_reason != "abort" for one in completions):
         return completions
-    return await asyncio.gather(
-        *(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", one) for n, one in enumerate(completions))
-    )
+    tasks = [
+        asyncio.create_task(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", one))
+        for n, one in enumerate(completions)
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end(tasks)
 
 
 async def _finish(

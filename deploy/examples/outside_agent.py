@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from openai import APIConnectionError, APIStatusError, OpenAI
+from openai import APIConnectionError, APIStatusError, BadRequestError, OpenAI
 
 ARGUMENTS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": ARGUMENTS}}]
@@ -31,7 +31,10 @@ def solve(task: dict, client: OpenAI) -> float:
     """The agent itself: at most four turns, and the reward of what it says in the end."""
     messages = list(task["messages"])
     for _ in range(4):
-        reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        try:
+            reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        except BadRequestError:  # it has talked beyond the model's context, and is worth nothing for it
+            return 0.0
         message: Any = reply.choices[0].message
         if not message.tool_calls:
             return float(message.content == task["answer"])

@@ -150,9 +150,7 @@ class Agents:
     def _end_overdue(self, now: float) -> None:
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._idle_timeout_s):
-                timeout_s = rollout.idle_timeout_s(self._idle_timeout_s)
-                setting = " (endpoint.idle_timeout_s)" if timeout_s == self._idle_timeout_s else ", without a call"
-                self.give_up(rollout, f"idle for {timeout_s:g} s{setting}")
+                self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
                 reason = f"not finished after {self._group_deadline_s:g} s (endpoint.group_deadline_s)"

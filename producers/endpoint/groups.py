@@ -29,8 +29,6 @@ from schemas.segments import CallError, segments
 NO_TOKEN = "nothing_sampled"
 TOO_LARGE = "rollout_too_large"
 NO_RECORD = "invalid_record"
-FIRST_CALL_S = 60.0
-"""A rollout that was opened for nothing holds its place no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +52,8 @@ class AgentRollout:
     def is_open(self) -> bool:
         return self.reward is None and not self.reason
 
-    def idle_timeout_s(self, timeout_s: float) -> float:
-        return timeout_s if self.ledger.num_begun else min(timeout_s, FIRST_CALL_S)
-
     def is_idle(self, now: float, timeout_s: float) -> bool:
-        return not self.running and now - self.last_seen > self.idle_timeout_s(timeout_s)
+        return not self.running and now - self.last_seen > timeout_s
 
     def finish(self, reward: Reward) -> str:
         """Freezes it with its reward; one that cannot be trained is dead, and its siblings are none the worse.

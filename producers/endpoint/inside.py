@@ -11,7 +11,7 @@ from producers.endpoint.groups import AgentGroup, AgentRollout
 from producers.endpoint.requests import parse_chat
 from producers.episode import Dead
 from producers.in_flight import Claim
-from producers.interfaces import EngineError, Environment
+from producers.interfaces import Environment
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
@@ -35,9 +35,8 @@ class Conversation:
         Raises:
             ApiError: a request that cannot be answered; one past the context has the code `context_length_exceeded`,
                 one of a rollout that has ended `rollout_ended`.
+            EngineError: the engine serves no longer.
         """
-        if not self._rollout.is_open:
-            raise ApiError(410, f"rollout {self._rollout.id} has ended", code="rollout_ended")
         request = parse_chat({"messages": messages, **fields}, self._sampling)
         answered = await self._calls.answer(self._rollout, request)
         answered.call.delivered = True
@@ -105,33 +104,53 @@ class InsideAgents:
             return Dead(f"prompt: {type(error).__name__}: {error}")
         group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
         rollout = group.open(self._producer_id)
-        conversation = Conversation(rollout, self._calls, self._sampling)
-        deadline = asyncio.timeout(self._deadline_s)
+        holding = asyncio.create_task(self._hold(rollout))
         try:
-            async with deadline:
-                rollout.finish(_checked(await self._environment.converse(prompt, conversation)))
-        except EngineError:
-            raise
-        except Exception as error:
-            reason = f"environment: {type(error).__name__}: {error}"
-            if deadline.expired():
-                reason = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
-            rollout.die(one_line(reason))
+            await asyncio.wait({holding}, timeout=self._deadline_s)
+        finally:
+            holding.cancel()
+        outcome: Reward | str = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
+        if holding.done():
+            outcome = holding.result()
+        if isinstance(outcome, Reward):
+            rollout.finish(outcome)
+        else:
+            rollout.die(outcome)  # from here on an environment that made nothing of being cancelled gets no answer
         return group.outcome(self._producer_id, self._fingerprint)
 
     async def _converse(self, rollout: AgentRollout) -> None:
-        conversation = Conversation(rollout, self._calls, self._sampling)
+        outcome = await self._hold(rollout)
+        if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
+            rollout.running.discard(asyncio.current_task())  # what ends it is not to be cancelled with it
+            if isinstance(outcome, Reward):
+                self._agents.finish(rollout, outcome)
+            else:
+                self._agents.give_up(rollout, outcome)
+
+    async def _hold(self, rollout: AgentRollout) -> Reward | str:
+        """Holds one conversation; returns its reward, or why it has none.
+
+        Raises:
+            EngineError: the engine serves no longer, whatever the environment has made of that.
+        """
+        outcome: Reward | str
         try:
-            reward = _checked(await self._environment.converse(rollout.group.prompt, conversation))
-            if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
-                rollout.running.clear()
-                self._agents.finish(rollout, reward)
-        except EngineError:
-            raise
+            conversation = Conversation(rollout, self._calls, self._sampling)
+            outcome = _checked(await self._environment.converse(rollout.group.prompt, conversation))
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            outcome = _reason(error)  # of something that the environment itself has cancelled
         except Exception as error:  # the environment is the user's, and one rollout never ends the others
-            if rollout.is_open:
-                rollout.running.clear()
-                self._agents.give_up(rollout, one_line(f"environment: {type(error).__name__}: {error}"))
+            outcome = _reason(error)
+        if self._calls.failed.done():
+            self._calls.failed.result()
+        return outcome
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(f"environment: {type(error).__name__}: {error}")
 
 
 def _checked(reward: float | Reward) -> Reward:

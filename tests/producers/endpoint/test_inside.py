@@ -1,6 +1,7 @@
 """An environment of several turns inside the producer goes the way of an agent outside."""
 
 import asyncio
+import contextlib
 import math
 
 import pytest
@@ -100,6 +101,103 @@ async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
     one.trainer.release(1, 1)
     assert (await one.groups(1))[0].sampling.temperature == 1.0
     assert one.count("penstock_agent_rollouts_total", outcome="finished") == 4
+
+
+class SideBySide(ToolCaller):
+    """Two calls at once, whose exceptions come as a group."""
+
+    async def converse(self, prompt, conversation):
+        async with asyncio.TaskGroup() as calls:
+            for n in range(2):
+                calls.create_task(conversation.chat([{"role": "user", "content": f"{prompt.text} {n}"}]))
+        return 1.0
+
+
+class Careless(ToolCaller):
+    """Takes whatever happens for an answer that is worth nothing."""
+
+    async def converse(self, prompt, conversation):
+        try:
+            return await super().converse(prompt, conversation)
+        except Exception:
+            return Reward(value=0.0)
+
+
+@pytest.mark.parametrize("environment", [SideBySide, Careless])
+@pytest.mark.parametrize("held_out", [False, True])
+async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_makes_of_it(
+    serve, environment, held_out: bool
+) -> None:
+    engine = ScriptedEngine(script=tool_user(), max_model_len=4096, die_after=1)
+    one = await serve(engine, environment=environment(), group_size=2)
+    if held_out:
+        one.trainer.evaluate(0, 1)
+    else:
+        one.trainer.release(1, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)
+    assert one.server.client.xlen(KEYS.rollouts) == one.server.client.xlen(KEYS.evaluation_results) == 0
+
+
+class CancelsItself(ToolCaller):
+    async def converse(self, prompt, conversation):
+        background = asyncio.create_task(asyncio.Event().wait())
+        background.cancel()
+        await background
+
+
+async def test_a_cancellation_that_the_environment_let_out_is_its_failure_alone(serve) -> None:
+    one = await serve(environment=CancelsItself(), group_size=2)
+    one.trainer.release(1, 1)
+    one.trainer.evaluate(0, 1)
+    (dead,) = await one.entries(1)
+    assert dead[Field.KIND] == Kind.DEAD and b"2 environment: CancelledError" in dead[Field.REASON]
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"1 environment: CancelledError" in fields[Field.REASON]
+    await until(lambda: not one.producer._table)
+    assert not one.task.done()
+
+
+async def test_a_held_out_conversation_that_makes_nothing_of_its_deadline_gets_no_more_answers(serve) -> None:
+    refused = []
+
+    class Stubborn(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            try:
+                await conversation.chat([{"role": "user", "content": "x"}])
+            except ApiError as error:
+                refused.append(error.body["error"]["code"])
+            return 1.0
+
+    one = await serve(environment=Stubborn(), endpoint=EndpointConfig(port=0, group_deadline_s=0.5))
+    one.trainer.evaluate(0, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"not finished after 0.5 s" in fields[Field.REASON]
+    await until(lambda: refused == ["rollout_ended"])
+
+
+async def test_a_call_that_nobody_waits_for_ends_with_its_rollout(serve) -> None:
+    class Hasty(ToolCaller):
+        async def converse(self, prompt, conversation):
+            reward = await super().converse(prompt, conversation)
+            self.left = asyncio.create_task(conversation.chat([{"role": "user", "content": "and on"}]))
+            await until(lambda: one.engine.num_active > 0)
+            return reward
+
+    environment = Hasty()
+    engine = ScriptedEngine(script=tool_user(), max_model_len=4096, token_s=0.002)
+    one = await serve(engine, environment=environment, group_size=1)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts[0].segments[0].loss_mask) == 3
+    await until(lambda: environment.left.done())
+    assert environment.left.exception().body["error"]["code"] == "rollout_ended"
+    await until(lambda: one.engine.num_active == 0)
 
 
 async def test_a_held_out_conversation_that_hangs_fails_at_the_deadline(serve) -> None:

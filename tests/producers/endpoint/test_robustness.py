@@ -91,8 +91,7 @@ async def wave(one, first_index: int, ends: Counter[str]) -> None:
             ends["repeated"] += len(repeated)
 
 
-async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_behind(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.endpoint.groups.FIRST_CALL_S", IDLE_S)
+async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_behind(serve) -> None:
     one = await serve(
         ScriptedEngine(script=tool_user(), token_s=0.0001, max_model_len=8192),
         group_size=GROUP_SIZE,
