@@ -3,13 +3,20 @@ VENV ?= .venv
 JOBS ?= 3
 MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
+AGENT_MODEL ?= runs/models/calculator
 export VENV
 
-.PHONY: demo test chaos lint bench bench-peers study venv venv-dev clean clean-venv compose-check
+.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
 	$(VENV)/bin/python -m deploy.cli run $(DEMO) --name demo-$$(date +%Y%m%d-%H%M%S) --set model.path=$(MODEL)
+
+# A small agent that mostly guesses learns to call a calculator.
+agent-demo: venv
+	$(VENV)/bin/python -m deploy.cli make-model $(AGENT_MODEL) --task calculator
+	$(VENV)/bin/python -m deploy.cli run deploy/runs/calculator.toml --name calculator-$$(date +%Y%m%d-%H%M%S) \
+		--set model.path=$(AGENT_MODEL)
 
 # Tests that boot the engine share one worker: two engines that start at the same moment can fail.
 test: venv-dev

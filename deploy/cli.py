@@ -88,8 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         help="wait until the run has had no trainer for trainer.lease_s, and continue it then",
     )
 
-    make_model = _command(commands, "make-model", _make_model, "make the demo's small model and save it in FOLDER")
+    make_model = _command(commands, "make-model", _make_model, "make a small model to learn with and save it in FOLDER")
     make_model.add_argument("folder", type=Path, metavar="FOLDER")
+    make_model.add_argument(
+        "--task",
+        choices=("addition", "calculator"),
+        default="addition",
+        help="addition, as in the demo (the default), or an agent that may call a calculator",
+    )
     make_model.add_argument("--seed", type=int, help="of the initial weights and the warm start (default: 0)")
     make_model.add_argument(
         "--set",
@@ -267,10 +273,11 @@ def _make_model(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
     # One thread: sums come out alike on any number of cores, and a model of this size gains nothing from more.
     _limit_threads(1)
-    from deploy.make_model import ModelRecipe, WarmStartError, make_model
+    from deploy.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
 
+    recipe = msgspec.structs.asdict(RECIPES[arguments.task]) | fields
     try:
-        make_model(arguments.folder, msgspec.convert(fields, ModelRecipe))
+        make_model(arguments.folder, msgspec.convert(recipe, ModelRecipe))
     except (msgspec.ValidationError, FileExistsError) as error:
         raise ConfigError(f"make-model: {error}") from None
     except WarmStartError as error:

@@ -157,6 +157,8 @@ def print_producers(producers: Producers, console: Console | None = None) -> Non
             table.add_row(*(escape(_safe(cell)) for cell in _alive_cells(alive)))
         console.print(table)
     for alive in producers.alive:
+        if alive.endpoint:
+            _say(console, f"{_safe(alive.producer_id)}: agents are served at {_safe(alive.endpoint)}")
         if alive.last_error:
             _say(console, f"{_safe(alive.producer_id)}: last error: {_safe(alive.last_error)}")
     for producer_id in producers.unreadable:

@@ -33,6 +33,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     metrics_port: int
     engine: str
+    endpoint: str
+    """Where it serves agents; empty without an endpoint."""
     last_error: str
 
 
@@ -129,6 +131,7 @@ def _alive(beat: Heartbeat, age_s: float, num_claims: int, newest: int | None, c
         pid=beat.pid,
         metrics_port=beat.metrics_port,
         engine=f"{beat.fingerprint.engine} {beat.fingerprint.version}",
+        endpoint=beat.endpoint,
         last_error=beat.last_error,
     )
 

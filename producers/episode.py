@@ -10,12 +10,12 @@ from producers.in_flight import Claim
 from producers.interfaces import Completion, Engine, EngineError, Environment
 from producers.metrics import ProducerMetrics
 from producers.rewards import RewardError, Scorer
+from producers.sampling import evaluation_sampling, sample, training_sampling
 from schemas.config import ConfigError, RunConfig
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import (
     Rollout,
     RolloutGroup,
-    SamplingSettings,
     Segment,
     Timings,
     VersionSpan,
@@ -62,19 +62,8 @@ class Episodes:
         self._metrics = metrics
         self._deadline_s = config.producers.generation_deadline_s
         self._group_size = config.group_size
-        sampling = config.sampling
-        self._sampling = SamplingSettings(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-        )
-        self._greedy = SamplingSettings(
-            temperature=0.0,
-            max_tokens=config.evaluation.max_tokens or sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-        )
+        self._sampling = training_sampling(config)
+        self._greedy = evaluation_sampling(config)
         self._num_requests = 0
         self.num_tokens = 0
         """Tokens sampled since the start."""
@@ -126,7 +115,7 @@ class Episodes:
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         try:
-            completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id)
+            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id)
         except EngineError:
             raise
         except Exception as error:  # a request the engine refuses is the request's end, not the engine's
@@ -135,11 +124,9 @@ class Episodes:
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
-        if len(completions) != num_siblings:
-            return Dead(f"engine: {len(completions)} completions, expected {num_siblings}")
         for n, completion in enumerate(completions):
-            if completion.finish_reason in ("abort", "error"):
-                return Dead(f"engine: completion {n} finished with {completion.finish_reason!r}")
+            if completion.finish_reason == "error":
+                return Dead(f"engine: completion {n} finished with 'error'")
         rewards = await self._scorer.score(prompt, self._decode(completions))
         context = pack_ids(prompt_ids)
         return RolloutGroup(

@@ -47,7 +47,10 @@ class Engine(Protocol):
     async def generate(
         self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
     ) -> list[Completion]:
-        """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request."""
+        """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
+
+        One that the engine itself breaks off has the finish reason "abort" and what was sampled of it until then.
+        """
         ...
 
     async def load_weights(self, manifest: WeightManifest, path: str) -> float:

@@ -238,8 +238,11 @@ class Producer:
             self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         await self._weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        run = self._episodes.run
+        if claim.evaluation_id is not None and self._endpoint is not None and self._endpoint.evaluates:
+            run = self._endpoint.evaluate
         try:
-            self._writer.put(claim, await self._episodes.run(claim))
+            self._writer.put(claim, await run(claim))
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others

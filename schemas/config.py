@@ -110,7 +110,7 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     template would write them otherwise. `as_sent`: the prompt is the agent's messages as the template renders them.
     Either way every sampled token is trained; the second makes more segments."""
     idle_timeout_s: PositiveFloat = 300.0
-    """A rollout without a call or a finish for this long is given up; before its first call, after a minute at most."""
+    """A rollout without a call or a finish for this long is given up."""
     group_deadline_s: PositiveFloat = 1800.0
     """A group goes onto the stream with the rollouts that are finished this long after its first was opened."""
     tool_parser: str | None = None

@@ -170,6 +170,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings = Timings()
     evaluation_id: str | None = None
     schema_version: int = SCHEMA_VERSION
+    missing: str = ""
+    """Why there are fewer siblings than the run asks for; empty for a whole group."""
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])

@@ -143,13 +143,12 @@ async def hold_conversation(settings: EncodingSettings) -> Conversation:
         weights=weights,
         prompts=prompts,
         answers=Answers(tokenizer, PlainText()),
-        sampling=sampling,
         lag_bound=0,
         metrics=ProducerMetrics(),
         count=lambda num_tokens: None,
     )
     claim = Claim(stream="", entry_id=b"", index=1, version=0)
-    rollout = AgentRollout("rollout", AgentGroup(claim, Prompt(text=""), 1, math.inf))
+    rollout = AgentRollout("rollout", AgentGroup(claim, Prompt(text=""), 1, math.inf, sampling))
     whole = CountingTokenizer(tokenizer)
     whole_s = 0.0
     messages: list[Json] = []

@@ -150,9 +150,7 @@ class Agents:
     def _end_overdue(self, now: float) -> None:
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._idle_timeout_s):
-                timeout_s = rollout.idle_timeout_s(self._idle_timeout_s)
-                setting = " (endpoint.idle_timeout_s)" if timeout_s == self._idle_timeout_s else ", without a call"
-                self.give_up(rollout, f"idle for {timeout_s:g} s{setting}")
+                self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
                 reason = f"not finished after {self._group_deadline_s:g} s (endpoint.group_deadline_s)"
@@ -222,7 +220,9 @@ class Agents:
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}"))
             return
-        self._groups.append(AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, rollout_bytes))
+        self._groups.append(
+            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
+        )
         self._metrics.in_flight.set(len(self._table))
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
@@ -267,7 +267,7 @@ class Agents:
     def _hand_over(self, group: AgentGroup) -> None:
         self._groups.remove(group)
         try:
-            outcome = group.outcome(self._producer_id, self._fingerprint, self._sampling)
+            outcome = group.outcome(self._producer_id, self._fingerprint)
             if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
                 self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim

@@ -1,25 +1,32 @@
 """One call of an agent: rendered, spliced, sampled, parsed, and written into the rollout's ledger."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
+from redis.exceptions import RedisError
 
+from producers.connection import RedisGoneError
 from producers.endpoint.answers import Answers
 from producers.endpoint.errors import ApiError, bad_request
 from producers.endpoint.groups import AgentRollout
 from producers.endpoint.ledger import Call
 from producers.endpoint.prompts import Prompts, RenderedPrompt
 from producers.endpoint.requests import ChatRequest
-from producers.endpoint.sampling import sample
-from producers.interfaces import Completion, Engine
+from producers.interfaces import Completion, Engine, EngineError
 from producers.metrics import ProducerMetrics
+from producers.sampling import sample
 from producers.weights import Weights
-from schemas.rollout import SamplingSettings, pack_ids, unpack_ids
+from schemas.rollout import pack_ids, unpack_ids
 
 Json = dict[str, Any]
+
+
+FATAL = (EngineError, RedisGoneError, RedisError)
+"""What ends a producer wherever it is met."""
 
 
 class Answered(NamedTuple):
@@ -42,7 +49,6 @@ class Calls:
         weights: Weights,
         prompts: Prompts,
         answers: Answers,
-        sampling: SamplingSettings,
         lag_bound: int,
         metrics: ProducerMetrics,
         count: Callable[[int], None],
@@ -51,30 +57,57 @@ class Calls:
         self._weights = weights
         self._prompts = prompts
         self._answers = answers
-        self._sampling = sampling
         self._lag_bound = lag_bound
         self._metrics = metrics
         self._count = count
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what ends this producer, once a call has met it, whatever became of that call."""
 
     async def answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
-        """Waits for weights that are fresh enough for the group, then samples. Cancelling aborts the request.
+        """Waits for weights that are fresh enough for the group, then samples; in a task that ends with the rollout or
+        with whoever waits for it, whichever ends first. Cancelling aborts the engine's request.
 
         Raises:
-            ApiError: 400 or 409, the request cannot be answered; 500, this once.
+            ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, this once.
             EngineError: the engine serves no longer.
         """
-        with self._metrics.agent_calls_running.track_inprogress():
-            return await self._answer(rollout, request)
+        if not rollout.is_open:
+            raise _has_ended(rollout)
+        task = asyncio.create_task(self._answer(rollout, request))
+        task.add_done_callback(self._fail_with)  # whoever waits may have gone, and nobody look at it
+        rollout.running.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            rollout.running.discard(task)
+            rollout.last_seen = time.monotonic()
+            task.cancel()
+        if task.cancelled():
+            raise _has_ended(rollout)
+        return task.result()
+
+    def fail(self, error: Exception) -> None:
+        """Has `failed` raise `error`, unless it raises another already."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _fail_with(self, task: asyncio.Task[Answered]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), FATAL):
+            self.fail(error)
 
     async def _answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+        with self._metrics.agent_calls_running.track_inprogress():
+            return await self._sample(rollout, request)
+
+    async def _sample(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._room(request, prompt, rollout))
+        sampling = msgspec.structs.replace(rollout.group.sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
         number = rollout.ledger.next_number()
         try:
-            completion = await sample(self._engine, prompt.token_ids, sampling, f"{rollout.id}-{number}")
+            (completion,) = await sample(self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}")
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
         self._count(len(completion.token_ids) // 4)
@@ -87,6 +120,8 @@ class Calls:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self.failed.done():
+            self.failed.exception()  # told by `Server.run`, if that was there to hear of it
 
     def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
         """The most tokens that the answer may have."""
@@ -99,7 +134,7 @@ class Calls:
                 "context_length_exceeded",
             )
         room = rollout.ledger.room(prompt.base, num_prompt)
-        return min(longest - num_prompt, self._sampling.max_tokens, request.max_tokens or longest, room)
+        return min(longest - num_prompt, rollout.group.sampling.max_tokens, request.max_tokens or longest, room)
 
     def _record(
         self,
@@ -132,3 +167,7 @@ class Calls:
         turn_end = self._prompts.turn_end_token_id
         sampled = unpack_ids(completion.token_ids)
         return turn_end is not None and len(sampled) > 0 and sampled[-1] != turn_end
+
+
+def _has_ended(rollout: AgentRollout) -> ApiError:
+    return ApiError(410, f"rollout {rollout.id} has ended", code="rollout_ended")

@@ -14,15 +14,17 @@ from producers.endpoint.calls import Calls
 from producers.endpoint.inside import InsideAgents
 from producers.endpoint.prompts import Prompts
 from producers.endpoint.server import Server
-from producers.in_flight import InFlightTable
+from producers.episode import Dead
+from producers.in_flight import Claim, InFlightTable
 from producers.interfaces import Engine, Environment
 from producers.metrics import ProducerMetrics
+from producers.sampling import evaluation_sampling, training_sampling
 from producers.telemetry import Telemetry
 from producers.weights import Weights
 from producers.writer import Writer
 from schemas.config import ConfigError, RunConfig
 from schemas.keys import Keys
-from schemas.rollout import SamplingSettings
+from schemas.rollout import RolloutGroup
 
 
 class Endpoint:
@@ -61,9 +63,7 @@ class Endpoint:
             raise ConfigError(
                 f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
             )
-        sampling = SamplingSettings(
-            **{name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__}
-        )
+        sampling = training_sampling(config)
         own = copy.deepcopy(tokenizer)  # used in a thread of its own
         exact = config.endpoint.history == "token_exact"
         self.num_tokens = 0
@@ -74,7 +74,6 @@ class Endpoint:
             weights=weights,
             prompts=Prompts(own, exact=exact, stop_token_ids=sampling.stop_token_ids),
             answers=Answers(own, parser or PlainText()),
-            sampling=sampling,
             lag_bound=config.lag_bound,
             metrics=metrics,
             count=self._count,
@@ -95,7 +94,16 @@ class Endpoint:
         self._inside: InsideAgents | None = None
         if hasattr(environment, "converse"):
             conversing: Any = environment
-            self._inside = InsideAgents(conversing, agents=self._agents, calls=self._calls, sampling=sampling)
+            self._inside = InsideAgents(
+                conversing,
+                producer_id=producer_id,
+                agents=self._agents,
+                calls=self._calls,
+                sampling=sampling,
+                evaluation_sampling=evaluation_sampling(config),
+                deadline_s=config.endpoint.group_deadline_s,
+                fingerprint=engine.fingerprint,
+            )
         self._server = Server(
             config.endpoint,
             key=api_key(config.endpoint),
@@ -113,6 +121,17 @@ class Endpoint:
     def url(self) -> str:
         """Where agents reach this producer; empty before `start`."""
         return self._server.url
+
+    @property
+    def evaluates(self) -> bool:
+        """Held-out prompts are conversations too."""
+        return self._inside is not None
+
+    async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
+        """See `InsideAgents.evaluate`; only where the endpoint `evaluates`."""
+        if self._inside is None:
+            raise ValueError("the environment does not converse")
+        return await self._inside.evaluate(claim)
 
     async def start(self) -> None:
         """Raises ConfigError where it cannot listen."""

@@ -29,8 +29,6 @@ from schemas.segments import CallError, segments
 NO_TOKEN = "nothing_sampled"
 TOO_LARGE = "rollout_too_large"
 NO_RECORD = "invalid_record"
-FIRST_CALL_S = 60.0
-"""A rollout that was opened for nothing holds its place no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +52,8 @@ class AgentRollout:
     def is_open(self) -> bool:
         return self.reward is None and not self.reason
 
-    def idle_timeout_s(self, timeout_s: float) -> float:
-        return timeout_s if self.ledger.num_begun else min(timeout_s, FIRST_CALL_S)
-
     def is_idle(self, now: float, timeout_s: float) -> bool:
-        return not self.running and now - self.last_seen > self.idle_timeout_s(timeout_s)
+        return not self.running and now - self.last_seen > timeout_s
 
     def finish(self, reward: Reward) -> str:
         """Freezes it with its reward; one that cannot be trained is dead, and its siblings are none the worse.
@@ -101,6 +96,7 @@ class AgentGroup:
     """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short.
 
     deadline_s: from its first opening to its deadline.
+    sampling: how its calls are answered.
     rollout_bytes: the most that the record of one rollout may take up.
     posed: monotonic seconds, as `deadline` is.
     """
@@ -109,6 +105,7 @@ class AgentGroup:
     prompt: Prompt
     size: int
     deadline_s: float
+    sampling: SamplingSettings
     rollout_bytes: int = MAX_ENTRY_BYTES
     posed: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
@@ -142,22 +139,22 @@ class AgentGroup:
             reasons["never opened"] = self.size - len(self.rollouts)
         return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
 
-    def outcome(
-        self, producer_id: str, fingerprint: EngineFingerprint, sampling: SamplingSettings
-    ) -> RolloutGroup | Dead:
+    def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
         """The group of what is finished; dead where nothing is."""
         finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
         if not finished:
             return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
         now = time.time()
         return RolloutGroup(
-            index=self.claim.index,
+            index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
             rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
             producer_id=producer_id,
             fingerprint=fingerprint,
-            sampling=sampling,
+            sampling=self.sampling,
             timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
+            evaluation_id=self.claim.evaluation_id,
+            missing=one_line(self.missing()),
         )
 
 

@@ -7,11 +7,13 @@ from typing import Any, Protocol
 from producers.endpoint.agents import Agents
 from producers.endpoint.calls import Calls
 from producers.endpoint.errors import ApiError
-from producers.endpoint.groups import AgentRollout
+from producers.endpoint.groups import AgentGroup, AgentRollout
 from producers.endpoint.requests import parse_chat
-from producers.interfaces import EngineError
+from producers.episode import Dead
+from producers.in_flight import Claim
+from producers.interfaces import Environment
 from schemas.prompt import Prompt, Reward
-from schemas.rollout import MAX_REWARD, SamplingSettings, one_line
+from schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
 
@@ -33,20 +35,19 @@ class Conversation:
         Raises:
             ApiError: a request that cannot be answered; one past the context has the code `context_length_exceeded`,
                 one of a rollout that has ended `rollout_ended`.
+            EngineError: the engine serves no longer.
         """
-        if not self._rollout.is_open:
-            raise ApiError(410, f"rollout {self._rollout.id} has ended", code="rollout_ended")
         request = parse_chat({"messages": messages, **fields}, self._sampling)
         answered = await self._calls.answer(self._rollout, request)
         answered.call.delivered = True
         return answered.message
 
 
-class ConversingEnvironment(Protocol):
-    """An environment that holds its conversations itself, beside what `producers.interfaces.Environment` asks for."""
+class ConversingEnvironment(Environment, Protocol):
+    """An environment that holds its conversations itself."""
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> float | Reward:
-        """One rollout of a training prompt, from its first call to its reward."""
+        """One rollout, of a training prompt or of a held-out one, from its first call to its reward."""
         ...
 
 
@@ -57,11 +58,19 @@ class InsideAgents:
         self,
         environment: ConversingEnvironment,
         *,
+        producer_id: str,
         agents: Agents,
         calls: Calls,
         sampling: SamplingSettings,
+        evaluation_sampling: SamplingSettings,
+        deadline_s: float,
+        fingerprint: EngineFingerprint,
     ) -> None:
         self._environment = environment
+        self._producer_id = producer_id
+        self._evaluation_sampling = evaluation_sampling
+        self._deadline_s = deadline_s
+        self._fingerprint = fingerprint
         self._agents = agents
         self._calls = calls
         self._sampling = sampling
@@ -83,23 +92,71 @@ class InsideAgents:
                     continue
                 rollout.running.add(conversations.create_task(self._converse(rollout)))
 
-    async def _converse(self, rollout: AgentRollout) -> None:
-        conversation = Conversation(rollout, self._calls, self._sampling)
+    async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
+        """One held-out prompt: a conversation of its own, each call of it answered greedily.
+
+        Raises:
+            EngineError: the engine serves no longer.
+        """
         try:
-            reward = _checked(await self._environment.converse(rollout.group.prompt, conversation))
-            if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
-                rollout.running.clear()
-                self._agents.finish(rollout, reward)
-        except EngineError:
-            raise
+            prompt = self._environment.evaluation_prompt(claim.index)
+        except Exception as error:  # the environment is the user's
+            return Dead(f"prompt: {type(error).__name__}: {error}")
+        group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
+        rollout = group.open(self._producer_id)
+        holding = asyncio.create_task(self._hold(rollout))
+        try:
+            await asyncio.wait({holding}, timeout=self._deadline_s)
+        finally:
+            holding.cancel()
+        outcome: Reward | str = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
+        if holding.done():
+            outcome = holding.result()
+        if isinstance(outcome, Reward):
+            rollout.finish(outcome)
+        else:
+            rollout.die(outcome)  # from here on an environment that made nothing of being cancelled gets no answer
+        return group.outcome(self._producer_id, self._fingerprint)
+
+    async def _converse(self, rollout: AgentRollout) -> None:
+        outcome = await self._hold(rollout)
+        if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
+            rollout.running.discard(asyncio.current_task())  # what ends it is not to be cancelled with it
+            if isinstance(outcome, Reward):
+                self._agents.finish(rollout, outcome)
+            else:
+                self._agents.give_up(rollout, outcome)
+
+    async def _hold(self, rollout: AgentRollout) -> Reward | str:
+        """Holds one conversation; returns its reward, or why it has none.
+
+        Raises:
+            EngineError: the engine serves no longer, whatever the environment has made of that.
+        """
+        outcome: Reward | str
+        try:
+            conversation = Conversation(rollout, self._calls, self._sampling)
+            outcome = _checked(await self._environment.converse(rollout.group.prompt, conversation))
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            outcome = _reason(error)  # of something that the environment itself has cancelled
         except Exception as error:  # the environment is the user's, and one rollout never ends the others
-            if rollout.is_open:
-                rollout.running.clear()
-                self._agents.give_up(rollout, one_line(f"environment: {type(error).__name__}: {error}"))
+            outcome = _reason(error)
+        if self._calls.failed.done():
+            self._calls.failed.result()
+        return outcome
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(f"environment: {type(error).__name__}: {error}")
 
 
 def _checked(reward: float | Reward) -> Reward:
     found = reward if isinstance(reward, Reward) else Reward(value=float(reward))
     if not abs(found.value) <= MAX_REWARD or not all(map(math.isfinite, found.parts.values())):
         raise ValueError(f"reward {found}, expected finite numbers of at most {MAX_REWARD:g}")
+    if len(found.parts) > MAX_ITEMS:
+        raise ValueError(f"reward of {len(found.parts):,} parts, expected at most {MAX_ITEMS:,}")
     return found

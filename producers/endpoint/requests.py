@@ -129,8 +129,9 @@ def _check_sampling(left: Json, sampling: SamplingSettings) -> None:
         "n": (lambda value: value == 1, "1: siblings are rollouts of their own"),
         "temperature": (_equals(sampling.temperature), f"{sampling.temperature:g}, as the run samples"),
         "top_p": (_equals(sampling.top_p), f"{sampling.top_p:g}, as the run samples"),
-        "top_k": (lambda value: value in (sampling.top_k, 0, -1), f"{sampling.top_k}, as the run samples"),
+        "top_k": (_keeps_as_many(sampling.top_k), f"{sampling.top_k}, as the run samples"),
         "min_p": (_equals(0), "0"),
+        "min_tokens": (_equals(0), "0"),
         "presence_penalty": (_equals(0), "0"),
         "frequency_penalty": (_equals(0), "0"),
         "repetition_penalty": (_equals(1), "1"),
@@ -202,6 +203,11 @@ def _number(value: Any, name: str, largest: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
         raise bad_request(f"{name} is {_shown(value)}, expected a finite number", name)
     return float(value)
+
+
+def _keeps_as_many(top_k: int) -> Callable[[Any], bool]:
+    every = (0, -1)
+    return lambda value: value == top_k or (value in every and top_k in every)
 
 
 def _equals(expected: float) -> Callable[[Any], bool]:

@@ -11,16 +11,15 @@ import msgspec
 from aiohttp import web
 from redis.exceptions import RedisError
 
-from producers.connection import Connection, RedisGoneError
+from producers.connection import Connection
 from producers.endpoint.access import check_access
 from producers.endpoint.agents import Agents
 from producers.endpoint.answers import chunks, finish_reason, response
-from producers.endpoint.calls import Answered, Calls
+from producers.endpoint.calls import FATAL, Calls
 from producers.endpoint.errors import ApiError
 from producers.endpoint.groups import AgentRollout, producer_of
 from producers.endpoint.listening import listen
 from producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
-from producers.interfaces import EngineError
 from schemas.config import EndpointConfig
 from schemas.heartbeat import decode_heartbeat
 from schemas.keys import Keys
@@ -38,8 +37,6 @@ LARGE_BODY_BYTES = 64 * 1024
 SHUTDOWN_S = 1.0
 """Answers under way get so long to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
-FATAL = (EngineError, RedisGoneError, RedisError)
-"""What ends a producer wherever it is met."""
 
 
 class Server:
@@ -73,7 +70,6 @@ class Server:
         self._connection = connection
         self._keys = keys
         self._producer_id = producer_id
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Where agents reach this producer, once it is started."""
@@ -106,8 +102,8 @@ class Server:
         """
         watching = asyncio.create_task(self._agents.watch())
         try:
-            await asyncio.wait({watching, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            await (self._failed if self._failed.done() else watching)
+            await asyncio.wait({watching, self._calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+            await (self._calls.failed if self._calls.failed.done() else watching)
         finally:
             watching.cancel()
 
@@ -117,8 +113,6 @@ class Server:
             await self._runner.cleanup()
             self._runner = None
         self._calls.close()
-        if self._failed.done():
-            self._failed.exception()  # told by `run`, if that was there to hear of it
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -135,7 +129,7 @@ class Server:
         except ConnectionError:
             return web.Response()  # nobody is there to read it
         except FATAL as error:
-            self._fail(error)
+            self._calls.fail(error)
             answer = ApiError(503, "this producer serves no longer", code="producer_failed")
         except Exception as error:  # the isolation boundary of this server: one request never ends the others
             log.exception("%s %s failed", request.method, request.path)
@@ -169,7 +163,7 @@ class Server:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await self._asked(await request.read())
         rollout = await self._rollout(request)
-        answered = await self._answered(rollout, asked)
+        answered = await self._calls.answer(rollout, asked)
         finished = response(
             f"chatcmpl-{rollout.id}-{answered.call.number}",
             int(time.time()),
@@ -197,29 +191,6 @@ class Server:
             return parse_chat(parse_json(body), self._sampling)
 
         return await asyncio.to_thread(parse) if len(body) > LARGE_BODY_BYTES else parse()
-
-    async def _answered(self, rollout: AgentRollout, asked: ChatRequest) -> Answered:
-        """The answer, computed in a task that ends with the rollout or with the request, whichever ends first."""
-        task = asyncio.create_task(self._calls.answer(rollout, asked))
-        task.add_done_callback(self._end_if_fatal)  # its client may have hung up, and nobody look at it
-        rollout.running.add(task)
-        try:
-            await asyncio.wait({task})
-        finally:
-            rollout.running.discard(task)
-            rollout.last_seen = time.monotonic()
-            task.cancel()
-        if task.cancelled():
-            raise ApiError(410, f"rollout {rollout.id} has ended during this call", code="rollout_ended")
-        return task.result()
-
-    def _end_if_fatal(self, task: asyncio.Task[Answered]) -> None:
-        if not task.cancelled() and isinstance(error := task.exception(), FATAL):
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(error)
 
     async def _rollout(self, request: web.Request) -> AgentRollout:
         """The rollout that a path names.

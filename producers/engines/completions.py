@@ -10,10 +10,8 @@ def pack(output: Any, request_id: str) -> Completion:
     """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
 
     Raises:
-        EngineError: the engine aborted it (it is shutting down), or its parts do not fit each other.
+        EngineError: its parts do not fit each other.
     """
-    if output.finish_reason == "abort":
-        raise EngineError(f"request {request_id}: aborted by the engine")
     spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
     num_tokens = len(output.token_ids)
     if not _tile(spans, num_tokens):

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from consumers.batch import Batch, MicroBatch
 from consumers.learner import Learner, StepReport
-from deploy.make_model import ALPHABET, build_tokenizer
+from deploy.char_tokenizer import ALPHABET, build_tokenizer
 from schemas.config import RunConfig
 from tests.chaos.environment import END, index_of
 

@@ -5,8 +5,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from deploy.make_model import ALPHABET, MadeModel, ModelRecipe, WarmStartError, make_model
+from deploy.calculator_lessons import NO_TARGET, CalculatorLessons, build_calculator_tokenizer
+from deploy.char_tokenizer import ALPHABET
+from deploy.cli import main
+from deploy.make_model import RECIPES, MadeModel, ModelRecipe, WarmStartError, make_model
 from producers.environments.arithmetic import Arithmetic
+from producers.environments.calculator import TOOLS
 from schemas.prompt import Prompt
 
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
@@ -133,6 +137,7 @@ def test_a_warm_start_outside_the_band_fails_and_saves_nothing(tmp_path: Path):
         ({"head_dim": 48}, "head_dim is 48, expected 32 or 64"),
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads is 3, expected a multiple of 2"),
         ({"forgotten_carries": 1.5}, r"forgotten_carries is 1\.5"),
+        ({"guesses": -0.1}, r"guesses is -0\.1, expected 0 to 1"),
         ({"lowest_accuracy": 0.5}, r"lowest_accuracy is 0\.5 and highest_accuracy is 0\.45"),
         ({"num_steps": 0}, "num_steps is 0, expected 1 or more"),
     ],
@@ -158,3 +163,112 @@ def test_the_warm_start_ends_in_the_band_and_the_saved_model_confirms_it(tmp_pat
     completions = tokenizer.batch_decode(sampled, skip_special_tokens=True)
     rewards = [environment.reward(p, c).value for p, c in zip(prompts, completions, strict=True)]
     assert sum(rewards) / 256 == made.held_out_accuracy
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "47*83-26"}}</tool_call>'
+DIALOGUE = (
+    "<|im_start|>system\ntools: calculator<|im_end|>\n<|im_start|>user\nWhat is 47*83-26?<|im_end|>\n"
+    f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n3875<|im_end|>\n"
+    "<|im_start|>assistant\n3875<|im_end|>\n"
+)
+MESSAGES = [
+    {"role": "user", "content": "What is 47*83-26?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "calculator", "arguments": {"expression": "47*83-26"}}}],
+    },
+    {"role": "tool", "content": "3875"},
+    {"role": "assistant", "content": "3875"},
+]
+
+
+@pytest.fixture(scope="module")
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "calling"
+    make_model(folder, msgspec.structs.replace(RANDOM, task="calculator"), progress=silent)
+    return folder
+
+
+def test_the_calculator_models_chat_template_writes_calls_as_hermes_reads_them(calling_model: Path):
+    tokenizer = AutoTokenizer.from_pretrained(calling_model)
+    assert tokenizer.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False) == DIALOGUE
+    asked = tokenizer.apply_chat_template(MESSAGES[:1], tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert DIALOGUE.startswith(asked) and asked.endswith("<|im_start|>assistant\n")
+    assert tokenizer.apply_chat_template(MESSAGES[2:3], tokenize=False) == "<|im_start|>tool\n3875<|im_end|>\n"
+
+
+def test_the_calculator_models_tokenizer_keeps_a_call_short_and_gives_it_back(calling_model: Path):
+    tokenizer = AutoTokenizer.from_pretrained(calling_model)
+    token_ids = tokenizer(CALL).input_ids
+    assert len(token_ids) == len("47*83-26") + 6
+    for text in (DIALOGUE, CALL, "the user's tool says: system", '{"name": "x"}', ALPHABET):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer(DIALOGUE).input_ids)[-2:] == ["<|im_end|>", "\n"]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.decode(token_ids, skip_special_tokens=True) == CALL
+
+
+def test_the_calculator_lessons_train_what_the_model_says_and_nothing_else():
+    recipe = ModelRecipe(task="calculator", batch_size=200, num_evaluation_prompts=4)
+    tokenizer = build_calculator_tokenizer(256)
+    token_ids, targets = CalculatorLessons(tokenizer, recipe).batch()
+    num_called = 0
+    for row, wanted in zip(token_ids[:, 1:], targets, strict=True):
+        assert torch.equal(row[wanted != NO_TARGET], wanted[wanted != NO_TARGET])
+        text = tokenizer.decode(row, skip_special_tokens=False)
+        said = [part.partition("<|im_start|>assistant\n")[2] for part in text.split("<|im_end|>\n")]
+        assert tokenizer.decode(wanted[wanted != NO_TARGET]) == "".join(f"{part}<|im_end|>" for part in said if part)
+        num_called += "<tool_call>" in text
+    assert num_called / 200 == pytest.approx(1 - recipe.guesses, abs=0.12)
+
+
+def test_a_calculator_model_outside_the_band_is_not_saved(tmp_path: Path):
+    quick = msgspec.structs.replace(QUICK, task="calculator", num_steps=2)
+    with pytest.raises(WarmStartError, match=r"after 4 steps .* right once the tool is called, expected 0\.9"):
+        make_model(tmp_path / "m", quick, progress=silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_makes_the_model_of_a_task_and_takes_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture):
+    fields = {"train": "false", "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1}
+    settings = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+    assert main(["make-model", str(tmp_path / "m"), "--task", "calculator", "--seed", "3", *settings]) == 0
+    made = msgspec.json.decode((tmp_path / "m" / "recipe.json").read_bytes(), type=MadeModel)
+    wanted = {"seed": 3, "train": False, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1}
+    assert made.recipe == msgspec.structs.replace(RECIPES["calculator"], **wanted)
+    assert "may call a calculator" in (tmp_path / "m" / "README.md").read_text()
+    assert main(["make-model", str(tmp_path / "m"), "--set", "guesses=2"]) == 2
+    assert "guesses is 2.0, expected 0 to 1" in capsys.readouterr().err
+
+
+def test_a_model_made_before_there_were_tasks_is_the_demos(tmp_path: Path):
+    make_model(tmp_path / "m", RANDOM, progress=silent)
+    file = tmp_path / "m" / "recipe.json"
+    made = msgspec.json.decode(file.read_bytes())
+    del made["recipe"]["task"], made["recipe"]["guesses"]
+    file.write_bytes(msgspec.json.encode(made))
+    lines: list[str] = []
+    make_model(tmp_path / "m", RANDOM, progress=lines.append)
+    assert lines == [f"{tmp_path / 'm'} already holds this model"]
+    with pytest.raises(FileExistsError, match="another model: task addition \\(wanted calculator\\)"):
+        make_model(tmp_path / "m", msgspec.structs.replace(RANDOM, task="calculator"), progress=silent)
+
+
+@pytest.mark.slow
+def test_the_calculator_model_knows_how_to_call_and_mostly_does_not(tmp_path: Path):
+    made = make_model(tmp_path / "m", RECIPES["calculator"], progress=silent)
+    assert 0.30 <= made.held_out_accuracy <= 0.45
+    assert "Chance of the right answer" in (tmp_path / "m" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    asked = tokenizer.apply_chat_template(
+        MESSAGES[:1], tools=TOOLS, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(0)
+    sampled = model.generate(**asked, max_new_tokens=24, num_return_sequences=100)[:, asked["input_ids"].shape[1] :]
+    said = tokenizer.batch_decode(sampled, skip_special_tokens=True)
+    called = [text for text in said if text.startswith("<tool_call>")]
+    assert 0.25 <= len(called) / 100 <= 0.6
+    assert sum(text == CALL for text in called) / len(called) > 0.7
+    assert all(text.lstrip("-").isdecimal() for text in said if text not in called)

@@ -112,6 +112,15 @@ def test_claims_that_were_handed_back_are_shown_as_free(run, redis_client, capsy
     )
 
 
+def test_where_agents_are_served_is_shown(run, redis_client, capsys):
+    send(redis_client, run, heartbeat("p", endpoint="http://10.0.0.5:9500"))
+    send(redis_client, run, heartbeat("q"))
+    found = run.json(capsys, "producers", "test")
+    assert [one["endpoint"] for one in found["alive"]] == ["http://10.0.0.5:9500", ""]
+    out = run.command(capsys, "producers", "test")[1]
+    assert "p: agents are served at http://10.0.0.5:9500" in out and "q: agents" not in out
+
+
 def test_the_last_error_of_a_producer_is_shown_and_cannot_steer_the_terminal(run, redis_client, capsys):
     send(redis_client, run, heartbeat("p", last_error="v9: checksum differs \x1b[2J"))
     out = run.command(capsys, "producers", "test")[1]

@@ -73,6 +73,7 @@ class ScriptedEngine:
         self.closed = False
         self.loaded_versions: list[int] = []
         self.requests: list[str] = []
+        self.samplings: list[SamplingSettings] = []
         self.num_active = 0
         self.most_active = 0
         self.cancelled: list[str] = []
@@ -98,6 +99,7 @@ class ScriptedEngine:
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.requests.append(request_id)
+        self.samplings.append(sampling)
         if self._die_after is not None and len(self.requests) > self._die_after:
             raise EngineError("the scripted engine has died")
         if _starts_with(prompt_token_ids, self._die_on_prompt):

@@ -190,6 +190,45 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
     assert run.client.xlen(run.keys.prompts) == 0
 
 
+async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(run: Run) -> None:
+    run.client.xadd(run.keys.prompts, {Field.INDEX: 1, Field.VERSION: 0})
+
+    async def abort() -> None:
+        for version in range(1, 1000):
+            await asyncio.sleep(0.1)
+            await run.engine._llm.abort(list(run.engine._llm.output_processor.external_req_ids))
+            if version % 5 == 0:
+                run.announce(version // 5)
+
+    aborting = asyncio.create_task(abort())
+    await asyncio.gather(*(converse(run.producer._endpoint.url, n % 2) for n in range(GROUP_SIZE)))
+    aborting.cancel()
+    await until(lambda: run.client.xlen(run.keys.rollouts) == 1, 60)
+    (group,) = run.groups()
+    check_versions_and_logprobs(run.agent, list(group.rollouts))
+    trained = []
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        assert segment.finish_reason != "abort" and len(segment.loss_mask) == NUM_TURNS
+        ids = tuple(unpack_ids(segment.token_ids))
+        trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
+    # What the engine has sampled in parts, one part after the other, is what the answers are made of, all of it.
+    parts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for context, part in run.engine.seen:
+        parts.setdefault(context, []).append(part)
+
+    def is_sampled(context: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+        return not answer or any(
+            part and answer[: len(part)] == part and is_sampled(context + part, answer[len(part) :])
+            for part in parts.get(context, ())
+        )
+
+    assert all(is_sampled(context, answer) for context, answer in trained)
+    assert sum(len(answer) for _, answer in trained) == sum(len(part) for _, part in run.engine.seen)
+    assert sum(bool(part) for _, part in run.engine.seen) > len(trained) + NUM_TURNS
+    assert run.count("penstock_agent_tokens_total") == run.count("penstock_agent_tokens_delivered_total") > 0
+
+
 def check_versions_and_logprobs(agent: MarkovAgent, rollouts: list) -> set[int]:
     """Returns the versions that sampled an answer's letters."""
     letters = {token: parity for parity in range(len(LETTERS)) for token in agent.letters(parity)}

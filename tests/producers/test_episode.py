@@ -188,10 +188,19 @@ async def test_a_request_the_engine_refuses_is_dead(episodes) -> None:
     assert outcome == Dead("engine: ValueError: the scripted engine refuses this prompt")
 
 
-@pytest.mark.parametrize("finish_reason", ["abort", "error"])
-async def test_an_aborted_completion_is_not_trained_on(episodes, finish_reason: str) -> None:
-    outcome = await episodes(engine=ScriptedEngine(finish_reasons={1: finish_reason})).run(claim())
-    assert outcome == Dead(f"engine: completion 1 finished with {finish_reason!r}")
+async def test_a_completion_that_failed_is_not_trained_on(episodes) -> None:
+    outcome = await episodes(engine=ScriptedEngine(finish_reasons={1: "error"})).run(claim())
+    assert outcome == Dead("engine: completion 1 finished with 'error'")
+
+
+async def test_a_completion_that_the_engine_breaks_off_is_finished_beside_its_siblings(episodes) -> None:
+    whole = await episodes(engine=ScriptedEngine(num_tokens=3)).run(claim())
+    broken = await episodes(engine=ScriptedEngine(num_tokens=3, finish_reasons={1: "abort"})).run(claim())
+    assert isinstance(whole, RolloutGroup) and isinstance(broken, RolloutGroup)
+    assert broken.rollouts[0] == whole.rollouts[0]
+    begun, (finished,) = whole.rollouts[1].segments[0], broken.rollouts[1].segments
+    assert finished.token_ids.startswith(begun.token_ids) and finished.num_sampled_tokens == 6
+    assert finished.finish_reason != "abort"
 
 
 async def test_an_engine_that_died_is_no_groups_fault(episodes) -> None:

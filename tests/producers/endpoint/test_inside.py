@@ -1,6 +1,7 @@
 """An environment of several turns inside the producer goes the way of an agent outside."""
 
 import asyncio
+import contextlib
 import math
 
 import pytest
@@ -11,9 +12,10 @@ from tool_caller import ToolCaller
 
 from producers.endpoint.errors import ApiError
 from producers.interfaces import EngineError
-from schemas.config import ConfigError
+from schemas.config import ConfigError, EndpointConfig, EvaluationConfig
 from schemas.keys import Field, Kind
-from schemas.prompt import Reward
+from schemas.prompt import Prompt, Reward
+from schemas.rollout import decode_group
 
 pytestmark = pytest.mark.redis
 
@@ -68,6 +70,164 @@ async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(
     one = await serve(environment=Curious(), group_size=2)
     one.trainer.release(1, 1)
     assert len((await one.groups(1))[0].rollouts) == 2
+
+
+async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
+    class Evaluated(ToolCaller):
+        num_evaluation_prompts = 3
+
+        def evaluation_prompt(self, n: int) -> Prompt:
+            if n == 3:
+                raise LookupError("no task 3")
+            return Prompt(text=f"e{n}")
+
+        async def converse(self, prompt, conversation):
+            if prompt.text == "e2":
+                raise LookupError("no such tool")
+            return await super().converse(prompt, conversation)
+
+    one = await serve(environment=Evaluated(), group_size=4, evaluation=EvaluationConfig(max_tokens=190))
+    one.trainer.evaluate(0, 3)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 3)
+    results = {fields[Field.EVALUATION]: fields for _, fields in one.server.client.xrange(KEYS.evaluation_results)}
+    group = decode_group(results[b"0-1"][Field.PAYLOAD])
+    assert (group.evaluation_id, group.index, group.prompt.text) == ("0-1", 0, "e1")
+    assert (group.sampling.temperature, group.sampling.max_tokens) == (0.0, 190)
+    (rollout,) = group.rollouts
+    assert len(rollout.segments[0].loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
+    assert {(sampling.temperature, sampling.max_tokens) for sampling in one.engine.samplings} == {(0.0, 190)}
+    assert b"environment: LookupError: no such tool" in results[b"0-2"][Field.REASON]
+    assert b"prompt: LookupError: no task 3" in results[b"0-3"][Field.REASON]
+    one.trainer.release(1, 1)
+    assert (await one.groups(1))[0].sampling.temperature == 1.0
+    assert one.count("penstock_agent_rollouts_total", outcome="finished") == 4
+
+
+class SideBySide(ToolCaller):
+    """Two calls at once, whose exceptions come as a group."""
+
+    async def converse(self, prompt, conversation):
+        async with asyncio.TaskGroup() as calls:
+            for n in range(2):
+                calls.create_task(conversation.chat([{"role": "user", "content": f"{prompt.text} {n}"}]))
+        return 1.0
+
+
+class Careless(ToolCaller):
+    """Takes whatever happens for an answer that is worth nothing."""
+
+    async def converse(self, prompt, conversation):
+        try:
+            return await super().converse(prompt, conversation)
+        except Exception:
+            return Reward(value=0.0)
+
+
+@pytest.mark.parametrize("environment", [SideBySide, Careless])
+@pytest.mark.parametrize("held_out", [False, True])
+async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_makes_of_it(
+    serve, environment, held_out: bool
+) -> None:
+    engine = ScriptedEngine(script=tool_user(), max_model_len=4096, die_after=1)
+    one = await serve(engine, environment=environment(), group_size=2)
+    if held_out:
+        one.trainer.evaluate(0, 1)
+    else:
+        one.trainer.release(1, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(one.task, 20)
+    assert caught.group_contains(EngineError)
+    assert one.server.client.xlen(KEYS.rollouts) == one.server.client.xlen(KEYS.evaluation_results) == 0
+
+
+class CancelsItself(ToolCaller):
+    async def converse(self, prompt, conversation):
+        background = asyncio.create_task(asyncio.Event().wait())
+        background.cancel()
+        await background
+
+
+async def test_a_cancellation_that_the_environment_let_out_is_its_failure_alone(serve) -> None:
+    one = await serve(environment=CancelsItself(), group_size=2)
+    one.trainer.release(1, 1)
+    one.trainer.evaluate(0, 1)
+    (dead,) = await one.entries(1)
+    assert dead[Field.KIND] == Kind.DEAD and b"2 environment: CancelledError" in dead[Field.REASON]
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"1 environment: CancelledError" in fields[Field.REASON]
+    await until(lambda: not one.producer._table)
+    assert not one.task.done()
+
+
+async def test_a_held_out_conversation_that_makes_nothing_of_its_deadline_gets_no_more_answers(serve) -> None:
+    refused = []
+
+    class Stubborn(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            try:
+                await conversation.chat([{"role": "user", "content": "x"}])
+            except ApiError as error:
+                refused.append(error.body["error"]["code"])
+            return 1.0
+
+    one = await serve(environment=Stubborn(), endpoint=EndpointConfig(port=0, group_deadline_s=0.5))
+    one.trainer.evaluate(0, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"not finished after 0.5 s" in fields[Field.REASON]
+    await until(lambda: refused == ["rollout_ended"])
+
+
+async def test_a_call_that_nobody_waits_for_ends_with_its_rollout(serve) -> None:
+    class Hasty(ToolCaller):
+        async def converse(self, prompt, conversation):
+            reward = await super().converse(prompt, conversation)
+            self.left = asyncio.create_task(conversation.chat([{"role": "user", "content": "and on"}]))
+            await until(lambda: one.engine.num_active > 0)
+            return reward
+
+    environment = Hasty()
+    engine = ScriptedEngine(script=tool_user(), max_model_len=4096, token_s=0.002)
+    one = await serve(engine, environment=environment, group_size=1)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts[0].segments[0].loss_mask) == 3
+    await until(lambda: environment.left.done())
+    assert environment.left.exception().body["error"]["code"] == "rollout_ended"
+    await until(lambda: one.engine.num_active == 0)
+
+
+async def test_a_held_out_conversation_that_hangs_fails_at_the_deadline(serve) -> None:
+    class Slow(ToolCaller):
+        async def converse(self, prompt, conversation):
+            await asyncio.Event().wait()
+
+    one = await serve(environment=Slow(), endpoint=EndpointConfig(port=0, idle_timeout_s=0.5, group_deadline_s=1.0))
+    one.trainer.evaluate(0, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    assert b"not finished after 1 s (endpoint.group_deadline_s)" in fields[Field.REASON]
+    await until(lambda: not one.producer._table)
+
+
+async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> None:
+    class Wordy(ToolCaller):
+        num_begun = 0
+
+        async def converse(self, prompt, conversation):
+            self.num_begun += 1
+            parts = {str(n): 0.0 for n in range(4097 if self.num_begun == 1 else 4096)}
+            reward = await super().converse(prompt, conversation)
+            return Reward(value=reward.value, parts=parts)
+
+    one = await serve(environment=Wordy(), group_size=2)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1
+    assert group.missing == "1 environment: ValueError: reward of 4,097 parts, expected at most 4,096"
 
 
 async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:

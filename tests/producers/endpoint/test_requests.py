@@ -54,7 +54,7 @@ def test_a_request_of_messages_alone_gets_the_run_s_settings() -> None:
         ("top_logprobs", 3, "top_logprobs is 3, expected 0"),
         ("stop", ["\n"], "stop is .*, expected none"),
         ("stop_token_ids", [3], "stop_token_ids is .*: not supported"),
-        ("min_tokens", 3, "min_tokens is 3: not supported"),
+        ("min_tokens", 3, "min_tokens is 3, expected 0"),
         ("response_format", {"type": "json_object"}, "response_format is .*, expected {'type': 'text'}"),
         ("guided_json", {"type": "object"}, "guided_json is .*: not supported"),
         ("tool_choice", "required", "tool_choice is 'required': to force a call constrains sampling"),
@@ -100,3 +100,14 @@ def test_a_reward_that_no_trainer_could_use_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_finish(body)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("run", "asked"), [(50, 50), (0, -1), (-1, 0), (0, 0)])
+def test_every_way_to_say_the_run_s_top_k_is_accepted(run: int, asked: int) -> None:
+    parse_chat({"messages": [{"role": "user", "content": "x"}], "top_k": asked}, SamplingSettings(top_k=run))
+
+
+@pytest.mark.parametrize(("run", "asked"), [(50, 0), (50, -1), (0, 50), (-1, 50)])
+def test_another_top_k_is_refused(run: int, asked: int) -> None:
+    with pytest.raises(ApiError, match=f"top_k is {asked}, expected {run}, as the run samples"):
+        parse_chat({"messages": [{"role": "user", "content": "x"}], "top_k": asked}, SamplingSettings(top_k=run))

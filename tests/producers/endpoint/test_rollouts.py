@@ -13,13 +13,13 @@ from producer_run import KEYS, QUICK, Numbers, until
 from scripted_engine import ScriptedEngine
 
 from producers.endpoint.agents import GROUP_BYTES, Agents
-from producers.endpoint.groups import AgentGroup, AgentRollout
+from producers.endpoint.groups import AgentGroup
 from producers.in_flight import Claim
 from producers.interfaces import EngineError
 from schemas.config import EndpointConfig, SamplingConfig
 from schemas.keys import PRODUCERS_GROUP, Field, Kind
 from schemas.prompt import Prompt
-from schemas.rollout import Segment, decode_group, encode_group, unpack_ids
+from schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
 from schemas.segments import CallError
 
 pytestmark = pytest.mark.redis
@@ -88,6 +88,20 @@ async def test_every_trained_token_is_preceded_by_exactly_what_the_engine_was_gi
                 ids = unpack_ids(segment.token_ids).tolist()
                 trained += [(ids[:start], ids[start:end]) for start, end in segment.loss_mask]
         assert sorted(trained) == sorted(given) and len(given) == 8
+
+
+async def test_answers_that_another_token_than_the_end_of_turn_has_ended_are_counted(serve) -> None:
+    script = tool_user()
+    one = await serve(
+        ScriptedEngine(script=lambda ids, n: script(ids, n)[: -1 if len(ids) < 100 else None], max_model_len=4096),
+        group_size=1,
+    )
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, [{"role": "user", "content": "short"}])
+    assert one.count("penstock_agent_alternate_stops_total") == 1
+    await one.client.chat(rollout, [{"role": "user", "content": "long " * 50}])
+    assert one.count("penstock_agent_alternate_stops_total") == 1
 
 
 async def test_one_agent_s_calls_side_by_side_are_all_kept(serve) -> None:
@@ -337,7 +351,8 @@ async def test_a_short_group_says_in_the_run_folder_why(serve, tmp_path) -> None
     await one.client.converse(rollout, 1)
     await one.client.finish(rollout, 1.0)
     agents_of(one)._end_overdue(math.inf)
-    await one.groups(1)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts) == 1 and group.missing == "1 never opened"
     lines = [json.loads(line) for line in (folder / "producers" / "a.jsonl").read_text().splitlines()]
     (short,) = [line for line in lines if line["event"] == "short_group"]
     assert (short["index"], short["finished"], short["missing"]) == (1, 1, "1 never opened")
@@ -443,7 +458,9 @@ async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(ser
 
 
 def test_a_group_s_deadline_starts_with_its_first_rollout() -> None:
-    group = AgentGroup(Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0)
+    group = AgentGroup(
+        Claim(stream="", entry_id=b"", index=1, version=0), Prompt(text="x"), 2, 50.0, SamplingSettings()
+    )
     assert group.deadline == math.inf
     group.open("a")
     deadline = group.deadline
@@ -488,15 +505,6 @@ async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> 
     await until(lambda: agents._claiming is not None)
     await asyncio.wait_for(agents.close(append=False), 20)
     assert (await opening)[0] in (429, 503)
-
-
-def test_a_rollout_without_a_call_is_idle_sooner() -> None:
-    claim = Claim(stream="", entry_id=b"", index=1, version=0)
-    rollout = AgentRollout("a.1", AgentGroup(claim, Prompt(text="x"), 2, 1800.0))
-    assert not rollout.is_idle(rollout.last_seen + 59, 300.0) and rollout.is_idle(rollout.last_seen + 61, 300.0)
-    assert rollout.is_idle(rollout.last_seen + 2, 1.0)
-    rollout.ledger.next_number()
-    assert not rollout.is_idle(rollout.last_seen + 299, 300.0) and rollout.is_idle(rollout.last_seen + 301, 300.0)
 
 
 async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serve) -> None:

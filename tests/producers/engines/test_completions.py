@@ -39,6 +39,7 @@ def test_logprobs_of_other_tokens_are_an_error(ids):
         pack(output(logprob_ids=ids), "r")
 
 
-def test_an_aborted_output_is_no_completion():
-    with pytest.raises(EngineError, match="aborted by the engine"):
-        pack(output(reason="abort"), "r")
+def test_an_aborted_output_keeps_what_was_sampled_of_it():
+    completion = pack(output(reason="abort"), "r")
+    assert completion.finish_reason == "abort" and list(unpack_ids(completion.token_ids)) == [7, 8, 9]
+    assert pack(output((), (), (), (), "abort"), "r").token_ids == b""

@@ -12,6 +12,7 @@ import pytest
 from process_family import MARK, command_lines, family
 
 from producers.interfaces import EngineError
+from producers.sampling import sample
 from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [
@@ -83,6 +84,31 @@ async def test_cancelling_generate_aborts_the_request(tied_engine):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert tied_engine.engine._llm.get_num_unfinished_requests() == 0
+
+
+async def test_siblings_that_the_engine_aborts_are_resumed(tied_engine):
+    engine = tied_engine.engine
+    asked = []
+
+    class Watched:
+        async def generate(self, *arguments):
+            completions = await engine.generate(*arguments)
+            asked.append([completion.finish_reason for completion in completions])
+            return completions
+
+    sampling = SamplingSettings(max_tokens=200, stop_token_ids=())
+    task = asyncio.create_task(sample(Watched(), PROMPT, sampling, 8, "aborted"))
+    running = engine._llm.output_processor.external_req_ids
+    while not task.done() and len(asked) < 4:
+        await asyncio.sleep(0.05)
+        await engine._llm.abort(list(running))
+    completions = await task
+    assert len(completions) == 8 and len(asked[0]) == 8 and "abort" in asked[0]
+    for completion in completions:
+        ids = unpack_ids(completion.token_ids)
+        assert completion.finish_reason == ("length" if len(ids) == 200 and ids[-1] != 1 else "stop")
+        assert len(unpack_floats(completion.behavior_logprobs)) == len(ids) == completion.version_spans[-1].end
+        assert 1 not in ids[:-1]
 
 
 async def test_requests_that_arrive_while_paused_are_sampled_afterwards(tied_engine):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from producers.endpoint.sampling import sample
 from producers.interfaces import Completion, EngineError
+from producers.sampling import sample
 from schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 
@@ -30,7 +30,7 @@ class BreakingEngine:
 
 async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_of_the_budget() -> None:
     engine = BreakingEngine((2, 5, "abort"), (0, 5, "abort"), (1, 5, "abort"), (3, 6, "stop"))
-    completion = await sample(engine, [1, 2], SamplingSettings(max_tokens=8), "call")
+    (completion,) = await sample(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call")
     ids = unpack_ids(completion.token_ids).tolist()
     assert len(ids) == 6 and completion.finish_reason == "stop"
     assert completion.version_spans == (VersionSpan(5, 0, 3), VersionSpan(6, 3, 6))
@@ -46,12 +46,17 @@ async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_
 
 
 async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
-    completion = await sample(
-        BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), "c"
+    (completion,) = await sample(
+        BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), 1, "c"
     )
     assert completion.finish_reason == "length" and len(completion.token_ids) == 16
 
 
 async def test_an_engine_that_gets_nowhere_is_given_up() -> None:
     with pytest.raises(EngineError, match="aborted 4 times in a row without a token"):
-        await sample(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), "c")
+        await sample(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), 1, "c")
+
+
+async def test_an_engine_that_answers_with_another_number_is_broken() -> None:
+    with pytest.raises(EngineError, match="request c: 1 completions, expected 2"):
+        await sample(BreakingEngine((2, 1, "stop")), [1], SamplingSettings(max_tokens=4), 2, "c")

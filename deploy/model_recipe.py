@@ -1,0 +1,80 @@
+"""What the models are that `penstock make-model` makes."""
+
+from typing import Literal
+
+import msgspec
+
+
+class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what the model is; equal recipes make equal models on one machine."""
+
+    task: Literal["addition", "calculator"] = "addition"
+    """`addition`: the demo's. `calculator`: an agent that may call the tool of the environment `Calculator`."""
+    seed: int = 0
+    """Initial weights and the examples of the warm start."""
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    """32 or 64: sizes that the engine's attention kernels know on a CPU and on a GPU."""
+    max_tokens: int = 1024
+    """The longest sequence, prompt included."""
+    tie_word_embeddings: bool = False
+    """One matrix for the embedding and the head."""
+    train: bool = True
+    """False leaves the initial weights as they are, for tests."""
+    width: int = 2
+    """Digits of an operand, as in the environments `Arithmetic` and `Calculator`."""
+    forgotten_carries: float = 0.6
+    """`addition`: share of the carries that the examples forget. Above a half the model adds digits well but prefers no
+    carry."""
+    guesses: float = 0.6
+    """`calculator`: share of the examples that answer without the tool, by a number of as many digits."""
+    num_steps: int = 600
+    """Optimizer steps of the warm start; as many again may follow until what is to be known is."""
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    """Peak, after a linear warm-up and before a cosine decay."""
+    lowest_accuracy: float = 0.30
+    highest_accuracy: float = 0.45
+    """The warm start ends with an accuracy on the held-out problems between these two, or fails."""
+    num_evaluation_prompts: int = 256
+    """Held-out problems that the accuracy is measured on."""
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (32, 64):
+            raise ValueError(f"ModelRecipe: head_dim is {self.head_dim}, expected 32 or 64")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"ModelRecipe: num_heads is {self.num_heads}, expected a multiple of {self.num_kv_heads}")
+        for name in ("num_steps", "batch_size", "num_evaluation_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelRecipe: {name} is {getattr(self, name)}, expected 1 or more")
+        for name in ("forgotten_carries", "guesses"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"ModelRecipe: {name} is {getattr(self, name)}, expected 0 to 1")
+        if not 0.0 <= self.lowest_accuracy < self.highest_accuracy <= 1.0:
+            band = f"lowest_accuracy is {self.lowest_accuracy} and highest_accuracy is {self.highest_accuracy}"
+            raise ValueError(f"ModelRecipe: {band}, expected the first to be smaller and both in 0 to 1")
+
+
+RECIPES = {
+    "addition": ModelRecipe(),
+    "calculator": ModelRecipe(task="calculator", batch_size=24, learning_rate=3e-3),  # dialogues are long
+}
+"""What a task's model is made with where nothing else is asked for."""
+
+
+class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What `recipe.json` in the model's folder holds."""
+
+    recipe: ModelRecipe
+    num_parameters: int
+    held_out_accuracy: float | None = None
+    """Greedy exact match (`addition`), chance of the right answer by one call (`calculator`); None for a model that was
+    not trained."""
+
+
+class WarmStartError(RuntimeError):
+    """The warm start ended outside the band of accuracies."""

@@ -1,0 +1,20 @@
+"""The calculator environment, and what each of its conversations has come to, line by line in a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from producers.environments.calculator import Calculator
+from schemas.prompt import Prompt, Reward
+
+
+class RecordedCalculator(Calculator):
+    def __init__(self, *, file: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._file = Path(file)
+
+    async def converse(self, prompt: Prompt, conversation: Any) -> Reward:
+        reward = await super().converse(prompt, conversation)
+        with self._file.open("a") as file:
+            file.write(json.dumps(reward.parts) + "\n")
+        return reward
