@@ -1,0 +1,110 @@
+"""Answers what the pages ask about a run's groups, from several threads."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+
+from deploy.inspector.content import group_fields, row_fields, searched_text
+from deploy.inspector.rows import Query, Row, facets, select
+from deploy.inspector.sources import Source
+from deploy.inspector.tokens import TokenTexts
+from schemas.recording import RecordingError
+
+_LOOK_S = 0.5
+_SEARCH_S = 1.0
+
+
+class Catalogue:
+    """texts: None where tokens are shown as ids, and `without_texts` then says why."""
+
+    def __init__(self, name: str, source: Source, texts: TokenTexts | None, without_texts: str = "") -> None:
+        self.name = name
+        self._source = source
+        self._texts = texts
+        self._without_texts = without_texts
+        self._lock = threading.Lock()
+        self._looked_s = time.monotonic()
+        self._problem = ""
+        self._searched: dict[str, str] = {}
+        self._facets: tuple[int, dict[str, list[str]]] = -1, {}
+
+    def run(self) -> dict[str, Any]:
+        """What the head of the page says."""
+        with self._lock:
+            self._refresh()
+            source = self._source
+            if self._facets[0] != source.revision:
+                self._facets = source.revision, facets(source.rows)
+            notes = [self._problem, self._without_texts, *source.notes]
+            return {
+                "name": self.name,
+                "kind": source.kind,
+                "revision": source.revision,
+                "num_groups": len(source.rows),
+                "newest": source.rows[-1].number if source.rows else None,
+                "notes": [note for note in notes if note],
+                "facets": self._facets[1],
+            }
+
+    def page(self, query: Query) -> dict[str, Any]:
+        """One page of the list. Where a text search is not through yet, `searched` is less than `to_search`: the same
+        question again goes on."""
+        found, searched, to_search = self._select(query, _SEARCH_S)
+        start = (query.page - 1) * query.size
+        return {
+            "rows": [row_fields(row) for row in found[start : start + query.size]],
+            "num_found": len(found),
+            "num_pages": max(1, -(-len(found) // query.size)),
+            "searched": searched,
+            "to_search": to_search,
+        }
+
+    def group(self, key: str) -> dict[str, Any]:
+        """Raises KeyError and RecordingError as `Source.look` does."""
+        return group_fields(self._source.look(key), self._texts)
+
+    def export(self, query: Query) -> Iterator[dict[str, Any]]:
+        """Every group that the query lets through, whole; one that cannot be read any more is a line that says so."""
+        found, _, _ = self._select(query, None)
+        for row in found:
+            try:
+                yield self.group(row.key)
+            except (KeyError, RecordingError) as error:
+                yield row_fields(row) | {"problem": f"cannot be read any more: {error}"}
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        try:
+            self._source.refresh()
+            self._problem = ""
+        except (RecordingError, redis.RedisError, OSError) as error:
+            self._problem = f"what came since cannot be read now: {error}"
+        self._looked_s = time.monotonic()
+
+    def _select(self, query: Query, patience_s: float | None) -> tuple[list[Row], int, int]:
+        with self._lock:
+            rows = list(self._source.rows)
+        found = select(rows, query)
+        if not query.q:
+            return found, 0, 0
+        wanted, deadline = query.q.casefold(), time.monotonic() + (patience_s or float("inf"))
+        matching: list[Row] = []
+        for n, row in enumerate(found):
+            text = self._searched.get(row.key)
+            if text is None:
+                if time.monotonic() > deadline:
+                    return matching, n, len(found)
+                text = self._searched[row.key] = self._text_of(row)
+            if wanted in text:
+                matching.append(row)
+        return matching, len(found), len(found)
+
+    def _text_of(self, row: Row) -> str:
+        try:
+            return searched_text(self._source.look(row.key).group)
+        except (KeyError, RecordingError):
+            return ""

@@ -1,0 +1,98 @@
+"""`penstock inspect RUN`: the rollouts of a run as pages on this machine."""
+
+import argparse
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from deploy.operator_commands import AddCommand
+from schemas.config import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from deploy.inspector.sources import RecordSource, Source
+    from deploy.inspector.stream import StreamSource
+    from deploy.inspector.tokens import TokenTexts
+
+DEFAULT_PORT = 8642
+
+
+def add_inspect_command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
+) -> None:
+    inspect = add(commands, "inspect", _inspect, "look at a run's rollouts, token by token, in a browser")
+    inspect.add_argument("run", metavar="RUN", help="name of a run, or its folder")
+    inspect.add_argument(
+        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    inspect.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"on 127.0.0.1; 0 takes a free one (default: {DEFAULT_PORT})"
+    )
+    inspect.add_argument(
+        "--stream",
+        action="store_true",
+        help="the live rollout stream, though the run has a record (record = true)",
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from deploy.inspector.catalogue import Catalogue
+    from deploy.inspector.server import InspectorServer
+    from deploy.run_access import find_run
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    with ExitStack() as closing:
+        try:
+            name, folder, config = find_run(arguments.run, arguments.runs)
+            record = None if arguments.stream else _record(folder)
+            source: Source = record or _stream(arguments, closing)
+            texts, why = _texts(config)
+            server = closing.enter_context(InspectorServer(Catalogue(name, source, texts, why), arguments.port))
+            print(f"{name}: {len(source.rows):,} groups of its {source.kind}", flush=True)
+            print(f"{server.url}  (Ctrl-C ends)", flush=True)
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _record(folder: Path | None) -> "RecordSource | None":
+    """The run's record; None where it has none."""
+    from deploy.inspector.sources import RecordSource
+    from schemas.record import FOLDER
+    from schemas.record_reader import Record
+    from schemas.recording import RecordingError
+
+    if folder is None or not any((folder / FOLDER).glob("*")):
+        return None
+    try:
+        return RecordSource(Record(folder))
+    except RecordingError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource":
+    """Raises ServerError where the run's Redis cannot be reached."""
+    from deploy.inspector.stream import StreamSource
+    from deploy.run_access import open_run
+
+    run = closing.enter_context(open_run(arguments.run, arguments.runs))
+    return StreamSource(run.redis, run.keys)
+
+
+def _texts(config: RunConfig | None) -> "tuple[TokenTexts | None, str]":
+    """The run's tokenizer, or why there is none."""
+    from deploy.inspector.tokens import TokenTexts
+    from producers.episode import load_tokenizer
+
+    if config is None:
+        return None, "tokens are shown as ids: without the run's folder its model is not known"
+    try:
+        return TokenTexts(load_tokenizer(config)), ""
+    except ConfigError as error:
+        return None, f"tokens are shown as ids: {error}"
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,140 @@
+"""What the pages get: a group as JSON, token by token, and the lines of an export."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from deploy.inspector.rows import Row
+from deploy.inspector.sources import Looked
+from deploy.inspector.tokens import TokenTexts
+from schemas.record import SegmentFindings, sampled_tokens
+from schemas.rollout import RolloutGroup, Segment, unpack_ids
+
+_SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
+
+
+def row_fields(row: Row) -> dict[str, Any]:
+    """A row as the list has it."""
+    entry = row.entry
+    known = bool(entry.num_sampled_tokens)
+    return {
+        "key": row.key,
+        "number": row.number,
+        "update": row.update,
+        "index": entry.index or None,
+        "outcome": row.outcome,
+        "reason": entry.reason,
+        "producer_id": entry.producer_id,
+        "rewards": entry.rewards,
+        "finish_reasons": entry.finish_reasons,
+        "num_sampled_tokens": entry.num_sampled_tokens,
+        "versions": [entry.min_version, entry.max_version] if entry.max_version >= 0 else None,
+        "lags": [entry.min_lag, entry.max_lag] if known else None,
+        "num_masked": entry.num_masked,
+        "ess_fraction": entry.ess_fraction,
+        "max_weight": entry.max_weight,
+    }
+
+
+def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
+    """A group whole. Numbers by token are columns, one value per sampled token, null where the trainer has none."""
+    row, group, batch = looked.row, looked.group, looked.batch
+    fields: dict[str, Any] = row_fields(row) | {"remark": looked.remark, "problem": looked.problem}
+    if batch is not None:
+        metrics = {name: batch.metrics[name] for name in _SHOWN_METRICS if name in batch.metrics}
+        fields["batch"] = {
+            "position": batch.position,
+            "policy_version": batch.policy_version,
+            "time_s": batch.time_s,
+            "counts": batch.counts,
+            "skipped_reason": batch.skipped_reason,
+            "num_groups": len(batch.groups),
+            "metrics": metrics,
+        }
+    if group is None:
+        return fields
+    advantages = row.entry.advantages
+    return fields | {
+        "prompt": {"text": group.prompt.text, "messages": msgspec.to_builtins(group.prompt.messages)},
+        "answer": group.prompt.answer,
+        "metadata": group.prompt.metadata,
+        "producer_id": group.producer_id,
+        "sampling": msgspec.to_builtins(group.sampling),
+        "fingerprint": msgspec.to_builtins(group.fingerprint),
+        "timings": msgspec.to_builtins(group.timings),
+        "missing": _missing(looked),
+        "rollouts": [
+            {
+                "reward": rollout.reward.value,
+                "parts": rollout.reward.parts,
+                "advantage": advantages[r] if r < len(advantages) else None,
+                "num_sampled_tokens": rollout.num_sampled_tokens,
+                "segments": [
+                    _segment_fields(segment, _found(looked, r, s, segment), texts)
+                    for s, segment in enumerate(rollout.segments)
+                ],
+            }
+            for r, rollout in enumerate(group.rollouts)
+        ],
+    }
+
+
+def searched_text(group: RolloutGroup | None) -> str:
+    """What the list's text search looks at, in one case."""
+    if group is None:
+        return ""
+    prompt = group.prompt
+    parts = [prompt.text or "", *(message.content for message in prompt.messages or ()), prompt.answer]
+    parts += [text for pair in prompt.metadata.items() for text in pair]
+    return "\n".join(parts).casefold()
+
+
+def _missing(looked: Looked) -> list[str]:
+    """What the token view cannot show of this group, and why."""
+    if looked.batch is None:
+        return ["proximal logprobs, weights, masks and advantages: the trainer has not taken this group yet"]
+    scored = [bool(found.kept) for of_rollout in looked.findings for found in of_rollout]
+    if all(scored):
+        return []
+    which = "no token" if not any(scored) else f"{scored.count(False)} of {len(scored)} segments not"
+    why = "its rewards do not differ" if looked.row.outcome == "skipped" else "every token lies past the lag bound"
+    return [f"proximal logprobs and weights: {which} scored ({why})"]
+
+
+def _found(looked: Looked, r: int, s: int, segment: Segment) -> SegmentFindings:
+    """The findings of a segment; unknown lags where the record has none that fit it."""
+    try:
+        found = looked.findings[r][s]
+    except IndexError:
+        found = SegmentFindings(())
+    if len(found.lags) != len(segment.version_spans):
+        found = msgspec.structs.replace(found, lags=(-1,) * len(segment.version_spans))
+    num_sampled = segment.num_sampled_tokens
+    fits = len(found.kept) * 4 == len(found.proximal_logprobs) == len(found.importance_weights) == num_sampled * 4
+    return found if fits else SegmentFindings(found.lags)
+
+
+def _segment_fields(segment: Segment, found: SegmentFindings, texts: TokenTexts | None) -> dict[str, Any]:
+    token_ids = list(unpack_ids(segment.token_ids))
+    tokens = sampled_tokens(segment, found)
+    fields: dict[str, Any] = {
+        "finish_reason": segment.finish_reason,
+        "token_ids": token_ids,
+        "positions": [token.position for token in tokens],
+        "versions": [token.version if token.version >= 0 else None for token in tokens],
+        "lags": [token.lag if token.lag >= 0 else None for token in tokens],
+        "behavior_logprobs": [token.behavior_logprob for token in tokens],
+        "proximal_logprobs": [_finite(token.proximal_logprob) for token in tokens],
+        "importance_weights": [_finite(token.importance_weight) for token in tokens],
+        "kept": [token.is_kept for token in tokens],
+    }
+    if texts is not None:
+        shown = texts.texts(token_ids)
+        fields["texts"] = [text for text, _ in shown]
+        fields["marks"] = {n: mark for n, (_, mark) in enumerate(shown) if mark}
+    return fields
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,171 @@
+"""The list of groups: one row each, and the query that filters, sorts and pages them."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from schemas.policy import make_version
+from schemas.record import GroupEntry
+
+Sort = Literal["newest", "index", "reward", "lag", "ess", "weight", "masked", "tokens", "version"]
+_EXPECTED = {
+    "sort": ", ".join(get_args(Sort)),
+    "order": "asc or desc",
+    **dict.fromkeys(("lag_min", "lag_max", "page", "size", "until"), "a whole number"),
+}
+_VERSION = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
+
+
+class Row(NamedTuple):
+    """A group as the list shows it.
+
+    key: its name in links. number: in order of arrival; grows along the list.
+    outcome: the entry's, or `unsettled` and `unreadable` for what is only on the stream.
+    update: that it was part of; None on the stream.
+    """
+
+    key: str
+    number: int
+    outcome: str
+    update: int | None
+    entry: GroupEntry
+
+
+class QueryError(ValueError):
+    """A parameter that is none; the message names it, its value and what was expected."""
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a link says about the list. Empty text and None let everything through.
+
+    reward_min, reward_max: some sibling's reward lies there. lag_min, lag_max: the group's largest lag does.
+    ess_min, ess_max: its ESS fraction does; a group without one does not.
+    finish: some sibling's finish reason. version: `37` or `2:37`, within the group's versions.
+    q: in prompt, answer or metadata, whatever the case.
+    until: only rows up to this number, so that pages stay where they are while more comes in.
+    """
+
+    reward_min: float | None = None
+    reward_max: float | None = None
+    lag_min: int | None = None
+    lag_max: int | None = None
+    ess_min: float | None = None
+    ess_max: float | None = None
+    outcome: str = ""
+    finish: str = ""
+    producer: str = ""
+    version: str = ""
+    q: str = ""
+    sort: Sort = "newest"
+    order: Literal["asc", "desc"] = "desc"
+    page: int = 1
+    size: int = 50
+    until: int | None = None
+
+
+def parse_query(parameters: Mapping[str, str]) -> Query:
+    """Raises QueryError for a parameter that is unknown, no number, or out of range."""
+    given = {name: value for name, value in parameters.items() if value != ""}
+    try:
+        query = msgspec.convert(given, Query, strict=False)
+    except msgspec.ValidationError as error:
+        name = str(error).partition(" - at `$.")[2].rstrip("`")
+        if name not in given:
+            unknown = ", ".join(sorted(given.keys() - set(Query.__struct_fields__)))
+            raise QueryError(f"{unknown}: expected one of {', '.join(Query.__struct_fields__)}") from None
+        raise QueryError(f"{name} = {given[name][:50]!r}: expected {_EXPECTED.get(name, 'a number')}") from None
+    for name in ("reward_min", "reward_max", "ess_min", "ess_max"):
+        value = getattr(query, name)
+        if value is not None and not math.isfinite(value):
+            raise QueryError(f"{name} = {value}: expected a finite number")
+    if query.version and not _VERSION.fullmatch(query.version):
+        raise QueryError(f"version = {query.version!r}: expected a number, or EPOCH:STEPS after a rollback")
+    if query.page < 1 or not 1 <= query.size <= 200:
+        raise QueryError(f"page = {query.page}, size = {query.size}: expected a page from 1, of 1 to 200 groups")
+    return query
+
+
+def select(rows: Sequence[Row], query: Query) -> list[Row]:
+    """The rows that a query lets through but for its text, in its order. Rows without the number come last."""
+    tests = _tests(query)
+    found = [row for row in rows if all(test(row) for test in tests)]
+    if query.sort == "newest":
+        return found[::-1] if query.order == "desc" else found
+    value = _VALUES[query.sort]
+    having = [(of_row, row) for row in found if (of_row := value(row.entry)) is not None]
+    having.sort(key=lambda pair: pair[0], reverse=query.order == "desc")
+    return [row for _, row in having] + [row for row in found if value(row.entry) is None]
+
+
+def facets(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """Every outcome, finish reason and producer that occurs."""
+    outcomes, finish_reasons, producers = set[str](), set[str](), set[str]()
+    for row in rows:
+        outcomes.add(row.outcome)
+        finish_reasons.update(row.entry.finish_reasons)
+        producers.add(row.entry.producer_id)
+    return {
+        "outcome": sorted(outcomes),
+        "finish": sorted(finish_reasons),
+        "producer": sorted(producers - {""})[:_MAX_CHOICES],
+    }
+
+
+def mean_reward(entry: GroupEntry) -> float | None:
+    return sum(entry.rewards) / len(entry.rewards) if entry.rewards else None
+
+
+_MAX_CHOICES = 500
+_VALUES: dict[str, Callable[[GroupEntry], float | None]] = {
+    "index": lambda entry: entry.index,
+    "reward": mean_reward,
+    "lag": lambda entry: entry.max_lag if entry.num_sampled_tokens else None,
+    "ess": lambda entry: entry.ess_fraction,
+    "weight": lambda entry: entry.max_weight,
+    "masked": lambda entry: entry.num_masked,
+    "tokens": lambda entry: sum(entry.num_sampled_tokens) if entry.num_sampled_tokens else None,
+    "version": lambda entry: entry.max_version if entry.max_version >= 0 else None,
+}
+
+
+def _tests(query: Query) -> list[Callable[[Row], bool]]:
+    tests: list[Callable[[Row], bool]] = []
+    if query.until is not None:
+        until = query.until
+        tests.append(lambda row: row.number <= until)
+    if query.outcome:
+        tests.append(lambda row: row.outcome == query.outcome)
+    if query.producer:
+        tests.append(lambda row: row.entry.producer_id == query.producer)
+    if query.finish:
+        tests.append(lambda row: query.finish in row.entry.finish_reasons)
+    if query.version:
+        version = _version(query.version)
+        tests.append(lambda row: 0 <= row.entry.min_version <= version <= row.entry.max_version)
+    if (within := _within(query.lag_min, query.lag_max)) is not None:
+        of_lag = within
+        tests.append(lambda row: bool(row.entry.num_sampled_tokens) and of_lag(row.entry.max_lag))
+    if (within := _within(query.ess_min, query.ess_max)) is not None:
+        of_ess = within
+        tests.append(lambda row: row.entry.ess_fraction is not None and of_ess(row.entry.ess_fraction))
+    if (within := _within(query.reward_min, query.reward_max)) is not None:
+        of_reward = within
+        tests.append(lambda row: any(map(of_reward, row.entry.rewards)))
+    return tests
+
+
+def _within(low: float | None, high: float | None) -> Callable[[Any], bool] | None:
+    if low is None and high is None:
+        return None
+    least = -math.inf if low is None else low
+    most = math.inf if high is None else high
+    return lambda value: least <= value <= most
+
+
+def _version(text: str) -> int:
+    match = _VERSION.fullmatch(text)
+    assert match is not None, "parse_query has looked"
+    return make_version(int(match[1] or 0), int(match[2]))

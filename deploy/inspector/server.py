@@ -1,0 +1,142 @@
+"""The pages over HTTP: GET only, on the loopback interface, to whoever addresses it by a loopback name."""
+
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+import redis
+
+from deploy.inspector.catalogue import Catalogue
+from deploy.inspector.rows import QueryError, parse_query
+from schemas.config import ConfigError
+from schemas.recording import RecordingError
+
+HOST = "127.0.0.1"
+_FOLDER = Path(__file__).parent
+_FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LINES_PER_CHUNK_BYTES = 65536
+
+
+class InspectorServer(ThreadingHTTPServer):
+    """Serves from its construction's port on; `url` says where.
+
+    Raises:
+        ConfigError: the port is taken, or no port.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, catalogue: Catalogue, port: int) -> None:
+        self.catalogue = catalogue
+        try:
+            super().__init__((HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "expected 0 to 65535"
+            raise ConfigError(f"--port {port}: {reason}; 0 takes a free one") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: InspectorServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "penstock", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        # A page of another site whose name is made to lead here (DNS rebinding) sends that name.
+        host = self.headers.get("Host", "").lower()
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if name not in _NAMES:
+            self._send_problem(HTTPStatus.FORBIDDEN, "Host: expected 127.0.0.1 or localhost")
+            return
+        parts = urlsplit(self.path)
+        try:
+            self._answer(parts.path, dict(parse_qsl(parts.query)))
+        except QueryError as error:
+            self._send_problem(HTTPStatus.BAD_REQUEST, str(error))
+        except (KeyError, RecordingError) as error:
+            what = "no such group here" if isinstance(error, KeyError) else str(error)
+            self._send_problem(HTTPStatus.NOT_FOUND, what)
+        except redis.RedisError as error:
+            self._send_problem(HTTPStatus.SERVICE_UNAVAILABLE, f"Redis: {error}")
+        except (BrokenPipeError, ConnectionResetError):  # the reader has gone
+            self.close_connection = True
+
+    def _answer(self, path: str, parameters: dict[str, str]) -> None:
+        catalogue = self.server.catalogue
+        if path in _FILES:
+            name, kind = _FILES[path]
+            self._send((_FOLDER / name).read_bytes(), kind)
+        elif path == "/api/run":
+            self._send_json(catalogue.run())
+        elif path == "/api/groups":
+            self._send_json(catalogue.page(parse_query(parameters)))
+        elif path.startswith("/api/groups/"):
+            self._send_json(catalogue.group(unquote(path.removeprefix("/api/groups/"))))
+        elif path == "/api/export.jsonl":
+            self._send_lines(catalogue, parameters)
+        else:
+            self._send_problem(HTTPStatus.NOT_FOUND, "no such page")
+
+    def _send_json(self, value: Any) -> None:
+        self._send(msgspec.json.encode(value), "application/json")
+
+    def _send_problem(self, status: HTTPStatus, problem: str) -> None:
+        self._send(msgspec.json.encode({"problem": problem}), "application/json", status)
+
+    def _send(self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._begin(status, kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _send_lines(self, catalogue: Catalogue, parameters: dict[str, str]) -> None:
+        """In chunks: a download that is cut off does not pass for a whole one."""
+        groups = catalogue.export(parse_query(parameters))
+        self._begin(HTTPStatus.OK, "application/jsonl")
+        self.send_header("Content-Disposition", f'attachment; filename="{catalogue.name}-groups.jsonl"')
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        waiting = b""
+        for group in groups:
+            waiting += msgspec.json.encode(group) + b"\n"
+            if len(waiting) >= _LINES_PER_CHUNK_BYTES:
+                self._send_chunk(waiting)
+                waiting = b""
+        if waiting:
+            self._send_chunk(waiting)
+        self._send_chunk(b"")
+
+    def _send_chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _begin(self, status: HTTPStatus, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """A line per request would say nothing that the page does not."""

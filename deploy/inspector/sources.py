@@ -1,0 +1,121 @@
+"""Where the groups come from, and the first such place: a run's complete record."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from deploy.inspector.rows import Row
+from schemas.record import BatchHead, SegmentFindings
+from schemas.record_reader import BatchAt, GroupAt, Record
+from schemas.recording import RecordingError
+from schemas.rollout import RolloutGroup
+
+
+class Looked(NamedTuple):
+    """One group whole.
+
+    group: None where its bytes are none, and `problem` then says why.
+    findings: by rollout and segment; a lag of -1 is unknown.
+    batch: that it was part of; None on the stream. remark: what its lags are counted from, in words.
+    """
+
+    row: Row
+    group: RolloutGroup | None
+    findings: tuple[tuple[SegmentFindings, ...], ...]
+    batch: BatchHead | None
+    remark: str
+    problem: str = ""
+
+
+class Source(Protocol):
+    """What the pages are made of. Its methods are called by one thread at a time, `look` by several.
+
+    kind: "record" or "stream".
+    rows: in order of arrival. revision: another one whenever they have changed.
+    notes: what a reader should know, one line each.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def rows(self) -> Sequence[Row]: ...
+
+    @property
+    def revision(self) -> int: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    def refresh(self) -> None:
+        """Takes in what was written since the last look. Raises RecordingError or redis.RedisError."""
+
+    def look(self, key: str) -> Looked:
+        """Raises KeyError where no group has this key, RecordingError where it cannot be read any more."""
+
+
+class RecordSource:
+    """A run's record, followed while it is written. Keys are `<batch's position>-<place in it>`."""
+
+    kind = "record"
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.rows: list[Row] = []
+        self.revision = 0
+        self.notes: list[str] = []
+        self._known: dict[tuple[str, int], list[Row]] = {}
+        self._places: dict[int, BatchAt] = {}
+        self._take()
+
+    def refresh(self) -> None:
+        self._record.refresh()
+        self._take()
+
+    def look(self, key: str) -> Looked:
+        position, _, place = key.partition("-")
+        if not (position.isdecimal() and place.isdecimal() and len(key) <= _MAX_KEY) or not key.isascii():
+            raise KeyError(key)
+        at = self._places[int(position)]
+        head = self._record.head(at)
+        if int(place) >= len(head.groups):
+            raise KeyError(key)
+        recorded = self._record.group(GroupAt(at, head, int(place)))
+        row = self._known[_name(at)][int(place)]
+        remark = f"lags are counted from policy {head.policy_version}, the trainer's when it took the batch"
+        try:
+            return Looked(row, recorded.decode(), recorded.findings, head, remark)
+        except ValueError as error:
+            return Looked(row, None, (), head, remark, str(error))
+
+    def _take(self) -> None:
+        known: dict[tuple[str, int], list[Row]] = {}
+        places: dict[int, BatchAt] = {}
+        self.notes = list(self._record.notes)
+        for at in self._record.batches:
+            name = _name(at)
+            try:
+                known[name] = self._known.get(name) or self._rows_of(at)
+            except RecordingError as error:  # one batch that was altered or dropped does not hide the others
+                self.notes.append(str(error))
+                continue
+            places[at.entry.position] = at
+        if known.keys() != self._known.keys():
+            self.rows = [row for rows in known.values() for row in rows]
+            self.revision += 1
+        self._known, self._places = known, places
+
+    def _rows_of(self, at: BatchAt) -> list[Row]:
+        head = self._record.head(at)
+        return [
+            Row(f"{head.position}-{place}", head.position * _MAX_GROUPS + place, entry.outcome, head.update, entry)
+            for place, entry in enumerate(head.groups)
+        ]
+
+
+_MAX_GROUPS = 10**6
+"""In a batch; keeps the rows' numbers growing."""
+_MAX_KEY = 30
+
+
+def _name(at: BatchAt) -> tuple[str, int]:
+    return at.segment.file.name, at.entry.offset

@@ -1,0 +1,177 @@
+"""Groups on a live run's rollout stream, before the trainer's findings are there."""
+
+from typing import Any
+
+import redis
+
+from deploy.inspector.rows import Row
+from deploy.inspector.sources import Looked
+from deploy.producer_list import steps_behind
+from schemas.keys import Commit, Field, Keys, Kind, number_in
+from schemas.record import GroupEntry, SegmentFindings
+from schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
+
+_ENTRIES_PER_READ = 32
+_KEPT_BYTES = 256_000_000
+_START = b"0-0"
+
+
+class StreamSource:
+    """Reads by XREAD from the stream's first entry on, and keeps what it has read when the trainer trims it.
+
+    Keys are the entries' ids. It acknowledges and writes nothing. Lags are those of the moment when a group was read
+    here. Of more than `kept_bytes` the oldest groups are let go.
+    """
+
+    kind = "stream"
+
+    def __init__(self, client: redis.Redis, keys: Keys, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._client = client
+        self._keys = keys
+        self._kept_bytes = kept_bytes
+        self._cursor = _START
+        self.rows: list[Row] = []
+        self.revision = 0
+        self.notes: list[str] = []
+        self._payloads: dict[str, tuple[bytes, dict[bytes, bytes]]] = {}
+        """By key: the payload, and the commit hash that its lags are counted by."""
+        self._num_bytes = self._num_read = self._num_let_go = 0
+        self._num_trimmed: int | None = None
+        """Before the first look."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        info = self._info()
+        if self._num_trimmed is None:
+            self._num_trimmed = info.get("entries-added", 0) - info.get("length", 0)
+        elif _key(info.get("last-generated-id", _START)) < _key(self._cursor):  # the server was emptied
+            self._cursor, self._num_read, self._num_trimmed = _START, 0, 0
+        while self._read():
+            pass
+        self._let_go()
+        self._note(self._info())
+
+    def look(self, key: str) -> Looked:
+        payload, commit = self._payloads[key]
+        row = next((row for row in self.rows if row.key == key), None)
+        if row is None:  # let go just now
+            raise KeyError(key)
+        version = _current(commit)
+        remark = f"lags are counted from policy {version}, the newest when this page read the group"
+        if row.outcome == "dead":
+            return Looked(row, None, (), None, remark, f"dead: {row.entry.reason}")
+        try:
+            group = decode_group(payload)
+        except RecordError as error:
+            return Looked(row, None, (), None, remark, str(error))
+        return Looked(row, group, _findings(group, commit), None, remark)
+
+    def _read(self) -> bool:
+        reply: Any = self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES_PER_READ)
+        entries = reply[0][1] if reply else []
+        if not entries:
+            return False
+        commit = self._commit()
+        for entry_id, fields in entries:
+            self._take(entry_id.decode(), fields, commit)
+            self._cursor = entry_id
+        self._num_read += len(entries)
+        self.revision += 1
+        return True
+
+    def _take(self, key: str, fields: dict[bytes, bytes], commit: dict[bytes, bytes]) -> None:
+        payload = fields.get(Field.PAYLOAD, b"")
+        index = number_in(fields.get(Field.INDEX)) or 0
+        if fields.get(Field.KIND) == Kind.DEAD:
+            reason = one_line(fields.get(Field.REASON, b"unknown").decode(errors="replace"))
+            entry, outcome = GroupEntry(index=index, outcome="dead", reason=reason), "dead"
+        else:
+            try:
+                entry, outcome = _entry(decode_group(payload), commit), "unsettled"
+            except RecordError as error:
+                entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
+        number = self.rows[-1].number + 1 if self.rows else 0
+        self.rows.append(Row(key, number, outcome, None, entry))
+        self._payloads[key] = payload, commit
+        self._num_bytes += len(payload)
+
+    def _let_go(self) -> None:
+        num = 0
+        while self._num_bytes > self._kept_bytes and num < len(self.rows) - 1:
+            payload, _ = self._payloads.pop(self.rows[num].key)
+            self._num_bytes -= len(payload)
+            num += 1
+        if num:
+            self.rows = self.rows[num:]
+            self._num_let_go += num
+            self.revision += 1
+
+    def _note(self, info: dict[str, Any]) -> None:
+        self.notes = [
+            "groups on the rollout stream: the trainer's findings (proximal logprobs, weights) are not there yet"
+        ]
+        if self._num_trimmed:
+            self.notes.append(f"{self._num_trimmed:,} entries were trimmed from the stream before this page came")
+        missed = info.get("entries-added", 0) - (self._num_trimmed or 0) - self._num_read
+        if missed > 0 and info.get("last-generated-id", _START) == self._cursor:
+            self.notes.append(f"{missed:,} entries came and were trimmed between two looks")
+        if self._num_let_go:
+            self.notes.append(f"the oldest {self._num_let_go:,} groups were let go here, to bound memory")
+
+    def _info(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._client.xinfo_stream(self._keys.rollouts)
+            return found
+        except redis.ResponseError as error:
+            if "no such key" in str(error):  # nothing was appended yet
+                return {}
+            raise
+
+    def _commit(self) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = self._client.hgetall(self._keys.commit)  # type: ignore[assignment]
+        return found
+
+
+def _entry(group: RolloutGroup, commit: dict[bytes, bytes]) -> GroupEntry:
+    findings = _findings(group, commit)
+    lags = [lag for of_rollout in findings for found in of_rollout for lag in found.lags if lag >= 0]
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
+    return GroupEntry(
+        index=group.index,
+        outcome="skipped",  # unknown; the row says what it is
+        producer_id=group.producer_id,
+        rewards=tuple(rollout.reward.value for rollout in group.rollouts),
+        finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
+        num_sampled_tokens=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+        min_lag=min(lags, default=0),
+        max_lag=max(lags, default=0),
+    )
+
+
+def _findings(group: RolloutGroup, commit: dict[bytes, bytes]) -> tuple[tuple[SegmentFindings, ...], ...]:
+    """Lags only."""
+    current = _current(commit)
+    known: dict[int, int] = {}
+
+    def lag(version: int) -> int:
+        if version not in known:
+            behind = steps_behind(version, current, commit)
+            known[version] = -1 if behind is None else behind
+        return known[version]
+
+    return tuple(
+        tuple(SegmentFindings(tuple(lag(span.version) for span in segment.version_spans)) for segment in each.segments)
+        for each in group.rollouts
+    )
+
+
+def _current(commit: dict[bytes, bytes]) -> int:
+    return number_in(commit.get(Commit.VERSION)) or 0
+
+
+def _key(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

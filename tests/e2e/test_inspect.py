@@ -1,0 +1,146 @@
+"""`penstock inspect` over a real short run: its stream while it goes on, its record, and the page of it."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, needs_browser
+
+from deploy.make_model import make_model
+from schemas.record import sampled_tokens
+from schemas.record_reader import Record
+
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+NAME = "inspected"
+NUM_UPDATES = 40
+BOOT_S = 240.0
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        make_model(folder / "model", progress=lambda line: None)
+        self.runs = folder / "runs"
+        self.folder = self.runs / NAME
+        self._log = folder / "output"
+        command = [sys.executable, "-m", "deploy.cli", "run", "deploy/runs/demo.toml", "--name", NAME]
+        command += ["--runs", str(self.runs)]
+        for setting in (f"model.path={folder / 'model'}", f"num_updates={NUM_UPDATES}", "record=true",
+                        "metrics.port=0", "evaluation.num_prompts=16", "producers.count=1"):  # fmt: skip
+            command += ["--set", setting]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + BOOT_S
+        while not is_so():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in self.folder.glob("logs/*.log"))
+        return self._log.read_text() + logs
+
+    @contextmanager
+    def inspected(self, *arguments: str) -> Iterator[str]:
+        """The URL; the inspector ends cleanly at the end."""
+        command = [sys.executable, "-m", "deploy.cli", "inspect", NAME, "--runs", str(self.runs), "--port", "0"]
+        with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                lines = [process.stdout.readline(), process.stdout.readline()]
+                yield lines[1].split()[0]
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("inspect"))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def ask(url: str, path: str) -> Any:
+    connection = http.client.HTTPConnection(url.split("/")[2], timeout=60)
+    try:
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def test_a_live_run_is_looked_at_on_its_stream(run: Run) -> None:
+    run.wait_for(lambda: (run.folder / "updates.jsonl").exists())
+    with run.inspected("--stream") as url:
+        first = ask(url, "/api/run")
+        assert first["kind"] == "stream" and first["num_groups"] > 0
+        assert any("findings" in note for note in first["notes"])
+        # What comes while it looks is taken in, and kept though the trainer trims it.
+        run.wait_for(lambda: ask(url, "/api/run")["num_groups"] > first["num_groups"])
+        row = ask(url, "/api/groups?outcome=unsettled&size=1")["rows"][0]
+        group = ask(url, f"/api/groups/{row['key']}")
+    segment = group["rollouts"][0]["segments"][0]
+    context = "".join(segment["texts"])[: segment["positions"][0]]
+    assert context == group["prompt"]["text"] and len(group["rollouts"]) == 8
+    assert all(version >= 0 for version in segment["versions"])
+    assert set(segment["proximal_logprobs"]) == {None}
+
+
+def test_the_record_of_a_real_run_is_shown_as_it_is(run: Run) -> None:
+    assert run.process.wait(BOOT_S) == 0, run.output()
+    record = Record(run.folder)
+    at = max(record.groups(), key=lambda at: (at.entry.outcome == "trained", at.entry.max_lag))
+    recorded = record.group(at)
+    group = recorded.decode()
+    with run.inspected() as url:
+        head = ask(url, "/api/run")
+        assert (head["kind"], head["num_groups"], head["notes"]) == ("record", 32 * NUM_UPDATES, [])
+        shown = ask(url, f"/api/groups/{at.batch.entry.position}-{at.place}")
+        stale = ask(url, f"/api/groups?outcome=trained&lag_min={at.entry.max_lag}&size=200")
+    assert shown["index"] == group.index and shown["answer"] == group.prompt.answer
+    assert {row["lags"][1] for row in stale["rows"]} == {at.entry.max_lag}
+    for r, rollout in enumerate(shown["rollouts"]):
+        (segment,) = rollout["segments"]
+        tokens = sampled_tokens(group.rollouts[r].segments[0], recorded.findings[r][0])
+        assert "".join(segment["texts"]).startswith(group.prompt.text or "")
+        assert segment["lags"] == [token.lag for token in tokens]
+        assert segment["kept"] == [token.is_kept for token in tokens]
+        assert segment["proximal_logprobs"] == [token.proximal_logprob for token in tokens]
+
+
+@needs_browser
+def test_a_browser_shows_a_real_rollout(run: Run) -> None:
+    assert run.process.wait(BOOT_S) == 0, run.output()
+    with run.inspected() as url:
+        browser = Browser()
+        try:
+            browser.open(f"{url}?outcome=trained&sort=lag")
+            browser.wait_for("document.querySelectorAll('#rows tr').length", lambda number: number == 50)
+            browser.press("j")
+            browser.wait_for("document.querySelectorAll('.sibling').length", lambda number: number == 8)
+            browser.hover(".sibling .t.sampled")
+            browser.wait_for("document.getElementById('token').innerText", lambda text: "behavior logprob" in text)
+            text = browser.evaluate("document.querySelector('.sibling .tokens').innerText")
+            assert text.startswith(browser.text("#prompt pre"))
+            assert browser.errors == [] and browser.dialogs == []
+        finally:
+            browser.close()
