@@ -14,6 +14,7 @@ from consumers.metrics import TrainerMetrics
 from consumers.parity.gate import ParityRefusedError
 from consumers.scripts import FencedError, announced_of, forks_of
 from consumers.settlement import RunFailedError
+from consumers.sinks.feeding import check_sinks
 from consumers.stop_signals import StoppedError, StopSignals
 from consumers.tenure import Tenure
 from consumers.trainer import Trainer
@@ -66,6 +67,7 @@ def _main(
     logs.adopt()
     connection = None
     try:
+        check_sinks(config.metrics)  # before the run is taken over from a trainer that can use them
         metrics = TrainerMetrics(run=config.name)
         connection = Connection(
             redis_url(config, runs),

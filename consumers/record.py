@@ -1,5 +1,6 @@
 """Keeps what the trainer took and what it found, batch by batch. What is recorded the training does not depend on."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from consumers.batch import Batch, KnownLags, Place, known_lags, span_lags
 from consumers.learner import NOTHING_TO_TRAIN, StepReport
 from consumers.record_files import SegmentFiles
 from consumers.rows import LOG_RATIO_BOUND
+from consumers.settlement import RunFailedError
 from consumers.staleness import LagTable
 from schemas.config import RunConfig
 from schemas.record import (
@@ -28,7 +30,9 @@ from schemas.record import (
     encode_batch,
 )
 from schemas.recording import model_digest
-from schemas.rollout import RolloutGroup, Segment, encode_group, unpack_floats
+from schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
+
+log = logging.getLogger(__name__)
 
 
 class Taken(NamedTuple):
@@ -49,6 +53,8 @@ class Recorder:
 
     Compressing and writing go on in a thread while the trainer goes on; it waits only where one batch is not written
     yet when the next one comes, and in `sync`.
+
+    One who begins, records nothing and only syncs has noted where the epochs before were cut.
 
     taken: the positions at which the epochs before this one were cut, by epoch.
     """
@@ -75,27 +81,51 @@ class Recorder:
         self._files = SegmentFiles(run_folder / FOLDER, header, config.recording)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._writing: Future[None] | None = None
+        self._failure: RunFailedError | None = None
 
     def add(self, taken: Taken) -> None:
-        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer goes on."""
+        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer goes on.
+
+        Raises:
+            RunFailedError: the batch before it cannot be recorded, room or not.
+        """
         self._wait()
         lag_of = LagTable(taken.lag_of.current, taken.lag_of.forks, taken.lag_of.announced)  # as it is now
         self._writing = self._thread.submit(self._append, taken._replace(lag_of=lag_of))
 
     def sync(self) -> None:
-        """Returns once everything is on the disk. Raises OSError where it cannot be."""
+        """Returns once everything is on the disk. Raises OSError where it cannot be, RunFailedError as `add` does."""
         self._wait()
         self._files.sync()
 
     def close(self) -> None:
-        self._wait()
-        self._files.close()
-        self._thread.shutdown()
+        """Raises nothing: it may be an error that ends the run, and is not to be hidden by another."""
+        try:
+            if self._writing is not None:
+                self._wait()
+        except RunFailedError as error:
+            log.error("%s", error)
+        finally:
+            try:
+                self._files.close()
+            except Exception as error:
+                log.error("the record of rollouts is not closed: %s", error)
+            finally:
+                self._thread.shutdown()
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            try:
+                writing.result()
+            except Exception as error:
+                self._failure = RunFailedError(
+                    f"record = true: a batch cannot be recorded: {type(error).__name__}: {one_line(str(error))}; "
+                    "continued with --resume and record = false the run goes on without"
+                )
+                self._failure.__cause__ = error
+        if self._failure is not None:
+            raise self._failure
 
     def _append(self, taken: Taken) -> None:
         self._files.append(*encode_batch(*records_of(taken, self._config)))

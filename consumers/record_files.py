@@ -3,6 +3,7 @@
 import logging
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,9 @@ class SegmentFiles:
 
     What a full disk holds up waits in memory, in order, until there is room: no checkpoint is committed meanwhile
     (`sync` fails), so that what waits here is also still on the stream.
+
+    After a failed fsync nobody knows what of a file is on the disk, and the next fsync may well succeed without it. So
+    a segment ends there, cut back to what was synced, and all behind that is written again into a new one.
     """
 
     def __init__(self, folder: Path, header: SegmentHeader, config: RecordingConfig) -> None:
@@ -40,8 +44,10 @@ class SegmentFiles:
         self._max_mb = config.max_mb
         self._number = 0
         self._descriptor: int | None = None
-        self._offset = 0
+        self._offset = self._synced_offset = 0
         self._entries: list[BatchEntry] = []
+        self._unsynced: list[tuple[bytes, BatchHead]] = []
+        """What is in the file since the last good fsync."""
         self._waiting: deque[tuple[bytes, BatchHead]] = deque()
         self._is_stuck = False
         self._try()  # the first segment says that a trainer has begun, and where, before it has a batch
@@ -59,19 +65,22 @@ class SegmentFiles:
         """
         self._flush()
         if self._descriptor is not None:
-            os.fsync(self._descriptor)
+            self._fsync()
 
     def close(self) -> None:
         """Ends the segment, as far as the disk lets it."""
-        self._try()
+        if self._waiting:
+            self._try()
         if self._descriptor is None:
             return
         try:
             self._end()
         except OSError as error:
             log.warning("%s: not closed with its index: %s", self._file, error)
-            os.close(self._descriptor)
-            self._descriptor = None
+            if self._waiting:
+                self._try()
+            if self._descriptor is not None:
+                self._leave()
 
     @property
     def _file(self) -> Path:
@@ -97,49 +106,69 @@ class SegmentFiles:
             self._write(frame)
             self._entries.append(entry_of(head, self._offset + _FRAME_PREFIX_BYTES, len(frame) - _FRAME_PREFIX_BYTES))
             self._offset += len(frame)
-            self._waiting.popleft()
+            self._unsynced.append(self._waiting.popleft())
             if self._offset >= self._segment_bytes:
                 self._end()
-                self._number += 1
-                self._drop_oldest()
                 self._begin()
 
     def _begin(self) -> None:
+        self._drop_oldest()
         self._descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._offset, self._entries = 0, []
         try:
             header = encode_header(msgspec.structs.replace(self._header, number=self._number))
             self._write(header)
-            self._offset = len(header)
+            self._offset = self._synced_offset = len(header)
             os.fsync(self._descriptor)
             _fsync_folder(self._folder)
         except OSError:
             os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor = None  # the next try writes the file from its first byte again
             raise
 
     def _end(self) -> None:
-        assert self._descriptor is not None
+        """Raises OSError where the end cannot be written: the segment then has none."""
         self._write(encode_end(tuple(self._entries)))
-        os.fsync(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = None
+        self._fsync()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nothing more is written to this segment."""
+        assert self._descriptor is not None
+        descriptor, self._descriptor = self._descriptor, None
+        self._number += 1
+        os.close(descriptor)
+
+    def _fsync(self) -> None:
+        assert self._descriptor is not None
+        try:
+            os.fsync(self._descriptor)
+        except OSError:
+            with suppress(OSError):  # where it cannot be cut, a reader takes the later of two
+                os.ftruncate(self._descriptor, self._synced_offset)
+            self._waiting.extendleft(reversed(self._unsynced))
+            self._unsynced = []
+            self._leave()
+            raise
+        self._synced_offset, self._unsynced = self._offset, []
 
     def _write(self, data: bytes) -> None:
         """Appends all of `data`, or nothing."""
         assert self._descriptor is not None
         left = memoryview(data)
+        os.lseek(self._descriptor, self._offset, os.SEEK_SET)
         try:
             while left:
                 left = left[os.write(self._descriptor, left) :]
         except OSError:
             os.ftruncate(self._descriptor, self._offset)
-            os.lseek(self._descriptor, self._offset, os.SEEK_SET)
             raise
 
     def _drop_oldest(self) -> None:
         """Makes room for a whole segment. The one before it stays, whatever its size."""
-        known = {key: file for file in self._folder.iterdir() if (key := segment_key(file)) is not None}
+        own = (self._header.epoch, self._number)  # begun before in vain, perhaps
+        found = ((segment_key(file), file) for file in self._folder.iterdir())
+        known = {key: file for key, file in found if key is not None and key != own}
         sizes = {key: file.stat().st_size for key, file in sorted(known.items())}
         while len(sizes) > 1 and sum(sizes.values()) + self._segment_bytes > self._max_mb * _MB:
             oldest = next(iter(sizes))

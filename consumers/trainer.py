@@ -28,6 +28,7 @@ from schemas.config import RunConfig
 from schemas.json_lines import Lines
 from schemas.keys import Commit, Keys
 from schemas.policy import make_version
+from schemas.record import FOLDER as RECORD_FOLDER
 from schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ class Trainer:
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
         tenure.standing = self._standing
-        self._recorder = Recorder(config, self._folder, epoch, state.taken, self._lag_of) if config.record else None
+        # Also without `record`, where there is one: it has to say that this trainer went back behind its end.
+        keeps = config.record or (self._folder / RECORD_FOLDER).is_dir()
+        self._recorder = Recorder(config, self._folder, epoch, state.taken, self._lag_of) if keeps else None
         self._updates = Lines(self._folder / "updates.jsonl")
         self._evaluations = Lines(self._folder / "evaluations.jsonl")
         self._sinks = Sinks(
@@ -202,7 +205,7 @@ class Trainer:
 
     def _keep(self, groups: list[RolloutGroup], batch: Batch, report: StepReport) -> None:
         """Before the books have it: they are not committed without the record."""
-        if self._recorder is not None:
+        if self._recorder is not None and self.config.record:
             self._recorder.add(Taken(self._num_taken, self._num_batches, groups, batch, report, self._lag_of))
         self._num_taken += 1
 
@@ -401,7 +404,7 @@ class Trainer:
     def _sync_record(self, recorder: Recorder) -> None:
         try:
             recorder.sync()
-        except OSError as error:
+        except (OSError, RunFailedError) as error:
             raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
 
     def _finish(self) -> None:
@@ -440,6 +443,6 @@ class Trainer:
         self._tenure.end()
         self._updates.close()
         self._evaluations.close()
-        self._sinks.close()
         if self._recorder is not None:
             self._recorder.close()
+        self._sinks.close()  # last: it may take its time

@@ -21,6 +21,10 @@ from schemas.policy import split_version
 FORM = "PENSTOCK_LOG"
 _HANDED_DOWN = "PENSTOCK_LOG_HANDED_DOWN"
 """What the processes that an engine starts take over from the producer's."""
+_CHATTY = ("httpx", "httpcore", "openai")
+"""Libraries that tell of every request at INFO, with its whole URL."""
+_LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""What JSON leaves as it is and readers take for the end of a line."""
 _ORDER = ("time", "level", "run", "role", "id", "policy_version", "logger", "message", "traceback")
 
 log = logging.getLogger(__name__)
@@ -40,12 +44,12 @@ class Records(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             event = self._event(record)
-            line = json.dumps(event, ensure_ascii=False) if self.form == "json" else as_text(event)
+            line = _as_json(event) if self.form == "json" else as_text(event)
             stream: TextIO = sys.stderr
             stream.write(line + "\n")
             stream.flush()
         except Exception:
-            self.handleError(record)
+            pass  # standard error takes nothing: there is nowhere left to say so
 
     def _event(self, record: logging.LogRecord) -> dict[str, Any]:
         seconds, milliseconds = divmod(int(record.created * 1000), 1000)
@@ -53,7 +57,7 @@ class Records(logging.Handler):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03d}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if record.exc_info and record.exc_info[0] is not None:
             event["traceback"] = logging.Formatter().formatException(record.exc_info)
@@ -76,6 +80,9 @@ def configure(role: str, *, run: str, id: str) -> None:
     root.addHandler(Records(form, {"run": run, "role": role, "id": id}))
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    for library in map(logging.getLogger, _CHATTY):
+        if library.level == logging.NOTSET:
+            library.setLevel(logging.WARNING)
     sys.excepthook = _tell_uncaught
     threading.excepthook = _tell_uncaught_in_thread
     adopt()
@@ -139,6 +146,30 @@ def line_as_text(line: str) -> str:
         return as_text(json.loads(line))
     except (ValueError, KeyError, TypeError):
         return line
+
+
+def _as_json(event: Mapping[str, Any]) -> str:
+    try:
+        line = json.dumps(event, ensure_ascii=False, default=_shown)
+    except (TypeError, ValueError, RecursionError):
+        plain = {name: value if isinstance(value, str) else _shown(value) for name, value in event.items()}
+        line = json.dumps(plain, ensure_ascii=False)
+    # A surrogate cannot be written; what stands for it here is JSON.
+    return line.translate(_LINE_BREAKS).encode(errors="backslashreplace").decode()
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception as error:
+        return f"{_shown(record.msg)} with {_shown(record.args)}: {type(error).__name__}: {_shown(error)}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
 
 
 def _printable(line: str) -> str:

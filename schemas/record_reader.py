@@ -2,10 +2,11 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -28,7 +29,6 @@ from schemas.record import (
 from schemas.recording import MAGIC, SEGMENT_VERSION, RecordingError
 from schemas.rollout import one_line
 
-T = TypeVar("T")
 _U32 = 4
 
 
@@ -75,10 +75,11 @@ class Record:
         after the trainer's last checkpoint are among them until it is continued without them.
     missing: positions (start, end), half-open, on that line that are not there: dropped for their size, say.
     num_undone: batches left out since a rollback undid them.
-    notes: what a reader should know, one line each: missing batches, a segment that was cut off, undone batches.
+    notes: what a reader should know, one line each: missing batches, a segment that was cut off or cannot be read,
+        undone batches.
 
     Raises:
-        RecordingError: the run has no record, or one that a later version wrote.
+        RecordingError: the run has no record, or none of its segments can be read.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -88,8 +89,11 @@ class Record:
         self.missing: list[tuple[int, int]] = []
         self.num_undone = 0
         self.notes: list[str] = []
+        self._problems: list[str] = []
         self.refresh()
         if not self._segments:
+            if self._problems:
+                raise RecordingError(self._problems[0])
             raise RecordingError(
                 f"{self.folder}: no record of rollouts; expected the folder of a run with record = true in its run file"
             )
@@ -109,16 +113,27 @@ class Record:
         found = {key: file for file in self.folder.glob("*") if (key := segment_key(file)) is not None}
         for key in self._segments.keys() - found.keys():
             del self._segments[key]
+        self._problems = []
         for key, file in sorted(found.items()):
             try:
-                segment = self._segments.get(key) or _open(file)
-                if segment is not None:
-                    self._segments[key] = segment
-                    if not segment.is_closed:
-                        _extend(segment)
+                self._take(key, file)
             except FileNotFoundError:  # dropped for its size meanwhile
                 self._segments.pop(key, None)
+            except RecordingError as error:  # the others can be read
+                self._problems.append(str(error))
+            except OSError as error:
+                self._problems.append(f"{file}: cannot be read: {error}")
         self._follow_line()
+
+    def _take(self, key: tuple[int, int], file: Path) -> None:
+        segment = self._segments.get(key)
+        if segment is not None and file.stat().st_size < segment.offset:  # cut back by its trainer: a failing disk
+            segment = None
+            del self._segments[key]
+        if segment is None:
+            segment = self._segments[key] = _open(file, key)
+        if not segment.is_closed:
+            _extend(segment)
 
     def head(self, batch: BatchAt) -> BatchHead:
         """What the trainer found of a batch, and its groups in short.
@@ -126,26 +141,23 @@ class Record:
         Raises:
             RecordingError: the segment was dropped meanwhile, or altered.
         """
-        with self._reading(batch) as stream:
-            stream.seek(batch.entry.offset)
-            prefix = stream.read(_U32)
-            return _checked(batch, lambda: decode_head(prefix + stream.read(blobs_start(prefix) - _U32))[0])
+        with _reading(batch) as stream:
+            start = blobs_start(_part(stream, batch, 0, _U32))
+            return _head(batch, _part(stream, batch, 0, start))
 
     def group(self, at: GroupAt) -> RecordedGroup:
         """One group whole. Raises RecordingError as `head` does."""
-        with self._reading(at.batch) as stream:
-            stream.seek(at.batch.entry.offset)
-            stream.seek(at.batch.entry.offset + blobs_start(stream.read(_U32)) + at.entry.offset)
-            return _checked(at.batch, lambda: decode_blob(stream.read(at.entry.length)))
+        with _reading(at.batch) as stream:
+            start = blobs_start(_part(stream, at.batch, 0, _U32))
+            return decode_blob(_part(stream, at.batch, start + at.entry.offset, at.entry.length))
 
     def batch(self, batch: BatchAt) -> tuple[BatchHead, list[RecordedGroup]]:
         """A batch with its groups in the order in which they were trained. Raises RecordingError as `head` does."""
-        with self._reading(batch) as stream:
-            stream.seek(batch.entry.offset)
-            data = stream.read(batch.entry.length)
-        head, start = _checked(batch, lambda: decode_head(data))
-        blobs = (data[start + group.offset :][: group.length] for group in head.groups)
-        return head, _checked(batch, lambda: [decode_blob(blob) for blob in blobs])
+        with _reading(batch) as stream:
+            start = blobs_start(_part(stream, batch, 0, _U32))
+            head = _head(batch, _part(stream, batch, 0, start))
+            blobs = (_part(stream, batch, start + group.offset, group.length) for group in head.groups)
+            return head, [decode_blob(blob) for blob in blobs]
 
     def groups(self) -> Iterator[GroupAt]:
         """Every group on the surviving line, in the order in which they were trained; no rollout is read."""
@@ -161,17 +173,9 @@ class Record:
                 found.append(GroupAt(batch, self.head(batch), batch.entry.indexes.index(index)))
         return found
 
-    def _reading(self, batch: BatchAt) -> BinaryIO:
-        try:
-            return batch.segment.file.open("rb")
-        except FileNotFoundError:
-            raise RecordingError(f"{batch.segment.file}: dropped from the record meanwhile") from None
-        except OSError as error:
-            raise RecordingError(f"{batch.segment.file}: cannot be read: {error}") from error
-
     def _follow_line(self) -> None:
         segments = self.segments
-        self.batches, self.missing, self.num_undone, self.notes = [], [], 0, []
+        self.batches, self.missing, self.num_undone, self.notes = [], [], 0, list(self._problems)
         if not segments:
             return
         newest = segments[-1].header
@@ -180,13 +184,15 @@ class Record:
             spans[epoch] = (start, end)
             start = end
         spans[newest.epoch] = (start, None)
+        surviving: dict[int, BatchAt] = {}
         for segment in segments:
             first, last = spans.get(segment.header.epoch, (0, 0))
             for entry in segment.entries:
                 if first <= entry.position and (last is None or entry.position < last):
-                    self.batches.append(BatchAt(segment, entry))
+                    surviving[entry.position] = BatchAt(segment, entry)  # written twice where an fsync has failed
                 else:
                     self.num_undone += 1
+        self.batches = [surviving[position] for position in sorted(surviving)]
         self._note(segments, newest)
 
     def _note(self, segments: list[SegmentFile], newest: SegmentHeader) -> None:
@@ -207,26 +213,27 @@ class Record:
             self.notes.append(f"{self.num_undone} batches were undone by a rollback and are left out")
 
 
-def _open(file: Path) -> SegmentFile | None:
-    """A segment with its index, where it has its end; None while its header is not whole yet."""
+def _open(file: Path, key: tuple[int, int]) -> SegmentFile:
+    """A segment with its index, where it has its end. Raises RecordingError where the header is none."""
     with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(len(MAGIC) + _U32)
-        if len(prefix) < len(MAGIC) + _U32 and MAGIC.startswith(prefix[: len(MAGIC)]):
-            return None
-        if not prefix.startswith(MAGIC):
+        if not prefix.startswith(MAGIC) and not MAGIC.startswith(prefix):
             raise RecordingError(f"{file}: not a segment of a record (it does not begin with {MAGIC.decode()})")
         length = int.from_bytes(prefix[len(MAGIC) :], "little")
+        if len(prefix) < len(MAGIC) + _U32 or length > size - len(prefix):
+            raise RecordingError(f"{file}: its header is not whole: it is being written, or was cut off by a kill")
         body = stream.read(length)
-        if len(body) < length:
-            return None
         try:
             header = msgspec.msgpack.decode(body, type=SegmentHeader)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise RecordingError(f"{file}: its header cannot be read: {one_line(str(error))}") from error
         if header.recording_version != SEGMENT_VERSION:
             raise RecordingError(
                 f"{file}: recording_version: {header.recording_version}, a segment of a record has {SEGMENT_VERSION}"
             )
+        if (header.epoch, header.number) != key:
+            raise RecordingError(f"{file}: its header is of epoch {header.epoch}, number {header.number}: altered")
         segment = SegmentFile(file, header, stream.tell())
         _take_index(segment, stream)
     return segment
@@ -245,8 +252,19 @@ def _take_index(segment: SegmentFile, stream: BinaryIO) -> None:
         return
     stream.seek(start - _U32)
     crc, index = int.from_bytes(stream.read(_U32), "little"), stream.read(size - last - start)
-    if zlib.crc32(index) == crc:
-        segment.entries = list(decode_index(index))
+    if zlib.crc32(index) != crc:
+        return
+    try:
+        entries = list(decode_index(index))
+    except ValueError:
+        return
+    known, end = len(segment.entries), segment.offset
+    for entry in entries[known:]:
+        if entry.offset != end + 2 * _U32 or entry.length <= 0:
+            return
+        end += 2 * _U32 + entry.length
+    if entries[:known] == segment.entries and end + 3 * _U32 == start:
+        segment.entries = entries
         segment.is_closed, segment.offset = True, size
 
 
@@ -268,7 +286,11 @@ def _extend(segment: SegmentFile) -> None:
             content = stream.read(length)
             if zlib.crc32(content) != int.from_bytes(prefix[_U32:], "little"):
                 break
-            segment.entries.append(entry_of(decode_head(content)[0], segment.offset + 2 * _U32, length))
+            try:
+                head, _ = decode_head(content)
+            except ValueError:
+                break
+            segment.entries.append(entry_of(head, segment.offset + 2 * _U32, length))
             segment.offset += 2 * _U32 + length
         if size > segment.offset:
             segment.tail = (
@@ -277,9 +299,36 @@ def _extend(segment: SegmentFile) -> None:
             )
 
 
-def _checked(batch: BatchAt, read: Callable[[], T]) -> T:
+@contextmanager
+def _reading(batch: BatchAt) -> Iterator[BinaryIO]:
+    """The segment of a batch; what goes wrong with it within is a RecordingError."""
+    file = batch.segment.file
     try:
-        return read()
+        with file.open("rb") as stream:
+            yield stream
+    except FileNotFoundError:
+        raise RecordingError(f"{file}: dropped from the record meanwhile") from None
+    except OSError as error:
+        raise RecordingError(f"{file}: cannot be read: {error}") from error
     except ValueError as error:
-        where = f"{batch.segment.file}: batch {batch.entry.position}"
+        where = f"{file}: batch {batch.entry.position}"
         raise RecordingError(f"{where}: altered since it was written: {one_line(str(error))}") from error
+
+
+def _part(stream: BinaryIO, batch: BatchAt, start: int, length: int) -> bytes:
+    """Of a frame's content. Raises ValueError where it does not hold so much."""
+    entry = batch.entry
+    if start < 0 or length < 0 or start + length > entry.length:
+        raise ValueError(f"{length:,} bytes from {start:,} on, its frame has {entry.length:,}")
+    stream.seek(entry.offset + start)
+    data = stream.read(length)
+    if len(data) < length:
+        raise ValueError(f"{length:,} bytes from {start:,} on, the file ends before")
+    return data
+
+
+def _head(batch: BatchAt, data: bytes) -> BatchHead:
+    head, _ = decode_head(data)
+    if entry_of(head, batch.entry.offset, batch.entry.length) != batch.entry:
+        raise ValueError("the index says otherwise")
+    return head

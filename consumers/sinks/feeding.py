@@ -1,9 +1,11 @@
 """Every sink of a run, fed without a wait."""
 
+import contextlib
 import importlib.util
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ MAX_WAITING = 1000
 """Points kept for a sink that is slower than training; what does not fit is dropped and counted."""
 CLOSE_S = 30.0
 """How long the end of a trainer waits for a sink."""
+FIRST_RETRY_S = 30.0
+"""How long a sink that has failed is left alone; twice as long after each failure in a row, up to `LAST_RETRY_S`."""
+LAST_RETRY_S = 600.0
 
 
 def check_sinks(config: MetricsConfig) -> None:
@@ -32,10 +37,11 @@ def check_sinks(config: MetricsConfig) -> None:
 
 
 class Sinks:
-    """Every sink of the run file, each fed by a thread of its own. One that fails is logged once, and counted.
+    """Every sink of the run file, each fed by a thread of its own. One that fails is logged once, and counted; it is
+    opened again later, and what comes meanwhile is dropped and counted.
 
     start: the update that this trainer continues after; what a sink already has of later ones is not there any more.
-    on_error: called with the sink's name at each failure.
+    on_error: called with the sink's name at each failure and at each point dropped.
 
     Raises:
         ConfigError: see `check_sinks`.
@@ -47,12 +53,13 @@ class Sinks:
         self._last_update = start
         self._feeders: list[_Feeder] = []
         if metrics.tensorboard:
+            folder = run_folder / "tensorboard"
             self._feeders.append(
-                _Feeder("tensorboard", lambda: _tensorboard(run_folder / "tensorboard", start), on_error)
+                _Feeder("tensorboard", lambda again: _tensorboard(folder, None if again else start), on_error)
             )
         if metrics.wandb is not None:
             wandb = metrics.wandb
-            self._feeders.append(_Feeder("wandb", lambda: _wandb(wandb, config, run_folder), on_error))
+            self._feeders.append(_Feeder("wandb", lambda _: _wandb(wandb, config, run_folder), on_error))
 
     def update(self, line: Mapping[str, Any]) -> None:
         """Takes a line of updates.jsonl. One of a batch that made no update repeats a number, and is passed over."""
@@ -79,11 +86,18 @@ class Sinks:
 
 
 class _Feeder:
-    """Opens a sink and hands it points, in a thread of its own: waits for a point, `put` or `end` unblocks it."""
+    """Opens a sink and hands it points, in a thread of its own: waits for a point, `put` or `end` unblocks it.
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], on_error: Callable[[str], None]) -> None:
+    open_sink: gets whether this feeder has had it open before.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[bool], Sink], on_error: Callable[[str], None]) -> None:
         self._name = name
-        self._open = open_sink
+        self._open_sink = open_sink
+        self._sink: Sink | None = None
+        self._has_opened = False
+        self._retry_s = FIRST_RETRY_S
+        self._next_try_s = 0.0
         self._on_error = on_error
         self._has_told = False
         self._points: queue.Queue[Point | None] = queue.Queue(MAX_WAITING)
@@ -106,21 +120,42 @@ class _Feeder:
             self._failed(f"it has not taken the last points within {CLOSE_S:.0f} s")
 
     def _run(self) -> None:
-        sink: Sink | None = None
+        self._open()
+        while (point := self._next()) is not None:
+            if self._sink is None and time.monotonic() >= self._next_try_s and not self._ended.is_set():
+                self._open()
+            if self._sink is None:
+                self._failed("points are dropped until it is open again")
+            else:
+                self._write(self._sink, point)
         try:
-            sink = self._open()
-        except Exception as error:  # the isolation boundary: what a sink does never reaches training
-            self._failed(f"it cannot be opened: {type(error).__name__}: {error}")
-        while sink is not None and (point := self._next()) is not None:
-            try:
-                sink.write(point)
-            except Exception as error:
-                self._failed(f"{type(error).__name__}: {error}")
-        try:
-            if sink is not None:
-                sink.close()
+            if self._sink is not None:
+                self._sink.close()
         except Exception as error:
             self._failed(f"{type(error).__name__}: {error}")
+
+    def _open(self) -> None:
+        try:
+            self._sink = self._open_sink(self._has_opened)
+            self._has_opened = True
+        except Exception as error:  # the isolation boundary: what a sink does never reaches training
+            self._failed(f"it cannot be opened: {type(error).__name__}: {error}")
+            self._leave_alone()
+
+    def _write(self, sink: Sink, point: Point) -> None:
+        try:
+            sink.write(point)
+            self._retry_s = FIRST_RETRY_S
+        except Exception as error:
+            self._failed(f"{type(error).__name__}: {error}")
+            self._sink = None
+            with contextlib.suppress(Exception):  # counted already
+                sink.close()
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        self._next_try_s = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _next(self) -> Point | None:
         """The next point; None once there is none and no more will come."""
@@ -139,7 +174,7 @@ class _Feeder:
             log.warning("metrics.%s: %s; training goes on, later failures are counted only", self._name, why)
 
 
-def _tensorboard(folder: Path, start: int) -> Sink:
+def _tensorboard(folder: Path, start: int | None) -> Sink:
     from consumers.sinks.tensorboard import TensorBoard  # its package is an extra
 
     return TensorBoard(folder, start)

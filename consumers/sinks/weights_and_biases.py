@@ -9,6 +9,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
+import time
 import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +22,9 @@ from consumers.sinks.points import Point
 from schemas import logs
 from schemas.config import RunConfig, WandbConfig
 
+FINISH_S = 30.0
+"""How long W&B may take to upload the last points, with or without the trainer."""
+
 
 class WandbError(RuntimeError):
     """What W&B's process could not do."""
@@ -28,8 +33,8 @@ class WandbError(RuntimeError):
 class WeightsAndBiases:
     """One W&B run for the whole life of a run: its id is kept in `wandb.json`. The step is the update.
 
-    W&B keeps what it has: updates that a resume repeats are not sent again. Offline every trainer leaves a folder of
-    its own under `wandb/`, all with one id, for `wandb sync`.
+    Online, W&B keeps what it has: updates that a resume repeats are not sent again. Offline nobody knows what it has:
+    every trainer leaves a folder of its own under `wandb/`, all with one id, which hold repeated updates each.
 
     Raises:
         WandbError: no key, no server.
@@ -41,8 +46,10 @@ class WeightsAndBiases:
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
         # A daemon is ended with this process at the latest.
-        process = context.Process(target=_serve, args=(far_end, wandb, config, run_folder, run_id), daemon=True)
-        process.start()
+        self._process = context.Process(
+            target=_serve, args=(far_end, wandb, config, run_folder, run_id, FINISH_S), daemon=True
+        )
+        self._process.start()
         far_end.close()
         self._answer()
 
@@ -52,6 +59,9 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._connection.send(None)
+        if not self._connection.poll(FINISH_S):
+            self._process.terminate()
+            raise WandbError(f"it has not taken the last points within {FINISH_S:.0f} s")
         self._answer()
 
     def _answer(self) -> None:
@@ -75,9 +85,12 @@ def _run_id(file: Path) -> str:
         return new
 
 
-def _serve(connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str) -> None:
+def _serve(
+    connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str, finish_s: float
+) -> None:
     """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Each message is
-    answered: None, or what went wrong."""
+    answered: None, or what went wrong. Ends `finish_s` after the trainer at the latest."""
+    threading.Thread(target=_end_after_parent, args=(finish_s,), name="parent", daemon=True).start()
     os.environ["WANDB_SILENT"] = "true"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then says that it ends
     logs.inherit("wandb")
@@ -92,6 +105,16 @@ def _serve(connection: Connection, wandb: WandbConfig, config: RunConfig, run_fo
     problem = _problem(run.finish)
     if not connection.closed:
         connection.send(problem)
+
+
+def _end_after_parent(finish_s: float) -> None:
+    """Waits for the end of the trainer. W&B waits for a server that is away without a limit, and nobody is left to
+    end this process."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    time.sleep(finish_s)
+    os._exit(1)
 
 
 def _next(connection: Connection) -> Point | None:
@@ -129,18 +152,23 @@ class _Run:
             settings=package.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
         )
         self._run.define_metric("evaluation/*", step_metric="evaluation/update")
-        self._step = self._run.step - 1
+        self._step: int = self._run.step
+        """W&B takes no step below it."""
+        self._last_update = self._step - 1
         """The last update that W&B has."""
 
     def write(self, point: Point) -> None:
         if point.kind == "evaluations":
             # It comes in later than its update's own line, and W&B takes steps in order: it has an axis of its own.
             named = {f"evaluation/{name}": value for name, value in point.numbers.items()}
-            self._step = max(self._step, point.update)
-            self._run.log({**named, "evaluation/update": point.update}, step=self._step)
-        elif point.update > self._step:
-            self._step = point.update
-            self._run.log(point.numbers, step=point.update)
+            self._log({**named, "evaluation/update": point.update}, point.update)
+        elif point.update > self._last_update:
+            self._last_update = point.update
+            self._log(point.numbers, point.update)
+
+    def _log(self, numbers: dict[str, float], update: int) -> None:
+        self._step = max(self._step, update)
+        self._run.log(numbers, step=self._step)
 
     def finish(self) -> None:
         self._run.finish()

@@ -1,5 +1,6 @@
 """Answers what the pages ask about a run's groups, from several threads."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import redis
 
 from deploy.inspector.content import group_fields, row_fields, searched_text
 from deploy.inspector.rows import Query, Row, facets, select
+from deploy.inspector.searching import TextSearch
 from deploy.inspector.sources import Source
 from deploy.inspector.tokens import TokenTexts
 from schemas.recording import RecordingError
@@ -28,7 +30,7 @@ class Catalogue:
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
         self._problem = ""
-        self._searched: dict[str, str] = {}
+        self._search = TextSearch(self._text_of)
         self._facets: tuple[int, dict[str, list[str]]] = -1, {}
 
     def run(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Catalogue:
 
     def export(self, query: Query) -> Iterator[dict[str, Any]]:
         """Every group that the query lets through, whole; one that cannot be read any more is a line that says so."""
-        found, _, _ = self._select(query, None)
+        found, _, _ = self._select(query, math.inf)
         for row in found:
             try:
                 yield self.group(row.key)
@@ -78,30 +80,24 @@ class Catalogue:
     def _refresh(self) -> None:
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
+        before = self._source.revision
         try:
             self._source.refresh()
             self._problem = ""
         except (RecordingError, redis.RedisError, OSError) as error:
             self._problem = f"what came since cannot be read now: {error}"
+        if self._source.revision != before:
+            self._search.keep(self._source.rows)
         self._looked_s = time.monotonic()
 
-    def _select(self, query: Query, patience_s: float | None) -> tuple[list[Row], int, int]:
+    def _select(self, query: Query, patience_s: float) -> tuple[list[Row], int, int]:
         with self._lock:
             rows = list(self._source.rows)
         found = select(rows, query)
         if not query.q:
             return found, 0, 0
-        wanted, deadline = query.q.casefold(), time.monotonic() + (patience_s or float("inf"))
-        matching: list[Row] = []
-        for n, row in enumerate(found):
-            text = self._searched.get(row.key)
-            if text is None:
-                if time.monotonic() > deadline:
-                    return matching, n, len(found)
-                text = self._searched[row.key] = self._text_of(row)
-            if wanted in text:
-                matching.append(row)
-        return matching, len(found), len(found)
+        matching, searched = self._search.matching(found, query.q, patience_s)
+        return matching, searched, len(found)
 
     def _text_of(self, row: Row) -> str:
         try:

@@ -86,7 +86,7 @@ function readLink() {
   link.page = Math.max(1, parseInt(given.get("page"), 10) || 1);
   link.group = given.get("group") ?? "";
   link.sibling = Math.max(0, (parseInt(given.get("sibling"), 10) || 1) - 1);
-  link.mode = given.get("mode") in MODES ? given.get("mode") : "lag";
+  link.mode = Object.hasOwn(MODES, given.get("mode")) ? given.get("mode") : "lag";
 }
 
 function filters() {

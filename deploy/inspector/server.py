@@ -71,7 +71,11 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in _NAMES:
             self._send_problem(HTTPStatus.FORBIDDEN, "Host: expected 127.0.0.1 or localhost")
             return
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError as error:
+            self._send_problem(HTTPStatus.BAD_REQUEST, f"path: {error}")
+            return
         try:
             self._answer(parts.path, dict(parse_qsl(parts.query)))
         except QueryError as error:

@@ -1,5 +1,6 @@
 """Where the groups come from, and the first such place: a run's complete record."""
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -54,7 +55,11 @@ class Source(Protocol):
 
 
 class RecordSource:
-    """A run's record, followed while it is written. Keys are `<batch's position>-<place in it>`."""
+    """A run's record, followed while it is written.
+
+    Keys are `<trainer's epoch>-<batch's position>-<place in it>`: what is done again after a rollback has the positions
+    of what it undid.
+    """
 
     kind = "record"
 
@@ -64,7 +69,9 @@ class RecordSource:
         self.revision = 0
         self.notes: list[str] = []
         self._known: dict[tuple[str, int], list[Row]] = {}
-        self._places: dict[int, BatchAt] = {}
+        self._places: dict[tuple[int, int], BatchAt] = {}
+        """By epoch and position."""
+        self._undone: set[tuple[int, int]] = set()
         self._take()
 
     def refresh(self) -> None:
@@ -72,15 +79,18 @@ class RecordSource:
         self._take()
 
     def look(self, key: str) -> Looked:
-        position, _, place = key.partition("-")
-        if not (position.isdecimal() and place.isdecimal() and len(key) <= _MAX_KEY) or not key.isascii():
+        match = _KEY.fullmatch(key)
+        if match is None:
             raise KeyError(key)
-        at = self._places[int(position)]
+        epoch, position, place = map(int, match.groups())
+        if (epoch, position) in self._undone:
+            raise RecordingError(f"batch {position} of trainer {epoch} was undone by a rollback")
+        at = self._places[epoch, position]
         head = self._record.head(at)
-        if int(place) >= len(head.groups):
+        if place >= len(head.groups):
             raise KeyError(key)
-        recorded = self._record.group(GroupAt(at, head, int(place)))
-        row = self._known[_name(at)][int(place)]
+        recorded = self._record.group(GroupAt(at, head, place))
+        row = self._known[_name(at)][place]
         remark = f"lags are counted from policy {head.policy_version}, the trainer's when it took the batch"
         try:
             return Looked(row, recorded.decode(), recorded.findings, head, remark)
@@ -89,7 +99,7 @@ class RecordSource:
 
     def _take(self) -> None:
         known: dict[tuple[str, int], list[Row]] = {}
-        places: dict[int, BatchAt] = {}
+        places: dict[tuple[int, int], BatchAt] = {}
         self.notes = list(self._record.notes)
         for at in self._record.batches:
             name = _name(at)
@@ -98,24 +108,31 @@ class RecordSource:
             except RecordingError as error:  # one batch that was altered or dropped does not hide the others
                 self.notes.append(str(error))
                 continue
-            places[at.entry.position] = at
+            places[_place(at)] = at
         if known.keys() != self._known.keys():
             self.rows = [row for rows in known.values() for row in rows]
             self.revision += 1
+        written = {_place(BatchAt(each, entry)) for each in self._record.segments for entry in each.entries}
         self._known, self._places = known, places
+        self._undone = written.difference(map(_place, self._record.batches))
 
     def _rows_of(self, at: BatchAt) -> list[Row]:
         head = self._record.head(at)
+        epoch, position = _place(at)
         return [
-            Row(f"{head.position}-{place}", head.position * _MAX_GROUPS + place, entry.outcome, head.update, entry)
+            Row(f"{epoch}-{position}-{place}", position * _MAX_GROUPS + place, entry.outcome, head.update, entry)
             for place, entry in enumerate(head.groups)
         ]
 
 
 _MAX_GROUPS = 10**6
 """In a batch; keeps the rows' numbers growing."""
-_MAX_KEY = 30
+_KEY = re.compile(r"([0-9]{1,15})-([0-9]{1,15})-([0-9]{1,15})")
 
 
 def _name(at: BatchAt) -> tuple[str, int]:
     return at.segment.file.name, at.entry.offset
+
+
+def _place(at: BatchAt) -> tuple[int, int]:
+    return at.segment.header.epoch, at.entry.position

@@ -1,6 +1,6 @@
 """Groups on a live run's rollout stream, before the trainer's findings are there."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -14,6 +14,14 @@ from schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
 _ENTRIES_PER_READ = 32
 _KEPT_BYTES = 256_000_000
 _START = b"0-0"
+
+
+class _Kept(NamedTuple):
+    """commit: the commit hash that the group's lags are counted by."""
+
+    row: Row
+    payload: bytes
+    commit: dict[bytes, bytes]
 
 
 class StreamSource:
@@ -33,8 +41,7 @@ class StreamSource:
         self.rows: list[Row] = []
         self.revision = 0
         self.notes: list[str] = []
-        self._payloads: dict[str, tuple[bytes, dict[bytes, bytes]]] = {}
-        """By key: the payload, and the commit hash that its lags are counted by."""
+        self._kept: dict[str, _Kept] = {}
         self._num_bytes = self._num_read = self._num_let_go = 0
         self._num_trimmed: int | None = None
         """Before the first look."""
@@ -47,15 +54,11 @@ class StreamSource:
         elif _key(info.get("last-generated-id", _START)) < _key(self._cursor):  # the server was emptied
             self._cursor, self._num_read, self._num_trimmed = _START, 0, 0
         while self._read():
-            pass
-        self._let_go()
+            self._let_go()
         self._note(self._info())
 
     def look(self, key: str) -> Looked:
-        payload, commit = self._payloads[key]
-        row = next((row for row in self.rows if row.key == key), None)
-        if row is None:  # let go just now
-            raise KeyError(key)
+        row, payload, commit = self._kept[key]
         version = _current(commit)
         remark = f"lags are counted from policy {version}, the newest when this page read the group"
         if row.outcome == "dead":
@@ -91,15 +94,15 @@ class StreamSource:
             except RecordError as error:
                 entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
         number = self.rows[-1].number + 1 if self.rows else 0
-        self.rows.append(Row(key, number, outcome, None, entry))
-        self._payloads[key] = payload, commit
+        row = Row(key, number, outcome, None, entry)
+        self.rows.append(row)
+        self._kept[key] = _Kept(row, payload, commit)
         self._num_bytes += len(payload)
 
     def _let_go(self) -> None:
         num = 0
         while self._num_bytes > self._kept_bytes and num < len(self.rows) - 1:
-            payload, _ = self._payloads.pop(self.rows[num].key)
-            self._num_bytes -= len(payload)
+            self._num_bytes -= len(self._kept.pop(self.rows[num].key).payload)
             num += 1
         if num:
             self.rows = self.rows[num:]

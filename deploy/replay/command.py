@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.operator_commands import AddCommand
+from deploy.run_folder import RUN_FILE
 from schemas.config import ConfigError, RunConfig
+from schemas.record import FOLDER as RECORD_FOLDER
 from schemas.record_reader import Record
 from schemas.recording import RecordingError
 
@@ -92,7 +94,7 @@ def _play_all(
     from rich.progress import track
 
     from deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
-    from deploy.replay.results import print_table, write_results
+    from deploy.replay.results import append_lines, print_table, write_comparison
     from deploy.start_checks import check_objective
 
     console = Console(highlight=False)
@@ -104,13 +106,20 @@ def _play_all(
     for note in record.notes:
         console.print(f"record: {note}", markup=False, soft_wrap=True)
     played = [line for _, line in recorded_updates(record, batches)]
+    progress = Console(stderr=True)
+    is_quiet = not progress.is_terminal
+    num_written = 0
     for variant in configs:
         steps = play(record, batches, start, variant)
-        progress = Console(stderr=True)
-        played += track(
-            steps, variant.name, len(batches), console=progress, transient=True, disable=not progress.is_terminal
-        )
-    write_results(results, _about(record, batches, start, configs), played)
+        try:
+            shown = track(steps, variant.name, len(batches), console=progress, transient=True, disable=is_quiet)
+            played += list(shown)
+        except (ConfigError, RecordingError) as error:
+            kept = f"; what was played before it is in {results / 'updates.jsonl'}" if num_written else ""
+            raise ConfigError(f"variant {variant.name!r}: {error}{kept}") from None
+        append_lines(results, played[num_written:])  # at once: a later variant may fail
+        num_written = len(played)
+    write_comparison(results, _about(record, batches, start, configs), played)
     print_table(played, console)
     different = _differing_own(played, configs)
     if different is not None:
@@ -125,12 +134,13 @@ def _play_all(
 def _differing_own(played: "list[Played]", configs: "dict[Variant, RunConfig]") -> list[int] | None:
     """The updates at which a variant without a setting of its own is not what was recorded; None without such one."""
     from deploy.replay.results import differing
+    from deploy.replay.variants import RECORDED
 
     own = next((variant.name for variant in configs if not variant.settings), None)
     if own is None:
         return None
     return differing(
-        (line for line in played if line.variant == own), (line for line in played if line.variant == "recorded")
+        (line for line in played if line.variant == own), (line for line in played if line.variant == RECORDED)
     )
 
 
@@ -151,10 +161,11 @@ def _about(
 
 
 def _run_folder(run: str, runs: Path) -> Path:
-    for folder in (Path(run), runs / run):
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
+    folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
+    if not folders:
+        raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
+    runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())
+    return next(runs_own, folders[-1])  # the last: another folder of this name may lie in the working directory
 
 
 def _results_folder(run_folder: Path, name: str | None) -> Path:

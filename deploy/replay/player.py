@@ -11,11 +11,12 @@ from consumers.batch import pack
 from consumers.checkpoints import CheckpointError, load_checkpoint, read_state
 from consumers.learner import Learner
 from consumers.staleness import LagTable
-from deploy.replay.variants import Variant, steps_alike
+from deploy.replay.variants import RECORDED, Variant, steps_alike
 from schemas.config import ConfigError, RunConfig
 from schemas.record import BatchHead
 from schemas.record_reader import BatchAt, Record
-from schemas.recording import model_digest
+from schemas.recording import RecordingError, model_digest
+from schemas.rollout import RecordError
 
 
 class Start(NamedTuple):
@@ -117,8 +118,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: Variant)
     Where the run was continued with other settings, so is the replay, from the same batch on.
 
     Raises:
-        ConfigError: settings that do not fit.
-        CheckpointError: the checkpoint to begin with is not whole.
+        ConfigError: settings that do not fit, or the checkpoint to begin with is not whole any more.
         RecordingError: a batch cannot be read.
     """
     learner: Learner | None = None
@@ -128,12 +128,16 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: Variant)
         if learner is None:
             learner = Learner(config)
             if start.checkpoint is not None:
-                load_checkpoint(start.checkpoint, learner)
+                _load(start.checkpoint, learner)
         elif not steps_alike(config, learner.config):
             learner = _resumed(learner, config)
         head, recorded = record.batch(at)
         lag_of = LagTable(head.policy_version, header.forks, header.announced)
-        report = learner.step(pack([each.decode() for each in recorded], lag_of, config))
+        try:
+            groups = [each.decode() for each in recorded]
+        except RecordError as error:
+            raise RecordingError(f"{at.segment.file}: batch {head.position}: {error}") from error
+        report = learner.step(pack(groups, lag_of, config))
         yield Played(
             variant=variant.name,
             update=head.update,
@@ -150,13 +154,20 @@ def recorded_updates(record: Record, batches: list[BatchAt]) -> Iterator[tuple[B
         yield (
             head,
             Played(
-                variant="recorded",
+                variant=RECORDED,
                 update=head.update,
                 policy_version=head.policy_version,
                 metrics=head.metrics,
                 skipped_reason=head.skipped_reason,
             ),
         )
+
+
+def _load(checkpoint: Path, learner: Learner) -> None:
+    try:
+        load_checkpoint(checkpoint, learner)
+    except (CheckpointError, OSError) as error:  # a run that goes on deletes its older ones
+        raise ConfigError(f"--from {checkpoint.name}: {error}") from None
 
 
 def _resumed(learner: Learner, config: RunConfig) -> Learner:

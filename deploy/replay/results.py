@@ -17,6 +17,7 @@ from rich.table import Table
 from deploy.drawing import INK, SERIES, legend_above
 from deploy.figures import STYLE, WIDTH_IN
 from deploy.replay.player import Played
+from deploy.replay.variants import RECORDED
 from schemas.json_lines import Lines
 
 MEASURES = {
@@ -34,10 +35,8 @@ the objective clipped."""
 MAX_LINES_DRAWN = len(SERIES)
 
 
-def write_results(folder: Path, about: dict[str, Any], played: Sequence[Played]) -> None:
-    """`replay.json` (what was replayed), `updates.jsonl` (every number of each update), `table.md` and `replay.svg`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "replay.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1))
+def append_lines(folder: Path, played: Iterable[Played]) -> None:
+    """Onto `updates.jsonl`: every number of each update."""
     lines = Lines(folder / "updates.jsonl")
     for line in played:
         lines.write(
@@ -48,6 +47,11 @@ def write_results(folder: Path, about: dict[str, Any], played: Sequence[Played])
             **{name: value if math.isfinite(value) else None for name, value in line.metrics.items()},
         )
     lines.close()
+
+
+def write_comparison(folder: Path, about: dict[str, Any], played: Sequence[Played]) -> None:
+    """`replay.json` (what was replayed), `table.md` and `replay.svg`."""
+    (folder / "replay.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1))
     (folder / "table.md").write_text(table_by_update(played))
     with matplotlib.rc_context(STYLE):
         figure(played).savefig(folder / "replay.svg", format="svg", metadata={"Date": None})
@@ -102,7 +106,7 @@ def figure(played: Sequence[Played]) -> Figure:
         for number, name in enumerate(names):
             own = [line for line in played if line.variant == name]
             values = np.array([line.metrics.get(measure, math.nan) for line in own], dtype=float)
-            is_recorded = name == "recorded"
+            is_recorded = name == RECORDED
             ax.plot(
                 [line.update for line in own],
                 np.where(np.isfinite(values), values, np.nan),

@@ -14,6 +14,8 @@ SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", 
 """What of a run file a training step depends on, its batch given. `num_updates` is what `trainer.decay` is laid out
 for."""
 OWN = "own"
+RECORDED = "recorded"
+"""What the run itself found, beside the variants."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -45,7 +47,7 @@ def variants_of(
     `settings` hold for all of them.
 
     Raises:
-        ConfigError: two of one name, a name that is none, a setting that no step reads.
+        ConfigError: two of one name, a name that is none or `RECORDED`, a setting that no step reads.
     """
     variants = [
         Variant(name=path.rpartition(":")[2].lower() or path, settings=(f"objective.path={path}", *settings))
@@ -57,6 +59,11 @@ def variants_of(
     for variant in variants:
         if not _NAME.fullmatch(variant.name):
             raise ConfigError(f"variant {variant.name!r}: expected a name of letters, digits, '.', '_' and '-'")
+        if variant.name.lower() == RECORDED:
+            raise ConfigError(
+                f"variant {variant.name!r}: the name of what the run itself found; expected another one, as in "
+                "--variant NAME SETTING ..."
+            )
         if [other.name for other in variants].count(variant.name) > 1:
             raise ConfigError(f"variant {variant.name!r}: two have this name; name them by --variant NAME SETTING ...")
         for setting in variant.settings:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 from urllib.error import URLError
@@ -24,9 +25,12 @@ class Samples:
     def __init__(self, text: str) -> None:
         """Raises ValueError for what is no Prometheus text."""
         self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except LookupError as error:  # the parser's, of some broken lines
+            raise ValueError(f"no Prometheus text: {error}") from error
 
     def get(self, name: str, **labels: str) -> float | None:
         """The first sample of this name with these labels; None where there is none, or no number."""
@@ -73,8 +77,11 @@ def _look(target: tuple[str, str]) -> Endpoint:
     role, address = target
     try:
         with _OPENER.open(f"http://{address}/metrics", timeout=_PATIENCE_S) as answer:
-            return Endpoint(role, address, Samples(answer.read(_MAX_BYTES).decode()))
+            text = answer.read(_MAX_BYTES).decode()
+            if answer.length:  # of what it has announced
+                raise ValueError(f"its answer lacks {answer.length:,} bytes")
+            return Endpoint(role, address, Samples(text))
     except URLError as error:
         return Endpoint(role, address, None, str(error.reason))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:  # a host of odd characters, a port that talks otherwise
         return Endpoint(role, address, None, str(error) or type(error).__name__)

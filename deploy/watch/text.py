@@ -20,6 +20,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     numbers = [value for value in values if math.isfinite(value)]
     if not numbers or width < 1:
         return ""
+    # To within 1, exactly: neither a sum nor a range of the largest numbers is finite.
+    exponent = math.frexp(max(map(abs, numbers)))[1]
+    numbers = [math.ldexp(value, -exponent) for value in numbers]
     count = min(width, len(numbers))
     edges = [round(n * len(numbers) / count) for n in range(count + 1)]
     means = [sum(numbers[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -35,13 +38,13 @@ def bar(share: float, width: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits that mean something: `0.9874`, `12,345`, `1.2e-06`."""
+    """Four digits that mean something: `0.9874`, `12,345`, `1.2e-06`, `1.2e+12`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
     if value == 0 or 1e-3 <= size < 1:
         return f"{value:.4f}" if value else "0"
-    if size < 1e-3:
+    if size < 1e-3 or size >= 1e12:
         return f"{value:.1e}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 

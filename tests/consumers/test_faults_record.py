@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from mini_producer import group_fields
-from trainer_bench import KilledError, assert_settled_once, wait_for
+from trainer_bench import KilledError, assert_settled_once, at_step, wait_for
 from trainer_process import with_learner
 
 from consumers.checkpoints import Checkpoints
@@ -68,7 +68,7 @@ def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, 
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, die)
-        with pytest.raises(KilledError):
+        with pytest.raises(RunFailedError if method == "append" else KilledError):
             first.run()
     second = bench.trainer(resume=True)
     assert second.run()
@@ -247,3 +247,66 @@ def test_a_run_without_record_leaves_none_and_a_later_one_says_what_is_missing(b
     record = Record(bench.folder)
     assert record.missing == [(0, 4)] and len(record.batches) == 8
     assert recorded(record) == bench.saved_training(redis_client)[16:]
+
+
+def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_committed_without(
+    bench, redis_client, monkeypatch, caplog
+):
+    import schemas.record
+
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    with monkeypatch.context() as patch:
+        at_step(first, 5, lambda: patch.setattr(schemas.record, "MAX_FRAME_BYTES", 100))
+        with pytest.raises(
+            RunFailedError, match=r"a batch cannot be recorded: ValueError: batch 5: .* at most 100; cont"
+        ):
+            first.run()
+        first.close()
+    assert len(bench.saved_training(redis_client)) == 4 * 4, "the checkpoint before it"
+    assert "no checkpoint: the record of rollouts cannot be written" in caplog.text
+    assert len(Record(bench.folder).batches) == 5
+    assert bench.trainer(resume=True).run()
+    assert_recorded_once(bench, redis_client)
+
+
+def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redis_client, monkeypatch, caplog):
+    bench.overrides = ["record=true"]
+    trainer = bench.trainer()
+    recorder = trainer._recorder
+    recorder._writing = recorder._thread.submit(lambda: 1 // 0)
+
+    def fail(self) -> None:
+        raise ValueError("no such file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFiles, "close", fail)
+        trainer.close()
+    assert "a batch cannot be recorded: ZeroDivisionError" in caplog.text
+    assert "the record of rollouts is not closed: no such file" in caplog.text
+    assert recorder._thread._shutdown
+
+
+def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first._recorder._wait()
+    bench.overrides = ["record=false"]
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    second.learner.fail_at[9] = KilledError()
+    with pytest.raises(KilledError):
+        second.run()
+    record = Record(bench.folder)
+    assert len(record.batches) == 4 and record.num_undone == 3 and record.header.epoch == 1
+    assert recorded(record) == bench.saved_training(redis_client)[:16]
+    bench.overrides = ["record=true"]
+    assert bench.trainer(resume=True).run()
+    record = Record(bench.folder)
+    assert record.missing == [(4, 8)] and [at.entry.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]

@@ -4,6 +4,10 @@ import importlib
 import importlib.util
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +16,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainer_bench import KilledError
+from fake_wandb import FakeServer, Settings
+from trainer_bench import KilledError, wait_for
 
+import consumers.__main__ as entry
+from consumers.checkpoints import Checkpoints
 from consumers.sinks import feeding
 from consumers.sinks.feeding import Sinks, check_sinks
 from consumers.sinks.points import Point, numbers_of
+from consumers.sinks.weights_and_biases import _Run
 from schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
 
 OFFLINE = WandbConfig(project="lab", mode="offline")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -64,13 +73,13 @@ def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
     return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
 
 
-def read_wandb(folder: Path) -> list[tuple[str, dict[int, dict[str, Any]]]]:
-    """(run id, numbers by step) of each session, oldest first."""
+def read_wandb(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]]]]:
+    """(run id, (step, numbers) of each row) of each session, oldest first."""
     datastore = pytest.importorskip("wandb.sdk.internal.datastore")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     sessions = []
     for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        store, run_id, history = datastore.DataStore(), "", {}
+        store, run_id, history = datastore.DataStore(), "", []
         store.open_for_scan(str(file))
         while (data := store.scan_data()) is not None:
             record = records.Record()
@@ -81,7 +90,8 @@ def read_wandb(folder: Path) -> list[tuple[str, dict[int, dict[str, Any]]]]:
                 row = {
                     each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
                 }
-                history[record.history.step.num] = {k: v for k, v in row.items() if not k.startswith("_")}
+                numbers = {k: v for k, v in row.items() if not k.startswith("_")}
+                history.append((record.history.step.num, numbers))
         store.close()
         sessions.append((run_id, history))
     return sessions
@@ -133,7 +143,8 @@ def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_pat
         opened.close()
     (first_id, first), (second_id, second) = read_wandb(tmp_path)
     assert first_id == second_id == json.loads((tmp_path / "wandb.json").read_text())["id"]
-    assert sorted(first) == [0, 1, 2, 3] and sorted(second) == [3, 4, 5, 6]
+    assert [step for step, _ in first] == [0, 1, 2, 3] and [step for step, _ in second] == [3, 4, 5, 6]
+    first = dict(first)
     assert first[0] == {"evaluation/accuracy": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
     assert first[2] == {"reward": 0.25, "num_tokens_trained": 7, "phase_s/forward": 0.5}
     assert first[3] == {
@@ -141,6 +152,64 @@ def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_pat
         "evaluation/accuracy": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
     }  # fmt: skip
     assert errors == []
+
+
+def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkeypatch, tmp_path):
+    server = FakeServer()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=server.init, Settings=Settings))
+    config = run_config(wandb=WandbConfig(project="lab"))
+
+    def session(start: int, updates: range, evaluations: dict[int, list[int]]) -> None:
+        """evaluations: by the update after whose line they come in."""
+        run = _Run(config.metrics.wandb, config, tmp_path, "0a1b2c3d")
+        assert server.asked["mode"] == "online" and server.asked["resume"] == "allow"
+        for update in (start, *updates):
+            if update > start:
+                run.write(Point("updates", update, 0.0, {"reward": update / 8}))
+            for evaluated in evaluations.get(update, []):
+                run.write(Point("evaluations", evaluated, 0.0, {"accuracy": 0.5}))
+        run.finish()
+
+    session(0, range(1, 8), {0: [0], 7: [5]})
+    session(4, range(5, 11), {4: [4], 5: [5], 10: [10]})  # W&B has 5 to 7 already
+    session(10, range(11, 13), {10: [10], 11: [12], 12: [11]})
+    assert server.dropped == []
+    updates = [(step, row["reward"] * 8) for step, row in server.rows if "reward" in row]
+    assert updates == [(update, update) for update in range(1, 13)], "each once, at its own step"
+    evaluated = [row["evaluation/update"] for _, row in server.rows if "evaluation/update" in row]
+    assert evaluated == [0, 5, 4, 5, 10, 10, 12, 11]
+
+
+def test_wandbs_process_ends_by_itself_after_a_killed_trainer_while_the_server_is_away(tmp_path):
+    (tmp_path / "wandb.py").write_text("from fake_wandb import *\n")
+    program = (
+        "import multiprocessing, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from consumers.sinks import weights_and_biases\n"
+        "from schemas.config import ModelConfig, Plug, RunConfig, WandbConfig\n"
+        "if __name__ == '__main__':\n"
+        "    weights_and_biases.FINISH_S = 0.5\n"
+        "    config = RunConfig(name='r', model=ModelConfig(path='m'), environment=Plug(path='a:B'))\n"
+        "    weights_and_biases.WeightsAndBiases(WandbConfig(project='lab'), config, Path(sys.argv[1]))\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = tmp_path / "trainer.py"
+    script.write_text(program)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests" / "doubles"), str(ROOT)]),
+        "FAKE_WANDB_AWAY": "1",
+    }
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as killed:
+        pid = int(killed.stdout.readline())
+        assert killed.wait(60) == -signal.SIGKILL
+        try:
+            killed.communicate(timeout=20)  # the pipe is W&B's process's too: it ends when that has ended
+        except subprocess.TimeoutExpired:
+            os.kill(pid, signal.SIGKILL)
+            raise
 
 
 def test_a_batch_that_made_no_update_is_not_written_twice(tmp_path, monkeypatch, errors):
@@ -179,7 +248,7 @@ def failing(where: str) -> Callable[..., Any]:
     return open_sink
 
 
-@pytest.mark.parametrize(("where", "count"), [("open", 1), ("write", 3), ("close", 1)])
+@pytest.mark.parametrize(("where", "count"), [("open", 4), ("write", 3), ("close", 1)])
 def test_a_sink_that_fails_is_said_once_and_counted(where, count, tmp_path, monkeypatch, caplog, errors):
     monkeypatch.setattr(feeding, "_tensorboard", failing(where))
     monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
@@ -191,6 +260,117 @@ def test_a_sink_that_fails_is_said_once_and_counted(where, count, tmp_path, monk
     assert errors == ["tensorboard"] * count
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("metrics.tensorboard: ") and "no room" in message
+
+
+def test_a_sink_that_cannot_be_opened_at_first_is_opened_later_and_what_it_missed_is_counted(
+    tmp_path, monkeypatch, caplog, errors
+):
+    written: list[int] = []
+    asked: list[int | None] = []
+    is_away, wait_s = threading.Event(), threading.Event()
+    is_away.set()
+
+    def open_sink(folder: Path, start: int | None) -> Any:
+        asked.append(start)
+        if is_away.is_set():
+            raise OSError("the server is away")
+        return SimpleNamespace(write=lambda point: written.append(point.update), close=lambda: None)
+
+    monkeypatch.setattr(feeding, "_tensorboard", open_sink)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 4, errors.append)
+    wait_for(lambda: errors)
+    opened.update(line(5, 0.5))
+    wait_for(lambda: len(errors) >= 2)
+    is_away.clear()
+    update = 5
+    while not written:
+        update += 1
+        opened.update(line(update, 0.5))
+        assert not wait_s.wait(0.02) and update < 2000
+    opened.close()
+    num_failed = sum(1 for _ in asked) - 1
+    assert written[0] > 5 and written == list(range(written[0], update + 1))
+    assert set(asked) == {4}, "it was never open before"
+    assert len(errors) == num_failed + len(range(5, written[0])), "each failure and each point that is not there"
+    assert len(caplog.records) == 1 and "cannot be opened: OSError: the server is away" in caplog.text
+
+
+def test_a_sink_that_stays_away_is_tried_less_and_less_often(tmp_path, monkeypatch, errors):
+    clock = [0.0]
+    tried: list[float] = []
+
+    def open_sink(*_: Any) -> Any:
+        tried.append(clock[0])
+        raise OSError("away")
+
+    monkeypatch.setattr(feeding, "_tensorboard", open_sink)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    wait_for(lambda: len(errors) == 1)
+    for update in range(1, 101):
+        clock[0] += 30
+        opened.update(line(update, 0.5))
+        wait_for(lambda: len(errors) == update + len(tried))  # noqa: B023
+    opened.close()
+    assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as TensorBoard's own thread ends
+def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwards(tmp_path, monkeypatch, errors):
+    pytest.importorskip("tensorboard")
+    from consumers.sinks import tensorboard
+
+    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0)
+    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
+    folder, aside = tmp_path / "tensorboard" / "updates", tmp_path / "aside"
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    opened.update(line(1, 0.5))
+    wait_for(lambda: folder.exists() and any(b"reward" in file.read_bytes() for file in folder.iterdir()))
+    wait_for(opened._feeders[0]._points.empty)
+    folder.rename(aside)
+    folder.write_text("in the way")
+    update = 1
+    while not errors:
+        update += 1
+        opened.update(line(update, 0.5))
+        time.sleep(0.02)
+    folder.unlink()
+    aside.rename(folder)
+    wait_for_the_next_second()
+    last = update + 500
+    while update < last and sum(b"reward" in file.read_bytes() for file in folder.iterdir()) < 2:
+        update += 1
+        opened.update(line(update, 0.5))
+        time.sleep(0.02)
+    opened.close()
+    steps = [step for step, *_ in read_tensorboard(folder, "reward")]
+    assert steps[0] == 1 and steps[-1] == update, "what was there stays, and it goes on"
+    assert steps == sorted(set(steps))
+
+
+def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_points(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from consumers.sinks.tensorboard import TensorBoard
+
+    sink = TensorBoard(tmp_path, 0)
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    closed: list[str] = []
+    close = sink._writers["evaluations"].close
+    monkeypatch.setattr(sink._writers["updates"], "close", fail)
+    monkeypatch.setattr(sink._writers["evaluations"], "close", lambda: (close(), closed.append("evaluations")))
+    sink.write(Point("evaluations", 3, 1003.0, {"accuracy": 0.5}))
+    with pytest.raises(OSError, match="no room"):
+        sink.close()
+    assert closed == ["evaluations"]
+    assert read_tensorboard(tmp_path / "evaluations", "accuracy") == [(3, 0.5, 1003.0)]
+    monkeypatch.undo()
+    sink.close()
 
 
 def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
@@ -211,7 +391,7 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_pa
 
 
 @pytest.mark.redis
-def test_a_trainer_killed_and_resumed_leaves_each_update_once_in_both_sinks(bench):
+def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(bench):
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
@@ -233,7 +413,8 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_in_both_sinks(benc
     assert steps == sorted(set(steps)) and {0, 5, 10, 12} <= set(steps)
     sessions = read_wandb(bench.folder)
     assert len({run_id for run_id, _ in sessions}) == 1 and len(sessions) == 2
-    assert {step for _, history in sessions for step, row in history.items() if "reward" in row} == set(range(1, 13))
+    steps = [[step for step, row in history if "reward" in row] for _, history in sessions]
+    assert steps == [[1, 2, 3, 4, 5, 6], list(range(5, 13))], "the checkpoint is of update 4"
     assert bench.metrics.sink_errors.labels("wandb")._value.get() == 0
 
 
@@ -244,9 +425,50 @@ def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
     bench.folder.mkdir()
     (bench.folder / "tensorboard").write_text("in the way")
     bench.hardy_producer()
-    assert bench.trainer().run()
-    assert bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "tensorboard"}) == 1
+    trainer = bench.trainer()
+    assert trainer.run()
+    trainer.close()
+    num_points = len(bench.lines("updates.jsonl")) + len(bench.lines("evaluations.jsonl"))
+    count = bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "tensorboard"})
+    assert count == 1 + num_points
     assert sum("metrics.tensorboard: it cannot be opened" in each.getMessage() for each in caplog.records) == 1
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("how", ["resume", "standby"])
+def test_a_trainer_without_the_sinks_package_takes_nothing_over(bench, redis_client, monkeypatch, caplog, how):
+    monkeypatch.setenv("REDIS_URL", bench.url)
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    epoch = redis_client.hgetall(bench.keys.commit)
+    claimed = Checkpoints(bench.folder / "checkpoints", 2, Path("none")).newest_epoch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    bench.overrides = ["metrics.tensorboard=true"]
+    assert entry.main(bench.config, runs=bench.runs, **{how: True}) == 2
+    assert "metrics.tensorboard is set: the package tensorboard is not installed" in caplog.text
+    assert redis_client.hgetall(bench.keys.commit) == epoch
+    assert Checkpoints(bench.folder / "checkpoints", 2, Path("none")).newest_epoch() == claimed == 0
+
+
+@pytest.mark.redis
+def test_the_record_is_closed_before_the_sinks_which_may_take_their_time(bench, monkeypatch):
+    closed: list[str] = []
+    bench.overrides = ["record=true"]
+    trainer = bench.trainer()
+    for name in ("_recorder", "_sinks"):
+        part = getattr(trainer, name)
+
+        def close(name: str = name, close: Callable[[], None] = part.close) -> None:
+            closed.append(name)
+            close()
+
+        monkeypatch.setattr(part, "close", close)
+    trainer.close()
+    assert closed == ["_recorder", "_sinks"]
 
 
 @pytest.fixture

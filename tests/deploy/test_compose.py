@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import socket
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,16 @@ DEPLOY = ROOT / "deploy"
 IMAGES = DEPLOY / "images"
 TEXT = (DEPLOY / "compose.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+PRIVATE = (
+    "secrets/admin",
+    "handout/trainer/password",
+    "deploy/secrets/demo-trainer",
+    "deploy/kubernetes/handout/redis/users.acl",
+    "deploy/runs/demo/redis/connection.json",
+    "deploy/runs/demo/run.toml",
+)
+"""What somebody may have put beside the sources: passwords, and folders of runs."""
+SHIPPED = ("deploy/runs/demo.toml", "deploy/security/acl.py", "producers/__main__.py")
 PROFILES = {"cpu": ("producer", "trainer"), "gpu": ("producer-gpu", "trainer-gpu")}
 
 
@@ -165,8 +177,39 @@ def test_only_sources_go_into_an_image() -> None:
     first, *rest = (ROOT / ".dockerignore").read_text().splitlines()
     assert first == "*"
     kept = [line.removeprefix("!") for line in rest if line.startswith("!")]
-    assert all((ROOT / name).exists() for name in kept)
+    assert all(list(ROOT.glob(name)) for name in kept)
     assert not {"runs", "tests", ".git", ".venv"} & set(kept)
+
+
+def test_passwords_and_runs_stay_out_of_an_image() -> None:
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [file for file in PRIVATE if not is_ignored(file, patterns)] == []
+    assert [file for file in SHIPPED if is_ignored(file, patterns)] == []
+
+
+def is_ignored(file: str, patterns: list[str]) -> bool:
+    """As a builder reads .dockerignore: the last pattern counts that takes the file or a folder above it."""
+    parts = Path(file).parts
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    ignored = False
+    for pattern in patterns:
+        bare = pattern.removeprefix("!").rstrip("/")
+        expression = re.escape(bare).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if any(re.fullmatch(expression, name) for name in above):
+            ignored = not pattern.startswith("!")
+    return ignored
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_passwords_and_runs_stay_out_of_git(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    checked = subprocess.run(
+        ["git", "-C", tmp_path, "-c", "core.excludesFile=", "check-ignore", *PRIVATE, *SHIPPED],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.stdout.splitlines() == list(PRIVATE)
 
 
 def test_stand_ins_are_for_published_images_of_the_compose_file() -> None:

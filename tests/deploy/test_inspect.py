@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from inspected_run import (
     inspected_run,
     plain,
     settings,
+    trainer_files,
     write_batch,
 )
 from mini_producer import dead_fields, group_fields, make_group
@@ -42,6 +44,7 @@ from deploy import cli
 from deploy.inspector.catalogue import Catalogue
 from deploy.inspector.command import _texts
 from deploy.inspector.rows import Query, QueryError, Row, parse_query, select
+from deploy.inspector.searching import TextSearch
 from deploy.inspector.server import InspectorServer
 from deploy.inspector.sources import RecordSource
 from deploy.inspector.stream import StreamSource
@@ -52,6 +55,7 @@ from schemas.keys import Commit, Field, Keys, Kind
 from schemas.policy import make_version
 from schemas.record import GroupEntry
 from schemas.record_reader import Record
+from schemas.recording import RecordingError
 from schemas.rollout import encode_group
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +219,50 @@ def test_a_hundred_thousand_groups_are_filtered_and_sorted_at_the_speed_of_a_cli
     assert taken_s < 1.5, taken_s
 
 
+def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path):
+    inspected_run(tmp_path)
+    catalogue = Catalogue(NAME, RecordSource(Record(tmp_path / NAME)), None)
+    assert catalogue.group(KNOWN_KEY)["index"] == KNOWN
+    assert found(catalogue, q="2+2=") == [KNOWN, 2]
+    files = trainer_files(tmp_path, 1, {0: 10})
+    write_batch(files, 10, [plain(201)])
+    catalogue._looked_s -= 1  # the last look is a while ago
+    assert catalogue.run()["num_groups"] == NUM_PLAIN + 1
+    assert found(catalogue, q="2+2=") == [2] and found(catalogue, q="201+") == [201]
+    (row,) = catalogue.page(Query(size=1))["rows"]
+    assert row["key"] != KNOWN_KEY and catalogue.group(row["key"])["prompt"]["text"] == "201+201="
+    for key in (KNOWN_KEY, TURNS_KEY):
+        with pytest.raises(RecordingError, match="batch 10 of trainer 0 was undone by a rollback"):
+            catalogue.group(key)
+    assert catalogue.group("0-9-6")["index"] == NUM_PLAIN, "what was before the fork keeps its name"
+    files.close()
+
+
+def row(key: str) -> Row:
+    return Row(key, 0, "trained", 1, GroupEntry(index=1, outcome="trained"))
+
+
+def test_a_text_search_keeps_no_more_text_than_it_may_and_comes_to_its_end_all_the_same():
+    rows, read = [row(str(n)) for n in range(10)], []
+
+    def text_of(row: Row) -> str:
+        read.append(row.key)
+        return f"{row.key}abc"
+
+    search = TextSearch(text_of, kept_characters=4 * 3)
+    assert search.matching(rows, "7A", math.inf) == ([rows[7]], 10) and len(read) == 10
+    assert search.matching(rows, "7a", -1.0) == ([rows[7]], 10) and len(read) == 10, "known"
+    assert search.matching(rows, "b", math.inf) == (rows, 10) and len(read) == 17, "three texts were kept"
+    search.keep(rows[2:])
+    assert search.matching(rows[2:], "b", -1.0) == (rows[2:], 8) and len(read) == 17
+    assert search.matching(rows, "b", -1.0) == ([], 0), "forgotten"
+    assert search.matching(rows, "c", math.inf) == (rows, 10) and len(read) == 17 + 9, "one of the texts was kept"
+    assert search._num_characters == sum(map(len, search._texts.values())) == 12
+    for n in range(20):
+        search.matching(rows, str(n), math.inf)
+    assert len(search._answers) == 8
+
+
 def test_a_text_search_that_takes_long_answers_in_parts_and_goes_on(catalogue, run, monkeypatch):
     slow = Catalogue(NAME, RecordSource(Record(run)), None)
     monkeypatch.setattr("deploy.inspector.catalogue._SEARCH_S", -1.0)
@@ -291,7 +339,7 @@ def test_what_was_not_scored_has_no_numbers_and_says_why(catalogue):
     assert scored["kept"] == [True] * 4
     assert unscored["kept"] == unscored["proximal_logprobs"] == unscored["importance_weights"] == [None] * 3
     assert unscored["versions"] == [None, 20, 20] and unscored["lags"] == [9, 0, 0]
-    skipped = catalogue.group("10-2")
+    skipped = catalogue.group("0-10-2")
     assert skipped["missing"] == ["proximal logprobs and weights: no token scored (its rewards do not differ)"]
 
 
@@ -353,11 +401,18 @@ def test_every_answer_is_strict_about_what_a_browser_may_do_with_it(server, path
 
 @pytest.mark.parametrize(
     "path",
-    ["/../server.py", "/page.py", "/..%2fserver.py", "/api/groups/..%2f", "/api/groups/0-9", "/api/groups/9999-0",
-     "/api/groups/0-%00", "/api/groups/-1-0", "/api/groups/%D9%A3-0", "/api/groups/" + "9" * 5000 + "-0"],
+    ["/../server.py", "/page.py", "/..%2fserver.py", "/api/groups/..%2f", "/api/groups/0-0-9", "/api/groups/0-9999-0",
+     "/api/groups/1-0-0", "/api/groups/10-0", "/api/groups/0-0-%00", "/api/groups/0-0-0%0A", "/api/groups/0--1-0",
+     "/api/groups/0-%D9%A3-0", "/api/groups/0-" + "9" * 5000 + "-0"],
 )  # fmt: skip
 def test_what_is_not_there_is_not_found(server, path):
     assert ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize("path", ["http://[", "http://[x]/api/run"])
+def test_a_path_that_is_none_is_a_400(server, path):
+    status, _, body = ask(server, path, Host="localhost")
+    assert status == 400 and json.loads(body)["problem"].startswith("path: ")
 
 
 def test_a_parameter_that_is_none_is_a_400_that_names_it(server):
@@ -479,8 +534,51 @@ def test_the_memory_for_groups_read_is_bounded_and_says_what_was_let_go(redis_cl
     source.refresh()
     assert [row.entry.index for row in source.rows] == [8, 9, 10]
     assert "the oldest 7 groups were let go here, to bound memory" in source.notes
+    assert [source.look(row.key).group.index for row in source.rows] == [8, 9, 10] and len(source._kept) == 3
     with pytest.raises(KeyError):
         source.look("1-0")
+
+
+@pytest.mark.redis
+def test_a_first_look_at_a_long_stream_is_bounded_too(redis_client, keys, monkeypatch):
+    for index in range(1, 201):
+        redis_client.xadd(keys.rollouts, group_fields(index, 12))
+    most, read = [], StreamSource._read
+
+    def watched(source: StreamSource) -> bool:
+        most.append(len(source.rows))
+        return read(source)
+
+    monkeypatch.setattr(StreamSource, "_read", watched)
+    source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(200, 12))))
+    assert max(most) <= 3 and [row.entry.index for row in source.rows] == [198, 199, 200]
+    assert "the oldest 197 groups were let go here, to bound memory" in source.notes
+
+
+@pytest.mark.redis
+def test_texts_of_groups_let_go_are_forgotten(redis_client, keys):
+    source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(1, 12))))
+    catalogue = Catalogue("test", source, None)
+    for index in range(1, 11):
+        redis_client.xadd(keys.rollouts, group_fields(index, 12))
+        catalogue._looked_s -= 1
+        catalogue.run()
+        assert catalogue.page(Query(q="12+34"))["num_found"] == min(index, 3)
+    kept = {row.key for row in source.rows}
+    assert set(catalogue._search._texts) == kept == set(catalogue._search._answers["12+34"])
+
+
+@pytest.mark.redis
+def test_the_time_for_a_group_of_the_stream_does_not_grow_with_their_number(redis_client, keys):
+    class Unscanned(list):
+        def __iter__(self):
+            raise AssertionError("every group was gone through")
+
+    redis_client.xadd(keys.rollouts, group_fields(1, 12))
+    source = StreamSource(redis_client, keys)
+    key = source.rows[0].key
+    source.rows = Unscanned(source.rows)
+    assert source.look(key).group.index == 1
 
 
 @pytest.mark.redis

@@ -20,6 +20,7 @@ from inspected_run import (
     TURNS_KEY,
     inspected_run,
     plain,
+    trainer_files,
     write_batch,
 )
 from transformers import AutoTokenizer
@@ -82,6 +83,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def group_is(browser: Browser, index: int) -> None:
     browser.wait_for("document.getElementById('title').innerText", lambda title: title.startswith(f"Group {index}:"))
+    # What a frame has not drawn yet has no innerText (content-visibility: auto).
+    browser.wait_for("document.querySelector('.sibling h3')?.innerText")
 
 
 def colours(browser: Browser, number: int) -> list[tuple[int, int, int]]:
@@ -260,6 +263,15 @@ def test_a_link_shows_somebody_else_the_same(page):
     page.check()
 
 
+@pytest.mark.parametrize("mode", ["constructor", "toString", "__proto__", "none"])
+def test_a_link_with_a_mode_that_is_none_shows_lags(page, mode):
+    browser = page.open(f"?group={KNOWN_KEY}&mode={mode}")
+    group_is(browser, KNOWN)
+    assert browser.wait_for("document.querySelector('#modes [aria-checked=true]')?.dataset.mode") == "lag"
+    assert browser.evaluate("document.querySelectorAll('#legend li').length") == 6
+    page.check()
+
+
 def test_segments_stand_in_order_and_what_was_not_scored_is_told(page):
     browser = page.open(f"?group={TURNS_KEY}&mode=weight")
     group_is(browser, TURNS)
@@ -326,3 +338,27 @@ def test_what_comes_in_meanwhile_is_told_and_moves_nothing(page):
     write_batch(page.files, 12, [plain(301)])
     browser.wait_for(INDEXES, lambda found: found[0] == 301)
     page.check()
+
+
+def test_a_link_to_what_a_rollback_undid_meanwhile_says_so(tmp_path):
+    page = Page(tmp_path)
+    try:
+        browser = page.open(f"?group={KNOWN_KEY}&q=2%3D")
+        group_is(browser, KNOWN)
+        browser.wait_for(INDEXES, lambda found: found[0] == KNOWN)
+        again = trainer_files(tmp_path, 1, {0: 10})
+        write_batch(again, 10, [plain(202)])
+        browser.wait_for("!document.getElementById('fresh').hidden")
+        browser.press("r")
+        browser.wait_for(INDEXES, lambda found: found[0] == 202 and KNOWN not in found)
+        assert browser.evaluate("document.querySelector('tr[aria-current]')") is None
+        page.open(f"?group={KNOWN_KEY}")
+        browser.wait_for(
+            "document.getElementById('trouble').innerText",
+            lambda text: text == "batch 10 of trainer 0 was undone by a rollback",
+        )
+        browser.errors = [error for error in browser.errors if "404" not in error]
+        page.check()
+        again.close()
+    finally:
+        page.close()

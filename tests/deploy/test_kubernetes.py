@@ -1,6 +1,7 @@
 """deploy/kubernetes: manifests that a cluster takes, and that say the same as the code."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,18 +15,23 @@ import redis
 import yaml
 from real_server import RealServer
 
+from deploy.grafana.__main__ import DASHBOARDS, FOLDER
 from deploy.images.hand_out import hand_out
+from deploy.prometheus.__main__ import FILE, as_objects
+from deploy.prometheus.command import RULES
 from deploy.security.acl import acl_file, user_name, user_names
 from producers.loop import FAREWELL_S, GRACE_S
 from schemas.config import MetricsConfig, RunConfig, load_config
 from schemas.endpoint import PASSWORD_FILE, URL
 from schemas.keys import PRODUCERS_GROUP, Keys
 
-KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
 OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.31", "1.37")
 RUN = "demo"
+NAMESPACE = "penstock"
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 
@@ -64,7 +70,12 @@ def test_every_object_is_one_that_a_cluster_takes(objects: Objects) -> None:
 
 
 def test_a_field_that_does_not_exist_is_refused(objects: Objects) -> None:
-    for kind, name in (("Deployment", "producer"), ("ScaledObject", "producer"), ("ServiceMonitor", "penstock")):
+    for kind, name in (
+        ("Deployment", "producer"),
+        ("ScaledObject", "producer"),
+        ("ServiceMonitor", "penstock"),
+        ("PrometheusRule", "penstock-alerts"),
+    ):
         objects[kind, name]["spec"]["minReplicaCounts"] = 1
         with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
             test_every_object_is_one_that_a_cluster_takes({(kind, name): objects[kind, name]})
@@ -87,7 +98,7 @@ def test_kubectl_makes_the_same_of_an_overlay(overlay: Path, objects: Objects) -
         pytest.skip("kubectl is not installed")
     text = subprocess.run([kubectl, "kustomize", str(overlay)], check=True, capture_output=True, text=True).stdout
     made = {kustomize.identity(each): each for each in yaml.safe_load_all(text)}
-    (run_file,) = (name for kind, name in made if kind == "ConfigMap")  # with a hash of its content
+    (run_file,) = (name for _, name in made if name.startswith("run-file"))  # with a hash of its content
 
     def plain(each: dict[str, Any]) -> str:
         return json.dumps(each, sort_keys=True).replace(run_file, "run-file")
@@ -100,7 +111,7 @@ def test_kubectl_makes_the_same_of_an_overlay(overlay: Path, objects: Objects) -
 def _label(each: dict[str, Any]) -> None:
     spec = each.get("spec", {})
     holders = [each, *spec.get("volumeClaimTemplates", [])]
-    if each["kind"] != "ConfigMap":
+    if kustomize.identity(each) != ("ConfigMap", "run-file"):  # made by the overlay
         holders += [spec["template"]] if isinstance(spec.get("template"), dict) else []
         for holder in holders:
             holder["metadata"].setdefault("labels", {})["app.kubernetes.io/part-of"] = "penstock"
@@ -117,6 +128,58 @@ def test_producers_are_scaled_by_the_stream_and_group_that_the_run_has(objects: 
     assert "replicas" not in objects["Deployment", "producer"]["spec"]
     # More producers than the credit can occupy would wait for prompts.
     assert scaled["maxReplicaCount"] <= -(-config.credit // int(by_name["lag"]["lagCount"]))
+
+
+def test_keda_asks_redis_by_a_name_that_means_the_same_in_every_namespace(objects: Objects) -> None:
+    assert {each["metadata"].get("namespace") for each in objects.values()} == {NAMESPACE}
+    (port,) = objects["Service", "redis"]["spec"]["ports"]
+    triggers = objects["ScaledObject", "producer"]["spec"]["triggers"]
+    assert [each["metadata"]["address"] for each in triggers] == [
+        f"redis.{NAMESPACE}.svc.cluster.local:{port['port']}"
+    ] * 2
+
+
+def test_one_prompt_wakes_a_producer_and_keda_2_16_takes_the_triggers(objects: Objects) -> None:
+    by_name = {each["name"]: each["metadata"] for each in objects["ScaledObject", "producer"]["spec"]["triggers"]}
+    assert int(by_name["lag"]["activationLagCount"]) > 0  # 2.16 takes 0, its default as well, for a missing value
+    assert "consumerGroup" not in by_name["open"]  # by length, active from the first entry on
+
+
+def test_the_rules_in_the_cluster_are_the_rules_of_prometheus(objects: Objects) -> None:
+    assert FILE.read_text(encoding="utf-8") == as_objects(RULES), "run `python -m deploy.prometheus`"
+    for file in RULES.glob("*.yml"):
+        rules = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert objects["PrometheusRule", f"penstock-{file.stem}"]["spec"] == rules
+    assert len([kind for kind, _ in objects if kind == "PrometheusRule"]) == len(list(RULES.glob("*.yml")))
+
+
+def test_every_dashboard_is_in_a_config_map_that_the_sidecar_looks_for(objects: Objects) -> None:
+    maps = [each for (kind, name), each in objects.items() if kind == "ConfigMap" and name != "run-file"]
+    assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in maps)
+    found = {name: text for each in maps for name, text in each["data"].items()}
+    assert found == {name: (FOLDER / name).read_text(encoding="utf-8") for name in DASHBOARDS}
+    # The annotation in which `kubectl apply` keeps a copy.
+    assert all(len(json.dumps(each)) < 256 * 1024 for each in maps)
+
+
+def test_the_pages_commands_run_from_the_root_and_keep_passwords_out_of_it() -> None:
+    page = (ROOT / "deploy" / "docs" / "deployment.md").read_text(encoding="utf-8")
+    (block,) = (each for each in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hand_out" in each)
+    assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0
+    named = re.findall(r"(?<![\w/])deploy/[\w./-]+", block)
+    assert named and all((ROOT / name).exists() for name in named)
+    assert all("--file deploy/compose.yaml" in line for line in block.splitlines() if line.startswith("docker compose"))
+    folders = re.findall(r"(?:--passwords |--to |--from-file=)(\S+)", block)
+    assert len(folders) == 4 and all(folder.startswith("$KEEP/") for folder in folders)
+    assert re.search(r"^KEEP=~/", block, re.MULTILINE)
+    assert f"kubectl create namespace {NAMESPACE}" in block
+
+
+def test_names_may_be_asked_of_any_address(objects: Objects) -> None:
+    """NodeLocal DNSCache answers at an address of the node."""
+    egress = objects["NetworkPolicy", "to-redis"]["spec"]["egress"]
+    (rule,) = (each for each in egress if {port["port"] for port in each["ports"]} == {53})
+    assert "to" not in rule and {port["protocol"] for port in rule["ports"]} == {"UDP", "TCP"}
 
 
 def test_each_part_has_its_own_user_its_own_password_and_the_runs_name(objects: Objects, config: RunConfig) -> None:

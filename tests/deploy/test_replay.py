@@ -126,6 +126,10 @@ BAD_INPUT = {
     "an unknown objective": (["--objective", "consumers.objectives.none:None"], r"cannot import 'consumers.objec"),
     "an objective that is none": (["--objective", "json:JSONDecoder"], "objective"),
     "two objectives of one name": (["--objective", "a:Grpo", "--objective", "b:Grpo"], "'grpo': two have this name"),
+    "two variants of one name": (["--variant", "v", "--variant", "v", "max_lag=1"], "'v': two have this name"),
+    "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of what the run itself"),
+    "that name in capitals": (["--variant", "Recorded"], "'Recorded': the name of what the run itself found; expected"),
+    "an objective of that name": (["--objective", "a:Recorded"], "'recorded': the name of what the run itself found"),
     "an unknown field": (["--set", "correction.mod=none"], "correction.mod: unknown field, expected one of mode"),
     "a value that does not fit": (["--set", "correction.mode=sometimes"], "correction.mode = 'sometimes'"),
     "a field that no step reads": (["--set", "sampling.temperature=0.5"], "a replay does not read sampling.temp"),
@@ -192,3 +196,52 @@ def test_a_spoiled_checkpoint_is_refused(training, capsys):
     file = training.folder / "checkpoints" / training.checkpoints[0] / "learner.pt"
     file.write_bytes(file.read_bytes()[:-1])
     assert "learner.pt: checksum differs" in refused(capsys, training, "--from", training.checkpoints[0])
+
+
+def test_a_checkpoint_deleted_meanwhile_is_named(training, capsys, monkeypatch):
+    import deploy.replay.player as player
+
+    training.train(1)
+    load = player.load_checkpoint
+
+    def delete_and_load(folder, learner):
+        shutil.rmtree(folder)
+        return load(folder, learner)
+
+    monkeypatch.setattr(player, "load_checkpoint", delete_and_load)
+    said = refused(capsys, training, "--from", training.checkpoints[0])
+    assert f"--from {training.checkpoints[0]}: " in said and "no whole checkpoint" in said
+
+
+def test_what_finished_before_the_record_broke_is_kept(training, capsys, monkeypatch):
+    import deploy.replay.player as player
+
+    play = player.play
+
+    def break_before_the_second(record, batches, start, variant):
+        if variant.name == "second":
+            segment = batches[-1].segment.file
+            segment.write_bytes(segment.read_bytes()[: batches[-1].entry.offset + 20])
+        return play(record, batches, start, variant)
+
+    monkeypatch.setattr(player, "play", break_before_the_second)
+    argv = ["--variant", "first", "max_lag=3", "--variant", "second", "max_lag=4", "--name", "broken"]
+    status, out, err = replay(capsys, training, *argv)
+    assert status == 2 and err.count("\n") == 1, out + err
+    assert "variant 'second': " in err and "batch 3: altered" in err and "broken/updates.jsonl" in err
+    assert [len(lines(training, "broken", name)) for name in ("recorded", "first", "second")] == [4, 4, 0]
+
+
+def test_a_folder_of_the_runs_name_where_one_stands_is_not_taken_for_it(training, capsys, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere" / "test").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert replay(capsys, training, "--updates", "1")[0] == 0
+
+
+def test_a_recorded_group_that_breaks_the_contract_is_named(training, capsys, monkeypatch):
+    from schemas.record import RecordedGroup
+    from schemas.rollout import decode_group
+
+    monkeypatch.setattr(RecordedGroup, "decode", lambda self: decode_group(self.payload[:-1]))
+    said = refused(capsys, training)
+    assert "variant 'own': " in said and "batch 0: " in said

@@ -4,9 +4,12 @@ import io
 import json
 import os
 import signal
+import socketserver
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = RunConfig(
     name="r", num_updates=100, groups_per_step=8, model=ModelConfig(path="m"), environment=Plug(path="a:B")
 )
+BEGAN_S = 1e9
 
 
 def beat(producer_id: str, **changes: Any) -> Heartbeat:
@@ -55,7 +59,7 @@ def beat(producer_id: str, **changes: Any) -> Heartbeat:
 def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **changes: Any) -> dict[str, Any]:
     """A line of updates.jsonl."""
     fields: dict[str, Any] = {
-        "update": update, "policy_version": update, "time_s": time.time() - 35 + update if time_s is None else time_s,
+        "update": update, "policy_version": update, "time_s": BEGAN_S + update if time_s is None else time_s,
         "lag_histogram": {"0": 100, "1": 300, "3": 40, "9": 10},
         "num_tokens_trained": 440, "num_tokens_masked_lag": 10, "num_tokens_rejected": 0,
         "num_groups_trained": 6, "num_groups_skipped": 2, "num_optimizer_steps": 1, "steps_skipped": {},
@@ -90,7 +94,7 @@ def redis_seen(**changes: Any) -> RedisSeen:
 def snapshot(**changes: Any) -> Snapshot:
     fields: dict[str, Any] = {
         "name": "r", "config": CONFIG, "redis": redis_seen(), "updates": updates(),
-        "producers": ("producer-0", "producer-1"),
+        "producers": ("producer-0", "producer-1"), "time_s": BEGAN_S + 35,
     }  # fmt: skip
     return Snapshot(**fields | changes)
 
@@ -110,6 +114,9 @@ def shown(seen: Snapshot, width: int = 80) -> str:
         ([5.0] * 4, 10, "▄▄▄▄"),
         ([0, 0, 4, 4, 8, 8], 3, "▁▅█"),
         ([float("nan"), 1.0, 2.0], 5, "▁█"),
+        ([0, 1.7e308, -1.7e308], 10, "▅█▁"),
+        ([0.0, 0.0, 1.7e308, 1.7e308], 2, "▁█"),
+        ([-5e-324, 5e-324], 10, "▁█"),
     ],
 )
 def test_a_sparkline_shows_the_course_in_the_room_it_has(values, width, wanted):
@@ -119,7 +126,7 @@ def test_a_sparkline_shows_the_course_in_the_room_it_has(values, width, wanted):
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [(None, "-"), (0.0, "0"), (0.98765, "0.9877"), (12345.6, "12,346"), (1.23e-6, "1.2e-06"), (3.14159, "3.142"),
-     (float("inf"), "-"), (-0.02, "-0.0200")],
+     (float("inf"), "-"), (-0.02, "-0.0200"), (-1.7e308, "-1.7e+308")],
 )  # fmt: skip
 def test_a_number_is_short_and_says_something(value, wanted):
     assert number(value) == wanted
@@ -242,11 +249,61 @@ def test_pauses_of_a_producer_elsewhere_come_from_its_metrics():
     assert list(scraped.pauses["far"]) == [(100.0, pytest.approx(0.03))] * 2
 
 
-def test_an_endpoint_that_does_not_answer_or_talks_otherwise_is_a_problem_not_an_error(free_port):
+def test_an_endpoint_that_does_not_answer_is_a_problem_not_an_error(free_port):
     (nobody,) = scrape([("trainer", f"127.0.0.1:{free_port}")])
     assert nobody.samples is None and "refused" in nobody.problem
     (nowhere,) = scrape([("trainer", "no-such-host.invalid:1")])
     assert nowhere.samples is None and nowhere.problem
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The address of a server that says `answer` to everybody."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            self.request.sendall(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"-ERR unknown command 'GET'\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\na 1\n",
+        b"HTTP/1.1 200 OK\r\n\r\n<html>",
+        b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe",
+        b'HTTP/1.1 200 OK\r\n\r\na{x="1", ="2"} 3\n',
+        b"HTTP/1.1 404 Not Found\r\n\r\n",
+    ],
+)
+def test_an_endpoint_that_talks_otherwise_is_a_problem_not_an_error(answer):
+    with answering(answer) as address:
+        (seen,) = scrape([("trainer", address)])
+    assert seen.samples is None and seen.problem
+
+
+@pytest.mark.parametrize("host", ["a b", "a\x00b", "a\r\nHost: c", "ü" * 70, "[::1", "a:b", "", ".", "a\x7f"])
+def test_a_host_that_is_none_is_a_problem_not_an_error(host, tmp_path, monkeypatch, capsys):
+    (seen,) = scrape([("producer-0", f"{host}:1")])
+    assert seen.samples is None and seen.problem
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    register_metrics_port(write_run(tmp_path, finished=False), "trainer", host, 1)
+    assert cli.main(["watch", "r", "--runs", str(tmp_path), "--once"]) == 0
+    assert "update 30/30" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ NUM_PLAIN = 70
 PER_BATCH = 7
 KNOWN, TURNS, SKIPPED, DEAD, HOSTILE = 101, 102, 103, 104, 105
 """Indexes of the groups of the last batch."""
-KNOWN_KEY, TURNS_KEY, HOSTILE_KEY = "10-0", "10-1", "10-4"
+KNOWN_KEY, TURNS_KEY, HOSTILE_KEY = "0-10-0", "0-10-1", "0-10-4"
 MARK = "pénstock"
 SCRIPT = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover=alert(3) '"
 BIDI = "a\u202eevil\u2066b\x1b[31mred\x00nul\u200bzero"
@@ -182,12 +182,16 @@ def settings(runs: Path) -> RunConfig:
     )
 
 
+def trainer_files(runs: Path, epoch: int = 0, line: dict[int, int] | None = None) -> SegmentFiles:
+    """Those of a trainer that begins now."""
+    begun = msgspec.structs.replace(header(epoch, line), run=NAME)
+    return SegmentFiles(runs / NAME / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
+
+
 def inspected_run(runs: Path, *, close: bool = True) -> SegmentFiles:
     """Writes the run's folder `runs / NAME`."""
-    folder = runs / NAME
-    save_run_file(settings(runs), folder)
-    begun = msgspec.structs.replace(header(), run=NAME)
-    files = SegmentFiles(folder / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
+    save_run_file(settings(runs), runs / NAME)
+    files = trainer_files(runs)
     for position in range(NUM_PLAIN // PER_BATCH):
         write_batch(files, position, [plain(PER_BATCH * position + n + 1) for n in range(PER_BATCH)])
     write_batch(files, NUM_PLAIN // PER_BATCH, [known(), turns(), skipped(), dead(), hostile()])

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-KNOWN = {"apiVersion", "kind", "resources", "labels", "images", "configMapGenerator", "patches"}
+KNOWN = {"apiVersion", "kind", "namespace", "resources", "labels", "images", "patches"}
+KNOWN |= {"configMapGenerator", "generatorOptions"}
 _NAMED = {"containers", "initContainers", "volumes", "env"}
 
 
@@ -17,7 +18,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert kustomization.keys() <= KNOWN, kustomization.keys() - KNOWN
     objects: list[dict[str, Any]] = []
-    for resource in kustomization["resources"]:
+    for resource in kustomization.get("resources", []):
         path = folder / resource
         objects += load(path.resolve()) if path.is_dir() else documents(path)
     for patch in kustomization.get("patches", []):
@@ -26,7 +27,13 @@ def load(folder: Path) -> list[dict[str, Any]]:
             objects[index] = _merged(objects[index], change)
     for generated in kustomization.get("configMapGenerator", []):
         data = {name: (folder / name).read_text() for name in generated["files"]}
-        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generated["name"]}, "data": data})
+        metadata = {"name": generated["name"]}
+        if labels := kustomization.get("generatorOptions", {}).get("labels"):
+            metadata["labels"] = dict(labels)
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    if "namespace" in kustomization:
+        for each in objects:
+            each["metadata"]["namespace"] = kustomization["namespace"]
     images = {image["name"]: f"{image['newName']}:{image['newTag']}" for image in kustomization.get("images", [])}
     for each in objects:
         for container in containers(each):

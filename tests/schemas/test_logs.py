@@ -15,6 +15,7 @@ from schemas.config import ConfigError
 from schemas.policy import make_version
 
 ROOT = Path(__file__).parents[2]
+CHATTY = ("httpx", "httpcore", "openai")
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(logs.FORM, "json")
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in CHATTY}
     yield
     root.setLevel(level)
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)
     root.handlers[:] = handlers
     logging.captureWarnings(False)
 
@@ -64,6 +68,82 @@ def test_the_time_is_utc_to_the_millisecond(capsys):
     )
     logging.getLogger().handle(record)
     assert records(capsys)[0]["time"] == "2025-10-09T08:53:20.042Z"
+
+
+class Unshowable:
+    def __str__(self) -> str:
+        raise RuntimeError("not me")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.parametrize(
+    ("message", "arguments", "said"),
+    [
+        ("%d groups", ("many",), "%d groups with ('many',): TypeError"),
+        ("%s and %s", ("one",), "%s and %s with ('one',): TypeError"),
+        ("%s", (Unshowable(),), "%s with <tuple that cannot be shown: RuntimeError>: RuntimeError: not me"),
+        (Unshowable(), (), "<Unshowable that cannot be shown: RuntimeError>"),
+    ],
+    ids=["no number", "too few", "an argument", "the message"],
+)
+def test_a_message_that_cannot_be_formatted_is_one_record_all_the_same(
+    capsys, monkeypatch, form, message, arguments, said
+):
+    monkeypatch.setenv(logs.FORM, form)
+    logs.configure("trainer", run="r", id="t")
+    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.Records))
+    handler.handle(logging.LogRecord("x", logging.WARNING, "x.py", 1, message, arguments, None))  # not to pytest's own
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in (json.loads(line)["message"] if form == "json" else line)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (Path("a"), "a"),
+        (Unshowable(), "<Unshowable that cannot be shown: RuntimeError>"),
+        ({("a", 1): 2}, "{('a', 1): 2}"),
+        ([1, {2}], [1, "{2}"]),
+    ],
+    ids=["a path", "unshowable", "a tuple as key", "inside a list"],
+)
+def test_a_field_that_is_no_json_is_shown(capsys, value, shown):
+    logs.configure("trainer", run="r", id="t")
+    logs.bind(extra=value)
+    logging.getLogger("x").info("m")
+    (record,) = records(capsys)
+    assert record["extra"] == shown and record["message"] == "m"
+
+
+def test_a_record_is_one_line_for_every_reader(capsys):
+    said = "a\u2028b\u2029c\x85d\ne\x0bf\x1cg\udc80é"
+    logs.configure("trainer", run="r", id="t")
+    logging.getLogger("x").info(said)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == said and "é" in line
+
+
+def test_libraries_that_tell_every_url_are_kept_quiet_unless_a_level_is_set_already(capsys):
+    logging.getLogger("httpcore").setLevel(logging.DEBUG)
+    logs.configure("producer", run="r", id="t")
+    for name in CHATTY:
+        logging.getLogger(name).info("GET http://tools/?key=secret")
+        logging.getLogger(f"{name}.part").warning("retrying")
+    told = [(record["logger"], record["message"]) for record in records(capsys)]
+    assert [name for name, message in told if "secret" in message] == ["httpcore"]
+    assert [name for name, message in told if message == "retrying"] == [f"{name}.part" for name in CHATTY]
+
+
+def test_a_standard_error_that_takes_nothing_stops_nobody(monkeypatch):
+    class Gone:
+        def write(self, text: str) -> None:
+            raise OSError("gone")
+
+    logs.configure("trainer", run="r", id="t")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    logging.getLogger("x").info("m")
 
 
 def test_a_policy_version_that_cannot_be_told_is_left_out(capsys):

@@ -1,14 +1,17 @@
 """The record of rollouts: what was written is read back along the surviving line, and a cut is said, never guessed."""
 
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorded_batches import batch, write_segments
 
+from schemas import record as schema
 from schemas.config import ConfigError, load_config
-from schemas.record import FOLDER, encode_batch, sampled_tokens
+from schemas.record import FOLDER, BatchEntry, decode_blob, encode_batch, encode_end, sampled_tokens
 from schemas.record_reader import Record
 from schemas.recording import RecordingError, read_recording
 
@@ -187,3 +190,123 @@ def test_a_segment_is_not_taken_for_a_recording_nor_the_other_way_round(tmp_path
     only_segment(tmp_path).write_bytes(b"name = 'demo'\n")
     with pytest.raises(RecordingError, match="not a segment of a record"):
         Record(tmp_path)
+
+
+def read_all(record: Record) -> int:
+    """Reads whatever can be, in every way; returns how many batches could not be. Of the others each byte is right."""
+    num_refused = 0
+    for at in record.batches:
+        try:
+            head, groups = record.batch(at)
+            assert groups == batch(at.entry.position)[1]
+            assert record.head(at) == head
+            assert [record.group(found) for found in record.find(head.groups[1].index)] == groups[1:]
+        except RecordingError:
+            num_refused += 1
+    return num_refused
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_becomes_of_a_records_bytes_is_said_and_never_a_traceback(tmp_path_factory, data):
+    run = tmp_path_factory.mktemp("run")
+    files = write_segments(run, range(2), close=False)
+    files._end()
+    for position in (2, 3):
+        files.append(*encode_batch(*batch(position)))
+    if data.draw(st.booleans(), label="closed"):
+        files.close()
+    else:
+        files.sync()
+    file = data.draw(st.sampled_from(sorted((run / FOLDER).iterdir())))
+    whole = bytearray(file.read_bytes())
+    before = Record(run) if data.draw(st.booleans(), label="read before") else None
+    cut = data.draw(st.none() | st.integers(0, len(whole) - 1), label="cut")
+    places = data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=cut is None, max_size=4), label="places")
+    values = [data.draw(st.integers(0, 255)) for _ in places]
+    for place, value in zip(places, values, strict=True):
+        whole[place] = value
+    file.write_bytes(whole[:cut])
+    if before is not None:
+        read_all(before)
+        before.refresh()
+        read_all(before)
+    record = Record(run)  # the other segment can be read
+    num_refused = read_all(record)
+    positions_read = positions(record)
+    if cut is None and positions_read != [0, 1, 2, 3]:
+        assert record.notes
+    assert len(positions_read) - num_refused >= 2, "those of the other segment"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_an_index_that_is_whole_and_wrong_is_not_followed(tmp_path_factory, data):
+    run = tmp_path_factory.mktemp("run")
+    write_segments(run, range(2))
+    record = Record(run)
+    file = only_segment(run)
+    body = file.read_bytes()[: record.batches[-1].entry.offset + record.batches[-1].entry.length]
+    right = [at.entry for at in record.batches]
+    number = st.sampled_from([*range(-2, 3), 2**31, 2**63 - 1, *(e.offset for e in right), *(e.length for e in right)])
+    entry = st.builds(BatchEntry, number, number, number, number, number, st.tuples(number))
+    wrong = data.draw(
+        st.lists(entry, max_size=3).map(tuple)
+        | st.sampled_from(["text", 7, [], [[]], {"a": 1}, [[1, 2, 3, 4, 5, 6]]])
+        | st.tuples(st.just(right[0]), entry)
+    )
+    file.write_bytes(body + encode_end(wrong))
+    record = Record(run)
+    assert positions(record) == [0, 1] and read_all(record) == 0
+    assert "after batch 2 of the segment are no whole one" in record.notes[0]
+
+
+def test_an_index_with_another_number_for_a_batch_is_found_when_it_is_read(tmp_path):
+    write_segments(tmp_path, range(2))
+    record = Record(tmp_path)
+    first, second = (at.entry for at in record.batches)
+    body = only_segment(tmp_path).read_bytes()[: second.offset + second.length]
+    wrong = msgspec.structs.replace(second, indexes=(11, 99))
+    only_segment(tmp_path).write_bytes(body + encode_end((first, wrong)))
+    record = Record(tmp_path)
+    with pytest.raises(RecordingError, match="batch 1: altered since it was written: the index says otherwise"):
+        record.find(99)
+
+
+def test_a_segment_filled_with_zeros_does_not_hide_the_others(tmp_path):
+    write_segments(tmp_path, range(2), epoch=0)
+    write_segments(tmp_path, range(2, 4), epoch=1, line={0: 2})
+    newest = max((tmp_path / FOLDER).iterdir())
+    newest.write_bytes(bytes(newest.stat().st_size))
+    record = Record(tmp_path)
+    assert positions(record) == [0, 1] and read_all(record) == 0
+    assert "00001-000000.segment: not a segment of a record" in record.notes[0]
+
+
+def test_a_segment_cut_after_its_index_was_read_is_said(tmp_path):
+    write_segments(tmp_path, range(3))
+    record = Record(tmp_path)
+    last = record.batches[-1]
+    file = only_segment(tmp_path)
+    for size in (last.entry.offset + 2, last.entry.offset + 40, last.entry.offset):
+        file.write_bytes(file.read_bytes()[:size])
+        for read in (record.head, record.batch):
+            with pytest.raises(RecordingError, match=r"batch 2: altered since it was written: .* the file ends before"):
+                read(last)
+    record.refresh()
+    assert positions(record) == [0, 1]
+
+
+def test_what_unpacks_to_more_than_the_bound_is_refused_without_unpacking_it(monkeypatch):
+    monkeypatch.setattr(schema, "MAX_UNPACKED_BYTES", 10_000)
+    with pytest.raises(ValueError, match="more than 10,000 bytes unpacked"):
+        decode_blob(zlib.compress(bytes(10_001)))
+    head, groups = batch(0, padding=10_000)
+    with pytest.raises(ValueError, match=r"RecordedGroup: .* bytes, expected at most 10,000"):
+        encode_batch(head, groups)
+
+
+def test_a_batch_larger_than_a_reader_takes_is_not_encoded(monkeypatch):
+    monkeypatch.setattr(schema, "MAX_FRAME_BYTES", 2_000)
+    with pytest.raises(ValueError, match=r"batch 3: .* bytes packed, expected at most 2,000"):
+        encode_batch(*batch(3, padding=2_000))

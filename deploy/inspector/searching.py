@@ -1,0 +1,70 @@
+"""The list's text search: it goes on where an answer stopped, within bounded memory."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from deploy.inspector.rows import Row
+
+_KEPT_CHARACTERS = 64_000_000
+_KEPT_QUESTIONS = 8
+
+
+class TextSearch:
+    """Asked from several threads.
+
+    Keeps which groups hold the texts that were asked for last, and of the groups' own texts up to `kept_characters`:
+    what is not kept is read again for another question.
+
+    text_of: a group's text, in one case.
+    """
+
+    def __init__(self, text_of: Callable[[Row], str], kept_characters: int = _KEPT_CHARACTERS) -> None:
+        self._text_of = text_of
+        self._kept_characters = kept_characters
+        self._lock = threading.Lock()
+        self._texts: dict[str, str] = {}
+        self._num_characters = 0
+        self._answers: dict[str, dict[str, bool]] = {}
+        """By text asked for, the latest last, and by key of the group."""
+
+    def matching(self, rows: Sequence[Row], wanted: str, patience_s: float) -> tuple[list[Row], int]:
+        """Those of the first rows that hold `wanted`, and how many rows that are: all, if patience lasts."""
+        deadline = time.monotonic() + patience_s
+        wanted = wanted.casefold()
+        with self._lock:
+            answers = self._answers[wanted] = self._answers.pop(wanted, {})
+            if len(self._answers) > _KEPT_QUESTIONS:
+                del self._answers[next(iter(self._answers))]
+        found: list[Row] = []
+        for n, row in enumerate(rows):
+            holds = answers.get(row.key)
+            if holds is None:
+                if time.monotonic() > deadline:
+                    return found, n
+                holds = wanted in self._text(row)
+                with self._lock:
+                    answers[row.key] = holds
+            if holds:
+                found.append(row)
+        return found, len(rows)
+
+    def keep(self, rows: Iterable[Row]) -> None:
+        """Forgets every other group."""
+        keys = {row.key for row in rows}
+        with self._lock:
+            for key in self._texts.keys() - keys:
+                self._num_characters -= len(self._texts.pop(key))
+            for answers in self._answers.values():
+                for key in answers.keys() - keys:
+                    del answers[key]
+
+    def _text(self, row: Row) -> str:
+        text = self._texts.get(row.key)
+        if text is None:
+            text = self._text_of(row)
+            with self._lock:
+                if row.key not in self._texts and self._num_characters + len(text) <= self._kept_characters:
+                    self._texts[row.key] = text
+                    self._num_characters += len(text)
+        return text

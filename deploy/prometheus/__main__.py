@@ -1,0 +1,29 @@
+"""Writes the rules as objects of the Prometheus operator; a test holds them to be in step with the rule files."""
+
+from pathlib import Path
+from textwrap import indent
+
+from deploy.prometheus.command import HERE, RULES
+
+FILE = HERE.parent / "kubernetes" / "base" / "rules.yaml"
+
+
+def as_objects(folder: Path) -> str:
+    """A PrometheusRule for each rule file, whose text is its `spec`."""
+    objects = [
+        "# Made of deploy/prometheus/rules by `python -m deploy.prometheus`.\n",
+        *(
+            "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\n"
+            f"metadata:\n  name: penstock-{file.stem}\nspec:\n{indent(file.read_text(encoding='utf-8'), '  ')}"
+            for file in sorted(folder.glob("*.yml"))
+        ),
+    ]
+    return objects[0] + "---\n".join(objects[1:])
+
+
+def main() -> None:
+    FILE.write_text(as_objects(RULES), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
