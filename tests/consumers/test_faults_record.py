@@ -258,7 +258,12 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
     bench.hardy_producer()
     first = bench.trainer()
     with monkeypatch.context() as patch:
-        at_step(first, 5, lambda: patch.setattr(schemas.record, "MAX_FRAME_BYTES", 100))
+
+        def refuse_from_now_on() -> None:
+            first._recorder._wait()  # the batch before is written in a thread
+            patch.setattr(schemas.record, "MAX_FRAME_BYTES", 100)
+
+        at_step(first, 5, refuse_from_now_on)
         with pytest.raises(
             RunFailedError, match=r"a batch cannot be recorded: ValueError: batch 5: .* at most 100; cont"
         ):

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 
 ROOT = Path(__file__).parents[2]
 NAME = "inspected"
-NUM_UPDATES = 40
+NUM_UPDATES = 200
+"""It has to go on while the inspector starts and looks."""
 BOOT_S = 240.0
 
 

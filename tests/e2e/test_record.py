@@ -97,7 +97,8 @@ def test_the_record_of_a_killed_and_continued_demo_gives_its_losses_again(demo):
     assert demo.process.wait(BOOT_S + 120) == 0, demo.output()
 
     record = Record(demo.folder)
-    assert record.num_undone >= 3 and record.missing == []
+    # Three were taken behind the checkpoint at least; the last one's record may have been under way.
+    assert record.num_undone >= 2 and record.missing == []
     heads = [record.head(at) for at in record.batches]
     assert [head.update for head in heads] == list(range(1, NUM_UPDATES + 1))
     indexes = [group.entry.index for group in record.groups()]
