@@ -23,10 +23,9 @@ ASKED = [{"role": "user", "content": "what is three plus four"}]
 def calls_running(server) -> float:
     data = server.client.get(KEYS.producer("a"))
     with urllib.request.urlopen(f"http://127.0.0.1:{decode_heartbeat(data).metrics_port}/metrics", timeout=10) as page:
-        (line,) = (
-            line for line in page.read().decode().splitlines() if line.startswith("penstock_agent_calls_running ")
-        )
-    return float(line.split()[1])
+        lines = page.read().decode().splitlines()
+    (line,) = (line for line in lines if line.startswith("penstock_agent_calls_running{"))
+    return float(line.split()[-1])
 
 
 @pytest.fixture
