@@ -170,6 +170,7 @@ def test_no_alert_fires_nor_is_pending_for_long_in_a_healthy_run(watched: Watche
     assert watched.over('ALERTS{alertstate="firing"}') == []
     # Pending for a moment is what their `for` is there for: a producer that takes new weights is behind.
     pending = {labels["alertname"]: len(values) for labels, values in watched.over("ALERTS")}
+    pending.pop("PenstockNoTrainer", None)  # the launcher boots the producers first
     assert all(num_seconds <= MOMENT_S for num_seconds in pending.values()), pending
     # And that is not because they were not evaluated.
     groups = watched.prometheus.ask("rules")["groups"]

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_AGENTS, NUM_TURNS, GROUP_SIZE = 200, 10, 4
 IDLE_S = 350.0
+SETTLED_S = 120.0
 
 
 def num_alive() -> int:
@@ -77,7 +78,7 @@ async def wave(one, first_index: int, ends: Counter[str]) -> None:
     async with asyncio.TaskGroup() as agents:
         for n in range(NUM_AGENTS):
             agents.create_task(agent(one, first_index + n, ends))
-    await until(lambda: no_agent_is_left(one))
+    await until(lambda: no_agent_is_left(one), SETTLED_S)
     entries = await one.entries(num_groups)
     assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(first_index, first_index + num_groups))
     for fields in entries:
@@ -103,8 +104,8 @@ async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_
     before = num_alive()
     for first_index in (100, 300):
         await wave(one, first_index, ends)
-        await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer._table)
-        await until(lambda: num_alive() <= before)
+        await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer._table, SETTLED_S)
+        await until(lambda: num_alive() <= before, SETTLED_S)
     assert ends["finished"] + ends["died"] == 2 * NUM_AGENTS and ends["delivered"] == ends["finished"]
     assert one.engine.num_active == 0 and one.engine.cancelled and ends["repeated"]
     assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
