@@ -93,8 +93,9 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(run):
         terminal.wait_for(lambda frame: max(map(len, frame)) <= 80)
         terminal.press("1")
         run.stop()
-        shown = "\n".join(terminal.wait_for(lambda frame: any("not running" in text for text in frame)))
-        assert "Redis is away" in shown and "wait" in shown, "what there was is shown on"
+        gone = ("not running", "Redis is away")
+        shown = "\n".join(terminal.wait_for(lambda frame: all(any(word in text for text in frame) for word in gone)))
+        assert "wait" in shown, "what there was is shown on"
         terminal.press("q")
         assert terminal.wait() == 0 and terminal.attributes_now() == terminal.attributes
     finally:
