@@ -110,12 +110,15 @@ def test_the_record_of_a_killed_and_continued_demo_gives_its_losses_again(demo):
     for group in trained[:100]:
         recorded = record.group(group)
         (rollout, *_), ((findings, *_), *_) = recorded.decode().rollouts, recorded.findings
-        gaps += [
-            abs(token.proximal_logprob - token.behavior_logprob)
-            for token in sampled_tokens(rollout.segments[0], findings)
-            if token.lag == 0 and token.proximal_logprob is not None
-        ]
-    assert gaps and max(gaps) < 1e-3, "at lag 0 the trainer finds what the engine found"
+        tokens = list(sampled_tokens(rollout.segments[0], findings))
+        # A token sampled after an update that met its row saw keys and values of older weights.
+        if all(token.lag == 0 for token in tokens):
+            gaps += [
+                abs(token.proximal_logprob - token.behavior_logprob)
+                for token in tokens
+                if token.proximal_logprob is not None
+            ]
+    assert gaps and max(gaps) < 1e-4, "in a row at lag 0 the trainer finds what the engine found"
 
     command = [sys.executable, "-m", "deploy.cli", "replay", str(demo.folder), "--name", "own"]
     played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
