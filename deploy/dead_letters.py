@@ -17,7 +17,7 @@ _LETTERS = 16
 _PREVIEW_BYTES = 256
 _PAIRS = 500
 
-State = Literal["dead", "requeued", "released again", "settled since", "older", "no index"]
+State = Literal["dead", "requeued", "released again", "settled since", "older", "no index", "rollout"]
 
 # KEYS: commit, dead_index, requeued; ARGV: index, letter, index, letter... Only a letter that still stands is taken. It
 # stands until the trainer releases its index again.
@@ -35,7 +35,12 @@ return taken
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
-    """One dead letter. index: None for a record that named none; producer: None where the payload does not say."""
+    """One dead letter: of an index, or of one agent's rollout (state `rollout`), which settles no index.
+
+    index: None for a record that named none.
+    producer: None where the payload does not say.
+    rollout: the id that the agent had; None for the letter of an index.
+    """
 
     entry_id: str
     index: int | None
@@ -44,6 +49,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     producer: str | None
     payload_bytes: int
+    rollout: str | None = None
 
     @property
     def kind(self) -> str:
@@ -83,8 +89,18 @@ class Requeued(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_letters(run: RunAtHand) -> list[Letter]:
     """Every letter of a run, oldest first."""
+    return sorted((*_dead_rollouts(run), *_dead_indexes(run)), key=lambda letter: letter.time_s)
+
+
+def _dead_indexes(run: RunAtHand) -> list[Letter]:
     state_of = _states(run)
-    return [_letter(entry_id, fields, state_of) for entry_id, fields in _entries(run)]
+    return [_letter(entry_id, fields, state_of) for entry_id, fields in _entries(run, run.keys.dead)]
+
+
+def _dead_rollouts(run: RunAtHand) -> list[Letter]:
+    """Each once: a producer that missed the answer to an append repeats it."""
+    letters = [_rollout_letter(entry_id, fields) for entry_id, fields in _entries(run, run.keys.dead_rollouts)]
+    return list({(letter.index, letter.rollout): letter for letter in reversed(letters)}.values())[::-1]
 
 
 def show_letters(run: RunAtHand, index: int) -> list[Content]:
@@ -97,9 +113,11 @@ def show_letters(run: RunAtHand, index: int) -> list[Content]:
     wanted = str(index).encode()
     found = [
         _content(_letter(entry_id, fields, state_of), fields.get(Field.PAYLOAD, b""))
-        for entry_id, fields in _entries(run)
+        for entry_id, fields in _entries(run, run.keys.dead)
         if fields.get(Field.INDEX) == wanted
     ]
+    found += [Content(letter=letter) for letter in _dead_rollouts(run) if letter.index == index]
+    found.sort(key=lambda content: content.letter.time_s)
     if not found:
         raise ConfigError(
             f"INDEX = {index}: no dead letter of run {run.name!r} names it; `penstock dead list` shows all"
@@ -120,7 +138,7 @@ def requeue(
     """
     if run.redis.hget(run.keys.commit, Commit.FINISHED) == b"1":
         raise _finished(run)
-    letters = list_letters(run)
+    letters = _dead_indexes(run)
     standing = {letter.index: letter for letter in letters if letter.state == "dead" and letter.index is not None}
     if indexes:
         _check_indexes(run, indexes, letters, standing)
@@ -145,7 +163,7 @@ def _check_indexes(
     for index in sorted(set(indexes)):
         if index in standing:
             continue
-        states = [letter.state for letter in letters if letter.index == index]
+        states = [letter.state for letter in (*_dead_rollouts(run), *letters) if letter.index == index]
         why = f"its last letter is marked {states[-1]!r}" if states else "no dead letter names it"
         raise ConfigError(f"INDEX = {index}: not dead in run {run.name!r}: {why}; nothing was requeued")
 
@@ -173,10 +191,10 @@ def _finished(run: RunAtHand) -> ConfigError:
     )
 
 
-def _entries(run: RunAtHand) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+def _entries(run: RunAtHand, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     start = "-"
     while True:
-        entries: Any = run.redis.xrange(run.keys.dead, min=start, count=_LETTERS)
+        entries: Any = run.redis.xrange(stream, min=start, count=_LETTERS)
         for entry_id, fields in entries:
             yield entry_id.decode(), fields
         if len(entries) < _LETTERS:
@@ -224,6 +242,22 @@ def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int |
         state=state_of(index, entry_id),
         producer=_producer(payload),
         payload_bytes=len(payload),
+    )
+
+
+def _rollout_letter(entry_id: str, fields: dict[bytes, bytes]) -> Letter:
+    producer, rollout, reason = (
+        fields.get(name, b"").decode(errors="replace") for name in (Field.PRODUCER, Field.ROLLOUT, Field.REASON)
+    )
+    return Letter(
+        entry_id=entry_id,
+        index=number_in(fields.get(Field.INDEX)),
+        reason=reason,
+        time_s=int(entry_id.partition("-")[0]) / 1000,
+        state="rollout",
+        producer=producer or None,
+        payload_bytes=0,
+        rollout=rollout,
     )
 
 

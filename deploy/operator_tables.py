@@ -93,14 +93,23 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
+    """What died of the indexes, then agents' rollouts."""
     console = console or Console()
-    table = _bare_table("index", "state", "reason", "time", "producer", "payload")
-    num_letters = 0
+    of_indexes, of_rollouts = [], []
     for letter in letters:
-        num_letters += 1
-        table.add_row(*(escape(cell) for cell in _letter_cells(letter)))
-    _say(console, f"{num_letters} dead letters" if num_letters else "no dead letters")
-    if num_letters:
+        (of_indexes if letter.rollout is None else of_rollouts).append(letter)
+    _say(console, f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
+    if of_indexes:
+        table = _bare_table("index", "state", "reason", "time", "producer", "payload")
+        for letter in of_indexes:
+            table.add_row(*(escape(cell) for cell in _letter_cells(letter)))
+        console.print(table)
+    if of_rollouts:
+        _say(console, f"{len(of_rollouts)} rollouts of agents ended without a reward")
+        table = _bare_table("index", "rollout", "reason", "time")
+        for letter in of_rollouts:
+            index, _, reason, moment, *_ = _letter_cells(letter)
+            table.add_row(*(escape(cell) for cell in (index, _safe(letter.rollout or ""), reason, moment)))
         console.print(table)
 
 
@@ -127,6 +136,8 @@ def print_content(content: Content, console: Console | None = None) -> None:
     console = console or Console()
     index, state, reason, moment, producer, size = _letter_cells(content.letter)
     _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
+    if content.letter.rollout is not None:
+        _say(console, f"rollout  {_safe(content.letter.rollout)}")
     _say(console, f"reason   {reason}")
     if content.problem is not None:
         _say(console, f"payload  {_safe(content.problem)}")

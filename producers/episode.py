@@ -33,6 +33,14 @@ class Dead(NamedTuple):
     reason: str
 
 
+class DeadRollout(NamedTuple):
+    """An agent's rollout that its group has to do without, and why."""
+
+    id: str
+    producer_id: str
+    reason: str
+
+
 class PromptError(ValueError):
     """The task cannot be put before the model."""
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import NamedTuple
 
 from producers.connection import Connection
-from producers.episode import Dead
+from producers.episode import Dead, DeadRollout
 from producers.in_flight import Claim, InFlightTable
 from producers.metrics import ProducerMetrics
-from schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from schemas.keys import DEAD_ROLLOUTS_KEPT, PRODUCERS_GROUP, Field, Keys, Kind
 from schemas.rollout import RecordError, RolloutGroup, encode_group, one_line
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,14 @@ class _Entry(NamedTuple):
     value: bytes
 
 
+class _Letter(NamedTuple):
+    """An agent's rollout that died; its claim lives on."""
+
+    claim: Claim
+    rollout: DeadRollout
+    value: bytes
+
+
 class Writer:
     """Finished groups wait here, encoded, until Redis has them. A group keeps its room in the in-flight table until
     then, so that what waits while Redis is away or full stays bounded."""
@@ -38,7 +46,7 @@ class Writer:
         self._keys = keys
         self._table = table
         self._metrics = metrics
-        self._waiting: dict[int, _Entry] = {}
+        self._waiting: dict[int, _Entry | _Letter] = {}
         """Everything that Redis does not have yet, numbered as it came."""
         self._unsent: deque[int] = deque()
         """Those of them that no append has taken up."""
@@ -63,12 +71,19 @@ class Writer:
             entry = _Entry(claim, Kind.DEAD, Field.REASON, reason.encode())
         else:
             entry = _Entry(claim, Kind.GROUP, Field.PAYLOAD, payload)
+        self._put(entry)
+        return entry.kind == Kind.GROUP
+
+    def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
+        """Takes an agent's rollout that its group has to do without."""
+        self._put(_Letter(claim, rollout, one_line(rollout.reason).encode()))
+
+    def _put(self, entry: "_Entry | _Letter") -> None:
         self._waiting[self._num_put] = entry
         self._unsent.append(self._num_put)
         self._num_put += 1
         self._drained.clear()
         self._wake.set()
-        return entry.kind == Kind.GROUP
 
     async def run(self) -> None:
         """Waits for finished groups and appends all that are there; Redis taking them unblocks it. Until cancelled."""
@@ -92,7 +107,9 @@ class Writer:
             num_bytes = sum(len(entry.value) for entry in batch)
             await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
-                self._settle(self._waiting.pop(number))
+                entry = self._waiting.pop(number)
+                if isinstance(entry, _Entry):
+                    self._settle(entry)
             if not self._waiting:
                 self._drained.set()
 
@@ -110,12 +127,22 @@ class Writer:
             batch.append(self._unsent.popleft())
         return batch
 
-    async def _append(self, batch: list[_Entry]) -> None:
+    async def _append(self, batch: list[_Entry | _Letter]) -> None:
         """One MULTI. EXEC does not roll back, so nothing in it can be refused for its content: ids are automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
         by_stream: dict[str, list[bytes]] = {}
-        for claim, kind, field, value in batch:
+        for entry in batch:
+            if isinstance(entry, _Letter):
+                fields = {
+                    Field.INDEX: entry.claim.index,
+                    Field.ROLLOUT: entry.rollout.id,
+                    Field.PRODUCER: entry.rollout.producer_id,
+                    Field.REASON: entry.value,
+                }
+                pipeline.xadd(keys.dead_rollouts, fields, maxlen=DEAD_ROLLOUTS_KEPT, approximate=True)
+                continue
+            claim, kind, field, value = entry
             by_stream.setdefault(claim.stream, []).append(claim.entry_id)
             if claim.evaluation_id is None:
                 target, name, subject = keys.rollouts, Field.INDEX, str(claim.index)

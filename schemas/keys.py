@@ -5,6 +5,9 @@ import re
 PRODUCERS_GROUP = "producers"
 """The consumer group of the prompts and evaluations streams."""
 
+DEAD_ROLLOUTS_KEPT = 1000
+"""Agents may die by the million, and Redis must not fill up with them."""
+
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_DIGITS = 18
 """Of a number in a field: what they can say fits the 64 bits that a record has for it."""
@@ -40,6 +43,9 @@ class Keys:
         """Stream: dead letters (`index`, `reason`, `payload`)."""
         self.dead_index = f"{tag}:dead_index"
         """Hash: index to dead-letter entry id."""
+        self.dead_rollouts = f"{tag}:dead_rollouts"
+        """Stream: the last `DEAD_ROLLOUTS_KEPT` agents' rollouts that ended without a reward (`index`, `rollout`,
+        `producer`, `reason`). Their groups do without them; no index is settled by them."""
         self.requeued = f"{tag}:requeued"
         """Hash: index to the dead-letter entry id that an operator wants released again. Fields are never removed."""
         self._producer_prefix = f"{tag}:producers:"
@@ -62,6 +68,8 @@ class Field:
     PAYLOAD = b"payload"
     REASON = b"reason"
     VERSION = b"version"
+    ROLLOUT = b"rollout"
+    PRODUCER = b"producer"
     ATTEMPT = b"attempt"
     """Of a prompt that was handed back: the attempts it had before; absent from a fresh release."""
     EVALUATION = b"evaluation"

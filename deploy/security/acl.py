@@ -28,7 +28,7 @@ _CONNECTION = "ping select echo multi exec discard"
 _PRODUCER = (
     Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),
     # A prompt that is handed back is a new entry.
-    Right("prompts rollouts evaluation_results", "xadd"),
+    Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
     Right("policy", "xread xrevrange", read_only=True),
     Right("commit", "hget", read_only=True),
     Right("producers:*", "get set del"),

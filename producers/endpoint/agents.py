@@ -11,7 +11,7 @@ from producers.cancellation import end
 from producers.claim import Claims
 from producers.endpoint.errors import ApiError
 from producers.endpoint.groups import AgentGroup, AgentRollout
-from producers.episode import Dead
+from producers.episode import Dead, DeadRollout
 from producers.in_flight import Claim, InFlightTable
 from producers.interfaces import Environment
 from producers.metrics import ProducerMetrics
@@ -252,6 +252,8 @@ class Agents:
         while len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
         self._metrics.agent_rollouts.labels("dead" if rollout.reason else "finished").inc()
+        if rollout.reason:
+            self._writer.put_letter(rollout.group.claim, DeadRollout(rollout.id, self._producer_id, rollout.reason))
         self._metrics.agent_rollouts_open.set(len(self._open))
         if complete and rollout.group.is_complete:
             self._hand_over(rollout.group)

@@ -215,6 +215,32 @@ def test_letters_are_listed_with_reason_producer_and_size(run, half, redis_clien
     assert out.count("producer-0") == 2
 
 
+def test_agents_rollouts_are_listed_and_shown_and_cannot_be_requeued(run, half, redis_client, capsys):
+    for index, rollout in (("3", "a.1"), ("6", "a.2"), ("6", "a.2"), ("6", "a.\x1b[2J")):
+        letter = {Field.INDEX: index, Field.ROLLOUT: rollout, Field.PRODUCER: "a", Field.REASON: "idle for 3 s"}
+        redis_client.xadd(run.keys.dead_rollouts, letter)
+    redis_client.xadd(run.keys.dead_rollouts, {b"junk": b"\xff"})
+    status, out, _ = run.command(capsys, "dead", "list", "test")
+    assert status == 0 and out.startswith("2 dead letters") and "\x1b" not in out
+    assert out.index("reward: boom") < out.index("4 rollouts of agents ended without a reward") < out.index("a.1")
+    letters = run.json(capsys, "dead", "list", "test")
+    assert [(letter["index"], letter["state"], letter["rollout"]) for letter in letters] == [
+        (3, "dead", None),
+        (5, "dead", None),
+        (3, "rollout", "a.1"),
+        (6, "rollout", "a.2"),
+        (6, "rollout", "a.\x1b[2J"),
+        (None, "rollout", ""),
+    ]
+    status, out, _ = run.command(capsys, "dead", "show", "test", "6")
+    assert status == 0 and out.count("index 6, rollout") == 2 and "producer a" in out
+    assert "rollout  a.2\nreason   idle for 3 s\n" in out and "\x1b" not in out
+    assert len(run.json(capsys, "dead", "show", "test", "3")) == 2
+    error = refused(run, capsys, "requeue", "test", "6")
+    assert "INDEX = 6: not dead in run 'test': its last letter is marked 'rollout'" in error
+    assert run.json(capsys, "dead", "requeue", "test", "--all") == {"indexes": [3, 5], "without_index": 0}
+
+
 def test_a_letter_is_shown_with_prompt_and_rewards_or_with_its_first_bytes(run, half, redis_client, capsys):
     poison = encode_group(make_group(11, 9, rewards=(0.0, 1.0, 0.5)))
     redis_client.xadd(run.keys.rollouts, {Field.INDEX: "11", Field.KIND: Kind.GROUP, Field.PAYLOAD: poison})

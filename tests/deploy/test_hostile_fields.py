@@ -126,7 +126,7 @@ def write_junk(client: redis.Redis, run: ShortRun, rng: random.Random) -> int:
             return 1
         case 2:
             letter = {Field.INDEX: junk, Field.REASON: rng.choice(NAMES), Field.PAYLOAD: rng.choice(HEARTBEATS)}
-            client.xadd(keys.dead, rng.choice([letter, fields]))
+            client.xadd(rng.choice([keys.dead, keys.dead_rollouts]), rng.choice([letter, fields]))
         case 3:
             client.hset(rng.choice([keys.dead_index, keys.requeued]), junk, rng.choice(NAMES))
         case 4:

@@ -1,5 +1,6 @@
 """Who may do what on a shared Redis, TLS, and where passwords must never appear. On real Redis and Valkey."""
 
+import asyncio
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from deploy import cli
 from deploy.run_folder import save_run_file
 from deploy.security import __main__ as command
 from deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user_names
+from producers.connection import Connection
+from producers.episode import DeadRollout
+from producers.in_flight import Claim, InFlightTable
+from producers.metrics import ProducerMetrics
+from producers.writer import Writer
 from schemas.keys import Keys
 
 pytestmark = pytest.mark.redis
@@ -70,7 +76,8 @@ _FORBIDDEN = {
     "producer": [
         "HSET {test}:commit finished 1", "HDEL {test}:commit epoch", "HGETALL {test}:commit", "DEL {test}:commit",
         "XADD {test}:policy * manifest x", "XTRIM {test}:policy MAXLEN 0", "XDEL {test}:policy 0-1",
-        "XADD {test}:evaluations * n 1", "XADD {test}:dead * index 1", "HSET {test}:dead_index 1 0-1",
+        "XADD {test}:evaluations * n 1", "XADD {test}:dead * index 1", "XTRIM {test}:dead_rollouts MAXLEN 0",
+        "HSET {test}:dead_index 1 0-1",
         "HSET {test}:requeued 1 0-1", "SET {test}:lease me", "XRANGE {test}:rollouts - +", "XDEL {test}:rollouts 0-1",
         "XREAD STREAMS {test}:rollouts 0", "XTRIM {test}:rollouts MAXLEN 0", "XGROUP DESTROY {test}:prompts producers",
         "XGROUP SETID {test}:prompts producers $", "DEL {test}:prompts", "EVAL return 0", "EVALSHA x 0", "SCAN 0",
@@ -78,7 +85,8 @@ _FORBIDDEN = {
     ],
     "trainer": [
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XGROUP CREATE {test}:prompts g 0 MKSTREAM",
-        "XADD {test}:rollouts * index 1", "XADD {test}:evaluation_results * n 1", "SET {test}:producers:a x",
+        "XADD {test}:rollouts * index 1", "XADD {test}:evaluation_results * n 1", "XADD {test}:dead_rollouts * index 1",
+        "SET {test}:producers:a x",
         "DEL {test}:producers:a", "DEL {test}:commit", "XTRIM {test}:prompts MAXLEN 0", "XDEL {test}:rollouts 0-1",
         "HSET {test}:requeued 1 0-1", "HDEL {test}:requeued 1",
     ],
@@ -118,6 +126,21 @@ def test_a_user_can_do_none_of_what_its_role_does_not_need(client_of, role: str)
         pytest.fail(f"{role} may {line}: {allowed}")
     assert admin.execute_command("DBSIZE") == before
     assert admin.hgetall(KEYS.commit) == {b"epoch": b"0"}
+
+
+@pytest.mark.parametrize("role", ["producer", "operator"])
+async def test_a_producer_appends_letters_of_dead_rollouts(guarded: RealServer, client_of, role: str) -> None:
+    admin, metrics = client_of(ADMIN), ProducerMetrics()
+    connection = Connection.open(url_of(guarded, user_name("test", role)), outage_s=5, metrics=metrics)
+    writer = Writer(connection, KEYS, InFlightTable(num_groups=1, group_size=1), metrics)
+    claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=3, version=0)
+    writer.put_letter(claim, DeadRollout("a.1", "a", "idle for 3 s"))
+    running = asyncio.create_task(writer.run())
+    await asyncio.wait_for(writer.drain(), 30)
+    running.cancel()
+    await connection.close()
+    ((_, letter),) = admin.xrange(KEYS.dead_rollouts)
+    assert letter[b"index"] == b"3" and letter[b"rollout"] == b"a.1"
 
 
 def test_only_the_operator_may_requeue_what_is_dead(

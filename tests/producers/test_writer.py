@@ -12,7 +12,7 @@ from slow_link import SlowLink
 from producers import connection as connection_module
 from producers.claim import Claims
 from producers.connection import RedisGoneError
-from producers.episode import Dead
+from producers.episode import Dead, DeadRollout
 from producers.in_flight import InFlightTable
 from producers.writer import MAX_APPEND_GROUPS, Writer
 from schemas.config import ProducersConfig
@@ -20,6 +20,7 @@ from schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
 from schemas.prompt import Prompt, Reward
 from schemas.rollout import (
     MAX_ENTRY_BYTES,
+    MAX_REASON_CHARACTERS,
     Rollout,
     RolloutGroup,
     SamplingSettings,
@@ -105,6 +106,31 @@ async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
     assert desk.rollouts() == [{Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.REASON: b"prompt: too long"}]
     assert desk.num_open() == (0, 0)
     assert "group 1 is dead: prompt: too long" in caplog.text
+
+
+async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: Desk, monkeypatch) -> None:
+    monkeypatch.setattr("producers.writer.DEAD_ROLLOUTS_KEPT", 250)
+    first, second = await desk.claim(2)
+    desk.writer.put_letter(first, DeadRollout("a.1", "a", "idle for 3 s"))
+    desk.writer.put(first, a_group(1))
+    desk.writer.put_letter(second, DeadRollout("a.2", "a", "x\nPROBLEM" + "y" * 9999))
+    await written(desk)
+    letters = [fields for _, fields in desk.client.xrange(KEYS.dead_rollouts)]
+    assert letters[0] == {
+        Field.INDEX: b"1",
+        Field.ROLLOUT: b"a.1",
+        Field.PRODUCER: b"a",
+        Field.REASON: b"idle for 3 s",
+    }
+    assert [letter[Field.INDEX] for letter in letters] == [b"1", b"2"]
+    assert b"\n" not in letters[1][Field.REASON] and len(letters[1][Field.REASON]) <= MAX_REASON_CHARACTERS
+    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [1]
+    assert list(desk.table) == [second] and desk.num_open() == (1, 1), "a letter settles no claim"
+    assert desk.writer.num_groups_appended == 1
+    for number in range(1000):
+        desk.writer.put_letter(second, DeadRollout(f"a.{number}", "a", "idle"))
+    await written(desk)
+    assert 250 <= desk.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
 
 
 async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: Desk) -> None:

@@ -50,6 +50,12 @@ class Served(NamedTuple):
         assert [fields[Field.KIND] for fields in entries] == [Kind.GROUP] * num_groups, entries
         return [decode_group(fields[Field.PAYLOAD]) for fields in entries]
 
+    def dead_rollouts(self) -> list[tuple[str, str, str]]:
+        """Index, id and reason of each that left a letter."""
+        letters = self.server.client.xrange(self.trainer.keys.dead_rollouts)
+        names = (Field.INDEX, Field.ROLLOUT, Field.REASON)
+        return [tuple(fields[name].decode() for name in names) for _, fields in letters]
+
     def count(self, metric: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(metric, labels) or 0.0
 
