@@ -16,15 +16,22 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
     pipeline: Any = client.pipeline(transaction=False)
     pipeline.hgetall(keys.commit)
     pipeline.xlen(keys.prompts)
+    # Right behind it: the server answers what arrives together without another client's command in between.
+    pipeline.xpending(keys.prompts, PRODUCERS_GROUP)
     pipeline.xlen(keys.rollouts)
     pipeline.exists(keys.lease)
-    commit, num_prompts, num_entries, has_lease = pipeline.execute()
+    answers = pipeline.execute(raise_on_error=False)
+    summary = answers.pop(2)
+    for error in answers:
+        if isinstance(error, redis.RedisError):
+            raise error
+    commit, num_prompts, num_entries, has_lease = answers
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
     beats = _heartbeats(client, keys)
     return RedisSeen(
         heartbeats=beats,
         num_prompts=num_prompts,
-        num_claimed=_num_claimed(client, keys),
+        num_claimed=_num_claimed(summary),
         num_stream_entries=num_entries,
         newest_version=newest,
         lags={producer: steps_behind(beat.policy_version, newest, commit) for producer, beat in beats.items()},
@@ -33,14 +40,12 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
     )
 
 
-def _num_claimed(client: redis.Redis, keys: Keys) -> int:
-    try:
-        summary: Any = client.xpending(keys.prompts, PRODUCERS_GROUP)
-    except redis.ResponseError as error:
-        if "NOGROUP" in str(error):  # no producer has asked yet
-            return 0
-        raise
-    return int(summary["pending"])
+def _num_claimed(summary: Any) -> int:
+    if not isinstance(summary, redis.RedisError):
+        return int(summary["pending"])
+    if "NOGROUP" in str(summary):  # no producer has asked yet
+        return 0
+    raise summary
 
 
 def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
