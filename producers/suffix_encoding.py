@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from schemas.prefixes import num_shared
 
+PATTERNS_KEPT = 256
+"""Conversations of one template need a few; texts that spell reserved tokens out could ask for any number."""
+
 
 class Encoded(NamedTuple):
     """A text and its ids; read-only.
@@ -98,6 +101,8 @@ class SuffixEncoder:
         """Finds the tokens at which the tokenizer cut a text: the longer one first, as it does."""
         found = frozenset(self._split_at.keys() & set(token_ids))
         if found not in self._patterns:
+            if len(self._patterns) == PATTERNS_KEPT:
+                self._patterns.clear()
             contents = {*(self._split_at[n] for n in found), *self._single_words}
             by_length = sorted(contents, key=len, reverse=True)
             self._patterns[found] = re.compile("|".join(re.escape(content) for content in by_length) or r"(?!)")

@@ -19,12 +19,10 @@ class Spliced(NamedTuple):
     """A prompt that keeps what the model saw and sampled.
 
     drifted: it is not the template's own.
-    alternate_stop: the model stopped with another token than the one the template writes there.
     """
 
     prompt_token_ids: list[int]
     drifted: bool
-    alternate_stop: bool
 
 
 class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +67,14 @@ class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
                 generated_spans=generated_spans,
                 control_token_ids=self.control_token_ids,
             )
-        return Spliced(prompt, prompt != template, self._stopped_otherwise(model, prompt, generated_spans))
+        return Spliced(prompt, prompt != template)
 
-    def _stopped_otherwise(self, model: list[int], prompt: list[int], spans: Spans) -> bool:
-        if not model or not spans or spans[-1][1] != len(model) or spans[-1][0] == spans[-1][1]:
-            return False
-        marks = self.control_token_ids | self.turn_start_token_ids
+    def is_alternate_stop(self, token_id: int) -> bool:
+        """Whether an answer that ended with this token ended otherwise than the template writes it. A template without
+        an end of turn has the next turn's opening there; False where it offers nothing to count turns by."""
         if self.turn_end_token_id is not None:
-            return model[-1] != self.turn_end_token_id and model[-1] in marks
-        return model[-1] in marks and not self.turn_start_token_ids.isdisjoint(prompt[len(model) : len(model) + 1])
+            return token_id != self.turn_end_token_id
+        return bool(self.turn_start_token_ids) and token_id not in self.turn_start_token_ids
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""An agent outside Penstock: the `openai` package, a calculator, and a reward. `deploy/docs/agents.md` tells the rest.
+"""An agent outside Penstock: the `openai` package, a tool and a reward of its own. More: deploy/docs/agents.md.
 
 python deploy/examples/outside_agent.py http://127.0.0.1:9500
 """
@@ -14,12 +14,12 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, BadRequestError, OpenAI
 
-ARGUMENTS = {"type": "object", "properties": {"expression": {"type": "string"}}}
-TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": ARGUMENTS}}]
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": PARAMETERS}}]
 
 
 def calculator(arguments: str) -> str:
-    """What the tool says to a call, whatever a policy has made of its arguments: `2*3-4` is 2."""
+    """`{"expression": "2*3-4"}` is 2, and what is none is told to the model."""
     try:
         terms = re.split(r"(?<=[0-9])(?=[-+])", json.loads(arguments)["expression"])
         return str(sum(math.prod(map(int, term.split("*"))) for term in terms))
@@ -27,20 +27,18 @@ def calculator(arguments: str) -> str:
         return f"error: {error!a}"
 
 
-def solve(task: dict, client: OpenAI) -> float:
+def solve(messages: list[Any], answer: str, client: OpenAI) -> float:
     """The agent itself: at most four turns, and the reward of what it says in the end."""
-    messages = list(task["messages"])
-    for _ in range(4):
-        try:
+    with suppress(BadRequestError):  # it has talked beyond the model's context, and is worth nothing for it
+        for _ in range(4):
             reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-        except BadRequestError:  # it has talked beyond the model's context, and is worth nothing for it
-            return 0.0
-        message: Any = reply.choices[0].message
-        if not message.tool_calls:
-            return float(message.content == task["answer"])
-        messages.append(message)
-        for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": calculator(call.function.arguments)})
+            message: Any = reply.choices[0].message
+            if not message.tool_calls:
+                return float(message.content == answer)
+            messages.append(message)
+            for call in message.tool_calls:
+                result = calculator(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return 0.0
 
 
@@ -51,7 +49,8 @@ def work(url: str) -> None:
         while True:
             with suppress(APIStatusError):  # no credit yet, though the client waited for it, or the rollout is lost
                 rollout: Any = server.post("/r", cast_to=object)
-                reward = solve(rollout["prompt"], server.with_options(base_url=rollout["base_url"]))
+                task, client = rollout["prompt"], server.with_options(base_url=rollout["base_url"])
+                reward = solve(task["messages"], task["answer"], client)
                 server.post(f"/r/{rollout['id']}/finish", body={"reward": reward}, cast_to=object)
                 print(f"task {rollout['index']}: {reward}\n", end="", flush=True)
 

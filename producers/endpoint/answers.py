@@ -3,6 +3,7 @@
 import json
 import logging
 import secrets
+import string
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+"""Mistral's templates refuse a call's id of any other form."""
 
 
 class ParsedAnswer(NamedTuple):
@@ -69,7 +73,7 @@ class Answers:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{secrets.token_hex(12)}",
+                    "id": "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)),
                     "type": "function",
                     "function": {"name": name, "arguments": arguments},
                 }
@@ -137,7 +141,7 @@ def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
         deltas.append(({"content": message["content"]}, choice["logprobs"], None))
     if "tool_calls" in message:
         calls = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
-        deltas.append(({"tool_calls": calls}, None, None))
+        deltas.append(({"tool_calls": calls}, None if message["content"] else choice["logprobs"], None))
     deltas.append(({name: message[name] for name in TOKEN_FIELDS}, None, choice["finish_reason"]))
     head = {name: finished[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for delta, logprobs, reason in deltas:

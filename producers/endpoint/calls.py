@@ -159,14 +159,10 @@ class Calls:
         self._metrics.agent_calls.labels(prompt.kind).inc()
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()
-        if completion.finish_reason == "stop" and self._is_alternate(completion):
+        sampled = unpack_ids(completion.token_ids)
+        if completion.finish_reason == "stop" and len(sampled) and self._prompts.is_alternate_stop(int(sampled[-1])):
             self._metrics.alternate_stops.inc()
         return call
-
-    def _is_alternate(self, completion: Completion) -> bool:
-        turn_end = self._prompts.turn_end_token_id
-        sampled = unpack_ids(completion.token_ids)
-        return turn_end is not None and len(sampled) > 0 and sampled[-1] != turn_end
 
 
 def _has_ended(rollout: AgentRollout) -> ApiError:

@@ -62,8 +62,7 @@ class Prompts:
                 f"model.path: its chat template refuses a user's and an assistant's turn: {error}; [endpoint] needs "
                 "one that takes both"
             ) from error
-        self.turn_end_token_id = self._boundary.turn_end_token_id
-        """The token that ends an answer in the template; None where it writes none."""
+        self.is_alternate_stop = self._boundary.is_alternate_stop
 
     def prompt(self, request: ChatRequest, ledger: Ledger) -> RenderedPrompt:
         """The ids for a request.

@@ -109,8 +109,8 @@ def parse_chat(document: Json, sampling: SamplingSettings) -> ChatRequest:
             "chat_template_kwargs",
         )
     request = ChatRequest(
-        messages=messages,
-        tools=tools,
+        messages=list(messages),  # an environment goes on with its own while the answer is sampled
+        tools=list(tools),
         use_tools=bool(tools) and choice != "none",
         parallel_tool_calls=take("parallel_tool_calls", None) is not False,
         max_tokens=_limit(take("max_completion_tokens", None), take("max_tokens", None)),

@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES = 1024 * 1024
-BODY_BYTES_PER_TOKEN = 256
-"""Of the model's context, for messages that carry the token ids of every answer: each names those of its prompt too."""
+BODY_BYTES_PER_TOKEN = 1024
+"""Of the model's context, for messages that carry the token ids of every answer: each names those of its prompt too,
+so that some 300 calls to a full context fit."""
 LARGE_BODY_BYTES = 64 * 1024
 """Larger ones are parsed in a thread."""
 SHUTDOWN_S = 1.0
@@ -121,6 +122,13 @@ class Server:
             return await handler(request)
         except ApiError as error:
             answer = error
+        except web.HTTPRequestEntityTooLarge:
+            answer = ApiError(
+                413,
+                f"the body has more than {self._max_body_bytes:,} bytes; messages need not carry the token ids of "
+                "answers, which this producer knows",
+                code="body_too_large",
+            )
         except web.HTTPException as error:
             if error.status < 400:
                 raise

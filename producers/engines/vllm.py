@@ -37,6 +37,8 @@ from schemas.config import RunConfig
 from schemas.policy import WeightManifest
 from schemas.rollout import EngineFingerprint, SamplingSettings
 
+PARAMS_KEPT = 256
+"""Objects made for `generate`; agents' calls ask for any number of tokens up to the context."""
 DEAD = "vLLM's engine process has died; its own log says why"
 MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
 
@@ -277,6 +279,8 @@ class VllmEngine:
     def _sampling_params(self, sampling: SamplingSettings, num_siblings: int) -> SamplingParams:
         key = (sampling, num_siblings)
         if key not in self._params:
+            if len(self._params) == PARAMS_KEPT:
+                self._params.clear()
             self._params[key] = SamplingParams(
                 n=num_siblings,
                 temperature=sampling.temperature,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from producers import suffix_encoding
 from producers.suffix_encoding import SuffixEncoder
 
 PIECES = [
@@ -200,3 +201,14 @@ def test_tokenizers_that_read_special_tokens_as_text_or_at_random_encode_every_t
     ):
         assert not encoder.provable
     assert slow.encode("ab<|im_end|>", slow.encode("ab")).token_ids == [ord(character) for character in "ab<|im_end|>"]
+
+
+def test_texts_that_spell_reserved_tokens_out_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(suffix_encoding, "PATTERNS_KEPT", 3)
+    encoder, specials = SuffixEncoder(tokenizer_of("llama3")), STYLES["llama3"].specials
+    known = None
+    for n in range(1 << len(specials)):
+        text = "the answer" + "".join(f"{special} is" for i, special in enumerate(specials) if n >> i & 1)
+        known = encoder.encode(text, known)
+        assert known.token_ids == encode("llama3", text)
+        assert len(encoder._patterns) <= 3

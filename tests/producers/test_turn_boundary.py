@@ -85,20 +85,36 @@ BY_START = TurnBoundary(turn_start_token_ids=frozenset({TURN, TOOL}), control_to
 
 
 @pytest.mark.parametrize(
-    ("boundary", "model", "prefix", "added", "drifted", "alternate"),
+    ("boundary", "model", "prefix", "added", "drifted"),
     [
-        (BY_END, [7, EOS], [7, EOS], [8], False, False),
-        (BY_END, [6, EOS], [7, EOS], [8], True, False),
-        (BY_END, [7], [7, EOS], [8], False, False),
-        (BY_END, [7, OTHER], [7, EOS], [8], True, True),
-        (BY_START, [TURN, 7, TOOL], [TURN, 7], [TOOL, 8, TURN], False, False),
-        (BY_START, [TURN, 6, TOOL], [TURN, 7], [TOOL, 8, TURN], True, False),
-        (BY_START, [TURN, 7], [TURN, 7], [TOOL, 8, TURN], False, False),
-        (BY_START, [TURN, 7, TURN], [TURN, 7], [TOOL, 8, TURN], True, True),
-        (BY_START, [TURN, 7, OTHER], [TURN, 7], [TOOL, 8, TURN], True, True),
+        (BY_END, [7, EOS], [7, EOS], [8], False),
+        (BY_END, [6, EOS], [7, EOS], [8], True),
+        (BY_END, [7], [7, EOS], [8], False),
+        (BY_END, [7, OTHER], [7, EOS], [8], True),
+        (BY_START, [TURN, 7, TOOL], [TURN, 7], [TOOL, 8, TURN], False),
+        (BY_START, [TURN, 6, TOOL], [TURN, 7], [TOOL, 8, TURN], True),
+        (BY_START, [TURN, 7], [TURN, 7], [TOOL, 8, TURN], False),
+        (BY_START, [TURN, 7, TURN], [TURN, 7], [TOOL, 8, TURN], True),
+        (BY_START, [TURN, 7, OTHER], [TURN, 7], [TOOL, 8, TURN], True),
     ],
 )
-def test_a_splice_says_whether_it_drifted_and_how_the_model_stopped(boundary, model, prefix, added, drifted, alternate):
+def test_a_splice_says_whether_it_drifted(boundary, model, prefix, added, drifted):
     result = boundary.splice(model, prefix, prefix + added, [(1 if boundary is BY_START else 0, len(model))])
     assert result.prompt_token_ids[: len(model)] == model
-    assert (result.drifted, result.alternate_stop) == (drifted, alternate)
+    assert result.drifted == drifted
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("chatml", ["<|im_end|>"], "<|endoftext|>"),
+        ("llama3", ["<|eot_id|>"], "<|end_of_text|>"),
+        ("mistral", ["</s>"], "[TOOL_CALLS]"),
+        ("glm", ["<|user|>", "<|observation|>"], "<|endoftext|>"),
+    ],
+)
+def test_an_answer_ends_as_the_template_writes_it_or_otherwise(name, usual, other):
+    boundary = boundary_of(name)
+    assert not any(boundary.is_alternate_stop(encode(name, token)[0]) for token in usual)
+    assert boundary.is_alternate_stop(encode(name, other)[0])
+    assert not TurnBoundary().is_alternate_stop(5)

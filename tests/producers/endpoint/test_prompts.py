@@ -3,8 +3,9 @@
 import copy
 
 import pytest
-from chat_templates import STYLES, encode, render, tokenizer_of
+from chat_templates import STYLES, decode, encode, render, tokenizer_of
 
+from producers.endpoint.answers import Answers, ParsedAnswer
 from producers.endpoint.errors import ApiError
 from producers.endpoint.ledger import Call, Ledger
 from producers.endpoint.prompts import Prompts, RenderedPrompt
@@ -156,3 +157,48 @@ def test_a_template_that_refuses_the_messages_is_the_request_s_fault() -> None:
     with pytest.raises(ApiError, match=r"chat template refuses the messages: .*a tool cannot begin") as caught:
         served.prompt(request([{"role": "tool", "content": "7"}]), Ledger())
     assert caught.value.status == 400
+
+
+class OneCall:
+    """Finds a call of `add` in any answer."""
+
+    skip_special_tokens = True
+
+    def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
+        return ParsedAnswer(None, tool_calls=(("add", '{"a": 3, "b": 4}'),))
+
+
+@pytest.mark.parametrize("version", ["v3", "v7", "v11", "v13"])
+def test_mistrals_own_templates_take_an_answer_s_calls_back(version: str) -> None:
+    """They refuse ids of calls in any form but their own."""
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    tokenizer.chat_template = generate_chat_template(
+        spm=False,
+        tokenizer_version=TokenizerVersion(version),
+        image_support=False,
+        audio_support=False,
+        thinking_support=False,
+        default_system_prompt=None,
+        plain_thinking_support=False,
+        use_special_token_variables=False,
+        model_settings_fields=None,
+        reasoning_effort_values=None,
+        reasoning_effort_default=None,
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    completion = Completion(
+        token_ids=pack_ids([*encode("mistral", TEXT), *end("mistral")]),
+        behavior_logprobs=pack_floats([-1.0] * (len(encode("mistral", TEXT)) + 1)),
+        version_spans=(VersionSpan(0, 0, len(encode("mistral", TEXT)) + 1),),
+        finish_reason="stop",
+    )
+    message = Answers(tokenizer, OneCall()).message(request(ASKED, tools=tools), [1, 2], completion)
+    (call,) = message.pop("tool_calls")
+    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    said.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
+    ids = Prompts(tokenizer, exact=True, stop_token_ids=()).prompt(request(said, tools=tools), Ledger()).token_ids
+    assert call["id"] in decode("mistral", ids) or version == "v13"
+    assert encode("mistral", "[TOOL_RESULTS]")[0] in ids

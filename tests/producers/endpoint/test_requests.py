@@ -111,3 +111,10 @@ def test_every_way_to_say_the_run_s_top_k_is_accepted(run: int, asked: int) -> N
 def test_another_top_k_is_refused(run: int, asked: int) -> None:
     with pytest.raises(ApiError, match=f"top_k is {asked}, expected {run}, as the run samples"):
         parse_chat({"messages": [{"role": "user", "content": "x"}], "top_k": asked}, SamplingSettings(top_k=run))
+
+
+def test_what_is_done_to_the_list_of_messages_later_is_none_of_the_request_s() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    request = parse_chat({"messages": messages}, SamplingSettings())
+    messages.append({"role": "assistant", "content": "y"})
+    assert request.messages == [{"role": "user", "content": "x"}]

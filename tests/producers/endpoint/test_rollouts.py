@@ -152,6 +152,33 @@ async def test_a_prompt_that_cannot_be_posed_is_dead_and_the_next_is_taken(serve
     assert fields[Field.KIND] == Kind.DEAD and b"task 13 is missing" in fields[Field.REASON]
 
 
+async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
+    one = await serve(group_size=1)
+    bound = one.producer._config.lag_bound
+    one.trainer.release(1, 1, version=bound + 1)
+    one.trainer.announce(bound + 1, checksum="0" * 32)  # weights that never load
+    await until(lambda: one.producer._weights.behind > bound)
+    status, body = await one.client.request("POST", "/r")
+    assert (status, body["error"]["code"]) == (429, "weights_behind")
+    one.trainer.announce(bound + 2)
+    assert (await one.client.open())["index"] == 1
+
+
+async def test_a_call_waits_for_weights_that_are_fresh_enough_for_its_group(serve) -> None:
+    one = await serve(group_size=1)
+    version = one.producer._config.lag_bound + 3
+    one.trainer.release(1, 1, version=version)
+    rollout = await one.client.open()
+    calling = asyncio.create_task(one.client.chat(rollout, ASKED))
+    await asyncio.wait({calling}, timeout=0.5)
+    assert not calling.done() and one.engine.num_active == 0
+    one.trainer.announce(version)
+    await calling
+    await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    assert {span.version for span in group.rollouts[0].segments[0].version_spans} == {version}
+
+
 async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_one(serve) -> None:
 
     class Gate(asyncio.Event):
@@ -198,6 +225,7 @@ async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
     assert status == 410 and "idle for 3 s (endpoint.idle_timeout_s)" in body["error"]["message"]
     assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
     assert one.count("penstock_agent_tokens_total") > one.count("penstock_agent_tokens_delivered_total") > 0
+    assert one.dead_rollouts() == [("1", silent["id"], "idle for 3 s (endpoint.idle_timeout_s)")]
 
 
 async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serve) -> None:
@@ -220,6 +248,8 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
         b"agents: no rollout of 2 finished: 1 never opened, 1 not finished after 100 s (endpoint.group_deadline_s)"
     )
     assert (await one.client.request("POST", f"/r/{slow['id']}/finish", 1.0))[0] == 410
+    overdue = "not finished after 100 s (endpoint.group_deadline_s)"
+    assert sorted(one.dead_rollouts()) == [("1", slow["id"], overdue), ("2", third["id"], overdue)]
 
 
 async def test_a_rollout_without_a_sampled_token_cannot_finish(serve) -> None:

@@ -115,6 +115,22 @@ async def test_logprobs_are_those_of_the_sampled_tokens(serve) -> None:
     assert "".join(entry.token for entry in content).endswith("<|im_end|>")
 
 
+async def test_a_streamed_call_of_a_tool_has_its_tokens_logprobs(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    async with client_of(rollout) as client:
+        for tools in ([ADD], []):
+            stream = await client.chat.completions.create(
+                model="x", messages=ASKED, logprobs=True, stream=True, **({"tools": tools} if tools else {})
+            )
+            choices = [chunk.choices[0] async for chunk in stream]
+            called = any(choice.delta.tool_calls for choice in choices)
+            (logprobs,) = [choice.logprobs.content for choice in choices if choice.logprobs is not None]
+            (sampled,) = [ids for choice in choices if (ids := getattr(choice.delta, "generation_log_probs", None))]
+            assert called == bool(tools) and [entry.logprob for entry in logprobs] == sampled
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -221,7 +237,9 @@ async def test_a_body_larger_than_the_model_s_context_calls_for_is_refused(serve
     path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"
     body = io.BytesIO(b"x" * (BODY_BYTES + BODY_BYTES_PER_TOKEN * 4096 + 1))
     async with one.client._session.post(path, data=body) as reply:
-        assert reply.status == 413 and (await reply.json())["error"]["type"] == "invalid_request_error"
+        error = (await reply.json())["error"]
+        assert (reply.status, error["type"], error["code"]) == (413, "invalid_request_error", "body_too_large")
+        assert "5,242,880 bytes; messages need not carry the token ids" in error["message"]
 
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(serve, monkeypatch) -> None:
