@@ -93,8 +93,11 @@ def gateway_figures(settings: GatewaySettings, folder: Path) -> list[Figure]:
         table.hold(settings, min(settings.contexts))  # warms up
         figures: list[Figure] = []
         for context in settings.contexts:
-            held = [table.hold(settings, context) for _ in range(settings.rounds)]
-            figures += [time_figure(context, held), processor_figure(context, held)]
+            for sends_ids in (False, True):
+                held = [table.hold(settings, context, sends_ids=sends_ids) for _ in range(settings.rounds)]
+                what = f"{context:,} tokens of context" + sends_ids * ", ids sent back"
+                goal = Goal(at_most=LARGEST_RATIO[context]) if context in LARGEST_RATIO else None
+                figures += [time_figure(what, held, goal), processor_figure(what, held)]
         return figures
 
 
@@ -124,34 +127,43 @@ class Table:
         self._topics = topics
         self._num_conversations = 0
 
-    def hold(self, settings: GatewaySettings, context: int) -> Held:
+    def hold(self, settings: GatewaySettings, context: int, *, sends_ids: bool = False) -> Held:
         """A conversation that nobody has held before. Its last calls are the timed ones: `context` lies in the middle
-        of what they send."""
+        of what they send.
+
+        sends_ids: whether the client of ours sends each answer back whole, token ids included, or its text alone.
+        """
         self._num_conversations += 1
         paths = [server.open() for server in self._servers]
         histories: list[list[Json]] = [[], []]
         greeting = f"Conversation {self._num_conversations}.\n"  # keeps what came before out of the prefix caches
         for num_tokens in history_turns(context - settings.calls * (settings.turn_tokens + FRAME_TOKENS) // 2):
-            self._call(paths, histories, greeting + self._topics.turn(num_tokens), 0)
+            self._call(paths, histories, greeting + self._topics.turn(num_tokens), 0, sends_ids)
             greeting = ""
         before = [server.processor_s() for server in self._servers]
         pairs = []
         for n in range(settings.calls):
-            pairs.append(self._call(paths, histories, greeting + self._topics.turn(settings.turn_tokens), n % 2))
+            asked = greeting + self._topics.turn(settings.turn_tokens)
+            pairs.append(self._call(paths, histories, asked, n % 2, sends_ids))
             greeting = ""
         ours_s, theirs_s = (server.processor_s() - began for server, began in zip(self._servers, before, strict=True))
         for server, path in zip(self._servers, paths, strict=True):
             server.finish(path)
         return Held(pairs=tuple(pairs), processor_s=ours_s, reference_processor_s=theirs_s)
 
-    def _call(self, paths: Sequence[str], histories: Sequence[list[Json]], asked: str, first: int) -> Pair:
+    def _call(
+        self, paths: Sequence[str], histories: Sequence[list[Json]], asked: str, first: int, sends_ids: bool
+    ) -> Pair:
         """One call at each server, `first` before the other."""
         answers: dict[int, Answer] = {}
         for n in (first, 1 - first):
             histories[n].append({"role": "user", "content": asked})
             request = {"messages": histories[n], "max_completion_tokens": MAX_ANSWER_TOKENS}
             answers[n] = self._servers[n].chat(paths[n], request)
-            histories[n].append(answers[n].message)
+            message = answers[n].message
+            if n or not sends_ids:
+                message = {name: message[name] for name in ("role", "content")}
+            histories[n].append(message)
         return Pair(ours=answers[0], theirs=answers[1])
 
 
@@ -162,7 +174,7 @@ def history_turns(num_tokens: int) -> list[int]:
     return [turn - FRAME_TOKENS for turn in turns]
 
 
-def time_figure(context: int, held: Sequence[Held]) -> Figure:
+def time_figure(what: str, held: Sequence[Held], goal: Goal | None) -> Figure:
     """Medians over the calls; the ratio is the median of the pairs' own.
 
     Raises:
@@ -171,17 +183,16 @@ def time_figure(context: int, held: Sequence[Held]) -> Figure:
     pairs = [pair for conversation in held for pair in conversation.pairs]
     even = [pair for pair in pairs if pair.is_even]
     if not even:
-        raise BenchError(f"{context} tokens: in none of {len(pairs)} pairs of calls both sampled as many tokens")
+        raise BenchError(f"{what}: in none of {len(pairs)} pairs of calls both sampled as many tokens")
     by_round = [[pair.ratio for pair in conversation.pairs if pair.is_even] for conversation in held]
-    at_most = LARGEST_RATIO.get(context)
     return compare(
-        f"time per call, {context:,} tokens of context",
+        f"time per call, {what}",
         unit="ms",
         measured=median(pair.ours.seconds for pair in even) * 1000,
         reference=median(pair.theirs.seconds for pair in even) * 1000,
         reference_is=REFERENCE_IS,
         ratio=median(pair.ratio for pair in even),
-        goal=Goal(at_most=at_most) if at_most is not None else None,
+        goal=goal,
         details={
             "num_pairs": len(even),
             "num_pairs_left_out": len(pairs) - len(even),
@@ -192,11 +203,11 @@ def time_figure(context: int, held: Sequence[Held]) -> Figure:
     )
 
 
-def processor_figure(context: int, held: Sequence[Held]) -> Figure:
+def processor_figure(what: str, held: Sequence[Held]) -> Figure:
     """Means over the calls. It does not tell what a caller waits for, but a busy machine hardly moves it."""
     num_calls = sum(len(conversation.pairs) for conversation in held)
     return compare(
-        f"processor time per call, {context:,} tokens of context",
+        f"processor time per call, {what}",
         unit="ms",
         measured=sum(conversation.processor_s for conversation in held) / num_calls * 1000,
         reference=sum(conversation.reference_processor_s for conversation in held) / num_calls * 1000,

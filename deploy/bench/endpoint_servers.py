@@ -37,7 +37,7 @@ NEVER_PER_S = 1e-6
 
 class Answer(NamedTuple):
     """seconds: from sending the request to having all of the response, which nobody has parsed by then.
-    message: what an OpenAI client would send back."""
+    message: as it came."""
 
     seconds: float
     message: Json
@@ -67,12 +67,7 @@ class ChatServer:
         seconds = time.perf_counter() - began
         found = json.loads(self._checked(status, answer))
         message, usage = found["choices"][0]["message"], found["usage"]
-        return Answer(
-            seconds,
-            {name: message[name] for name in ("role", "content")},
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-        )
+        return Answer(seconds, message, usage["prompt_tokens"], usage["completion_tokens"])
 
     def open(self) -> str:
         """A conversation: the path of its calls."""

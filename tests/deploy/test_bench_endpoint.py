@@ -27,7 +27,7 @@ from deploy.bench.endpoint_gateway import (
 )
 from deploy.bench.endpoint_model import TEXT, Topics, chat_tokenizer
 from deploy.bench.endpoint_servers import Answer, ChatServer, PenstockServer, VllmServer, serve_arguments
-from deploy.bench.result import BenchError
+from deploy.bench.result import BenchError, Goal
 from deploy.child import Child
 
 TINY = EncodingSettings(calls=6, turn_tokens=60, answer_tokens=30)
@@ -57,7 +57,7 @@ class PlayedServer(ChatServer):
     def chat(self, path: str, request: dict[str, Any]) -> Answer:
         self._num_calls += 1
         self._log.append((self.name, [dict(message) for message in request["messages"]]))
-        message = {"role": "assistant", "content": f"{self.name} {self._num_calls}"}
+        message = {"role": "assistant", "content": f"{self.name} {self._num_calls}", "prompt_token_ids": [1, 2]}
         return Answer(0.5, message, 10 * len(request["messages"]), 4)
 
     def finish(self, path: str) -> None:
@@ -154,8 +154,11 @@ def test_both_servers_hold_the_same_conversation_in_turns(topics):
     asked = [[message["content"] for message in messages[::2]] for messages in last.values()]
     assert asked[0] == asked[1] and asked[0][0].startswith("Conversation 1.\n")
     assert ours.finished == theirs.finished == ["/v1/chat/completions"]
-    table.hold(settings, 1600)
+    assert not any("prompt_token_ids" in message for _, messages in log for message in messages)
+    table.hold(settings, 1600, sends_ids=True)
     assert log[-1][1][0]["content"].startswith("Conversation 2.\n")
+    carried = {name: ["prompt_token_ids" in message for message in messages[1::2]] for name, messages in log[-2:]}
+    assert carried == {"ours": [True] * 5, "theirs": [False] * 5}
 
 
 def test_calls_are_compared_pair_by_pair_where_both_sampled_as_much():
@@ -163,26 +166,25 @@ def test_calls_are_compared_pair_by_pair_where_both_sampled_as_much():
         held((answer(0.022), answer(0.020)), (answer(0.5), answer(0.01, num_sampled=1))),
         held((answer(0.036), answer(0.030)), (answer(0.020), answer(0.020))),
     ]
-    found = time_figure(2000, conversations)
+    found = time_figure("2,000 tokens", conversations, Goal(at_most=1.1))
     assert (found.measured, found.reference) == (pytest.approx(22.0), pytest.approx(20.0))
     assert found.ratio == pytest.approx(1.1) and str(found.goal) == "≤ 1.1" and found.reached
     assert (found.details["num_pairs"], found.details["num_pairs_left_out"]) == (3, 1)
     assert found.details["ratio_by_round"] == [1.1, 1.1]
-    assert str(time_figure(30000, conversations).goal) == "≤ 1.25"
-    assert time_figure(500, conversations).goal is None
-    used = processor_figure(2000, conversations)
+    assert time_figure("500 tokens", conversations, None).goal is None
+    used = processor_figure("2,000 tokens", conversations)
     assert (used.measured, used.reference) == (pytest.approx(150.0), pytest.approx(100.0)) and used.goal is None
 
 
 def test_calls_that_cannot_be_compared_are_an_error():
-    with pytest.raises(BenchError, match="2000 tokens: in none of 1 pairs of calls both sampled as many tokens"):
-        time_figure(2000, [held((answer(0.02), answer(0.02, num_sampled=2)))])
+    with pytest.raises(BenchError, match="2,000 tokens: in none of 1 pairs of calls both sampled as many tokens"):
+        time_figure("2,000 tokens", [held((answer(0.02), answer(0.02, num_sampled=2)))], None)
 
 
-def test_a_call_is_timed_and_gives_back_what_a_plain_client_keeps(http_server):
+def test_a_call_is_timed_and_gives_its_answer_back(http_server):
     server = ChatServer("echo", http_server.server_port, 0)
     found = server.chat("/v1/chat/completions", {"messages": [{"role": "user", "content": "héllo"}]})
-    assert found.seconds > 0 and found.message == {"role": "assistant", "content": "héllo"}
+    assert found.seconds > 0 and found.message["content"] == "héllo" and found.message["prompt_token_ids"] == [1, 2]
     assert (found.num_prompt_tokens, found.num_sampled_tokens) == (7, 3)
     server.close()
 
@@ -250,8 +252,9 @@ def test_calls_at_both_servers_are_timed(tmp_path):
     gateway = GatewaySettings(contexts=(400,), rounds=1, calls=2, turn_tokens=50)
     settings = msgspec.structs.replace(QUICK_ENDPOINT, gateway=gateway)
     result = measure_endpoint(["gateway"], settings, bench.RUN_FILE, tmp_path)
-    time_per_call, processor = result.figures
-    for figure in (time_per_call, processor):
+    time_per_call, _, time_with_ids, _ = result.figures
+    assert time_with_ids.name == f"{time_per_call.name}, ids sent back"
+    for figure in result.figures:
         assert figure.reference_is and figure.measured and figure.reference and figure.ratio, figure
     details = time_per_call.details
     assert details["num_pairs"] + details["num_pairs_left_out"] == 2
