@@ -95,9 +95,9 @@ def _listed(counts: dict[str, int]) -> str:
 def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
     """What died of the indexes, then agents' rollouts."""
     console = console or Console()
-    of_indexes, of_rollouts = [], []
-    for letter in letters:
-        (of_indexes if letter.rollout is None else of_rollouts).append(letter)
+    letters = list(letters)
+    of_indexes = [letter for letter in letters if letter.rollout is None]
+    of_rollouts = [letter for letter in letters if letter.rollout is not None]
     _say(console, f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
     if of_indexes:
         table = _bare_table("index", "state", "reason", "time", "producer", "payload")

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from producers.connection import Connection
 from producers.episode import Dead, DeadRollout
@@ -134,7 +134,7 @@ class Writer:
         by_stream: dict[str, list[bytes]] = {}
         for entry in batch:
             if isinstance(entry, _Letter):
-                fields = {
+                fields: Any = {
                     Field.INDEX: entry.claim.index,
                     Field.ROLLOUT: entry.rollout.id,
                     Field.PRODUCER: entry.rollout.producer_id,
