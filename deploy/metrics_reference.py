@@ -47,10 +47,17 @@ def producer_metrics() -> list[Exported]:
     return exported(ProducerMetrics().registry, _declared(ProducerMetric))
 
 
-def unit_of(name: str) -> str:
-    """By Prometheus' convention the last word of a name, before `_total`, says it; empty for a number without one."""
-    last = name.removesuffix("_total").removesuffix("_by_lag").rpartition("_")[2]
-    return "share" if last in SHARES else UNITS.get(last, "")
+def unit_of(metric: Metric) -> str:
+    """By Prometheus' convention the last word of a name, before `_total`, says it; else the definition does.
+
+    Raises:
+        ValueError: neither does, or both do.
+    """
+    last = metric.name.removesuffix("_total").removesuffix("_by_lag").rpartition("_")[2]
+    named = "share" if last in SHARES else UNITS.get(last, "")
+    if bool(named) == bool(metric.unit):
+        raise ValueError(f"{metric.name}: unit {metric.unit!r} beside {named!r} by its name, expected one of the two")
+    return named or metric.unit
 
 
 def reference() -> str:
@@ -79,7 +86,7 @@ def _row(one: Exported) -> str:
     values = metric.values or (LAG_LABELS if metric.labels == ("lag",) else ())
     labels = ", ".join(f"`{label}`" for label in metric.labels) + (f": {', '.join(values)}" if values else "")
     kind = f"{one.type}, to {max(metric.buckets):g}" if metric.buckets else one.type
-    return f"| `{metric.name}` | {kind} | {labels} | {unit_of(metric.name)} | {metric.help} |"
+    return f"| `{metric.name}` | {kind} | {labels} | {unit_of(metric)} | {metric.help} |"
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ from typing import NamedTuple
 
 class Metric(NamedTuple):
     """values: those of the label that are known beforehand. They are served from the start, as 0: a rate over a series
-    that begins at its first event does not see that event."""
+    that begins at its first event does not see that event.
+    unit: where the name's last word does not say it; "none" for a number without one.
+    """
 
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     values: tuple[str, ...] = ()
+    unit: str = ""
 
 
 LAG_LABELS = ("0", "1", "2-3", "4-7", "8+")
@@ -22,13 +25,17 @@ STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0
 
 
 class ProducerMetric:
-    TOKENS_GENERATED = Metric("penstock_tokens_generated_total", "Tokens sampled")
+    TOKENS_GENERATED = Metric("penstock_tokens_generated_total", "Tokens sampled", unit="tokens")
     GROUPS_APPENDED = Metric(
-        "penstock_groups_appended_total", "Groups appended to the rollout stream", ("kind",), values=("group", "dead")
+        "penstock_groups_appended_total",
+        "Groups appended to the rollout stream",
+        ("kind",),
+        values=("group", "dead"),
+        unit="groups",
     )
-    EVALUATIONS_APPENDED = Metric("penstock_evaluations_appended_total", "Evaluation groups answered")
-    IN_FLIGHT = Metric("penstock_groups_in_flight", "Groups being generated now")
-    POLICY_VERSION = Metric("penstock_producer_policy_version", "Policy version held by the engine")
+    EVALUATIONS_APPENDED = Metric("penstock_evaluations_appended_total", "Evaluation groups answered", unit="groups")
+    IN_FLIGHT = Metric("penstock_groups_in_flight", "Groups being generated now", unit="groups")
+    POLICY_VERSION = Metric("penstock_producer_policy_version", "Policy version held by the engine", unit="none")
     POLICY_BEHIND = Metric("penstock_producer_policy_behind_steps", "Announced version minus the version held")
     PAUSE = Metric("penstock_weight_pause_seconds", "Time without sampling per weight update", (), PAUSE_BUCKETS)
     PREFETCH = Metric(
@@ -36,35 +43,57 @@ class ProducerMetric:
     )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights loaded")
     WEIGHT_LOADS = Metric(
-        "penstock_weight_loads_total", "Weight updates by result", ("result",), values=("loaded", "failed")
+        "penstock_weight_loads_total",
+        "Weight updates by result",
+        ("result",),
+        values=("loaded", "failed"),
+        unit="loads",
     )
     STREAM_ERRORS = Metric(
         "penstock_stream_errors_total",
         "Redis commands that failed, by kind",
         ("kind",),
         values=("connection", "timeout", "oom", "response"),
+        unit="errors",
     )
-    REWARD_ERRORS = Metric("penstock_reward_errors_total", "Groups whose reward raised or was not finite")
+    REWARD_ERRORS = Metric(
+        "penstock_reward_errors_total", "Groups whose reward raised or was not finite", unit="groups"
+    )
     AGENT_ROLLOUTS = Metric(
         "penstock_agent_rollouts_total",
         "Rollouts of agents that ended, by outcome",
         ("outcome",),
         values=("finished", "dead"),
+        unit="rollouts",
     )
-    AGENT_ROLLOUTS_OPEN = Metric("penstock_agent_rollouts_open", "Rollouts of agents that are open")
-    AGENT_CALLS_RUNNING = Metric("penstock_agent_calls_running", "Calls of agents that are being answered")
+    AGENT_ROLLOUTS_OPEN = Metric("penstock_agent_rollouts_open", "Rollouts of agents that are open", unit="rollouts")
+    AGENT_CALLS_RUNNING = Metric(
+        "penstock_agent_calls_running", "Calls of agents that are being answered", unit="calls"
+    )
     AGENT_CALLS = Metric(
-        "penstock_agent_calls_total", "Calls of agents answered, by how their prompt came about", ("prompt",)
+        "penstock_agent_calls_total",
+        "Calls of agents answered, by how their prompt came about",
+        ("prompt",),
+        unit="calls",
     )
     AGENT_SEGMENTS = Metric(
-        "penstock_agent_segments_total", "Segments opened after a rollout's first, by reason", ("reason",)
+        "penstock_agent_segments_total",
+        "Segments opened after a rollout's first, by reason",
+        ("reason",),
+        unit="segments",
     )
     ALTERNATE_STOPS = Metric(
-        "penstock_agent_alternate_stops_total", "Answers that a stop token other than the end of sequence has ended"
+        "penstock_agent_alternate_stops_total",
+        "Answers that a stop token other than the end of sequence has ended",
+        unit="answers",
     )
-    AGENT_TOKENS = Metric("penstock_agent_tokens_total", "Tokens sampled for agents in rollouts that ended")
+    AGENT_TOKENS = Metric(
+        "penstock_agent_tokens_total", "Tokens sampled for agents in rollouts that ended", unit="tokens"
+    )
     AGENT_TOKENS_DELIVERED = Metric(
-        "penstock_agent_tokens_delivered_total", "Those of them that stand in a group handed to the stream"
+        "penstock_agent_tokens_delivered_total",
+        "Those of them that stand in a group handed to the stream",
+        unit="tokens",
     )
 
 
@@ -72,31 +101,38 @@ class TrainerMetric:
     """Beside these the trainer serves `TRAINER_GAUGES` and `TRAINER_GAUGES_BY_LAG`."""
 
     TOKEN_LAG = Metric("penstock_token_lag_steps", "Lag of sampled tokens at consumption", (), TOKEN_LAG_BUCKETS)
-    TOKENS_TRAINED = Metric("penstock_tokens_trained_total", "Sampled tokens that reached the loss unmasked")
+    TOKENS_TRAINED = Metric(
+        "penstock_tokens_trained_total", "Sampled tokens that reached the loss unmasked", unit="tokens"
+    )
     TOKENS_MASKED = Metric(
         "penstock_tokens_masked_total",
         "Sampled tokens masked: beyond the lag bound, or by the correction",
         ("reason",),
         values=("lag", "correction"),
+        unit="tokens",
     )
     GROUPS_SETTLED = Metric(
         "penstock_groups_settled_total",
         "Released indexes settled, by outcome",
         ("outcome",),
         values=("trained", "skipped", "dead"),
+        unit="groups",
     )
-    GROUPS_RELEASED = Metric("penstock_groups_released_total", "Indexes released for the first time")
+    GROUPS_RELEASED = Metric("penstock_groups_released_total", "Indexes released for the first time", unit="groups")
     GROUPS_RELEASED_AGAIN = Metric(
         "penstock_groups_released_again_total",
         "Indexes released again, by reason",
         ("reason",),
         values=("lost", "stale", "requeued"),
+        unit="groups",
     )
     CREDIT = Metric("penstock_credit_groups", "The most groups that may be released and not settled")
-    GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled")
+    GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled", unit="groups")
     LAG_BOUND = Metric("penstock_lag_bound_steps", "Tokens of a larger lag are masked")
-    DUPLICATES = Metric("penstock_duplicates_dropped_total", "Groups dropped since their index was settled or in hand")
-    UPDATES = Metric("penstock_updates_total", "Batches consumed")
+    DUPLICATES = Metric(
+        "penstock_duplicates_dropped_total", "Groups dropped since their index was settled or in hand", unit="groups"
+    )
+    UPDATES = Metric("penstock_updates_total", "Batches consumed", unit="batches")
     OPTIMIZER_STEPS = Metric("penstock_optimizer_steps_total", "Optimizer steps taken")
     LAST_UPDATE = Metric(
         "penstock_last_update_timestamp_seconds",
@@ -107,31 +143,39 @@ class TrainerMetric:
         "Optimizer steps not taken, by reason",
         ("reason",),
         values=("loss is not finite", "gradient norm is not finite", "nothing left to train"),
+        unit="steps",
     )
-    ACCURACY = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts")
-    PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended")
-    OBJECTIVE = Metric("penstock_objective", "What the objective reports beyond the metrics named here", ("name",))
+    ACCURACY = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts", unit="none")
+    PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended", unit="groups")
+    OBJECTIVE = Metric(
+        "penstock_objective", "What the objective reports beyond the metrics named here", ("name",), unit="none"
+    )
     STEP_SECONDS = Metric(
         "penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS, values=("wait", "step", "publish")
     )
-    WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published")
+    WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published", unit="B")
     CHECKPOINT_SECONDS = Metric(
         "penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS
     )
     PARITY_ALERT = Metric(
-        "penstock_trainer_parity_alert", "1 while the gap between engine and trainer at lag 0 is outside its tolerance"
+        "penstock_trainer_parity_alert",
+        "1 while the gap between engine and trainer at lag 0 is outside its tolerance",
+        unit="none",
     )
     MISMATCH_MEAN = Metric(
         "penstock_mismatch_lag0_mean_nats",
         "Gap between engine and trainer at lag 0, mean over the last 8 batches with one",
     )
     MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
-    STREAM_ERRORS = Metric("penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",))
+    STREAM_ERRORS = Metric(
+        "penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",), unit="errors"
+    )
     SINK_ERRORS = Metric(
         "penstock_sink_errors_total",
         "Failures of TensorBoard or Weights & Biases to take a run's numbers",
         ("sink",),
         values=("tensorboard", "wandb"),
+        unit="errors",
     )
 
 
@@ -141,18 +185,22 @@ def prometheus_name(key: str) -> str:
 
 
 TRAINER_GAUGES: dict[str, Metric] = {
-    "policy_version": Metric("penstock_policy_version", "The trainer's policy version"),
+    "policy_version": Metric("penstock_policy_version", "The trainer's policy version", unit="none"),
     "queue_depth": Metric("penstock_rollout_queue_groups", "Groups read and waiting for a batch"),
-    "reward": Metric("penstock_reward", "Mean reward of the batch"),
-    "loss": Metric("penstock_loss", "Loss of the last batch"),
-    "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping"),
-    "learning_rate": Metric("penstock_learning_rate", "Learning rate of the last step"),
+    "reward": Metric("penstock_reward", "Mean reward of the batch", unit="none"),
+    "loss": Metric("penstock_loss", "Loss of the last batch", unit="none"),
+    "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping", unit="none"),
+    "learning_rate": Metric("penstock_learning_rate", "Learning rate of the last step", unit="none"),
     "entropy": Metric("penstock_entropy_nats", "Mean token entropy of the current policy"),
     "policy_clipped_frac": Metric(
         "penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped"
     ),
-    "policy_clipped_low_frac": Metric("penstock_policy_ratio_clipped_low_frac", "The same, below the range"),
-    "policy_clipped_high_frac": Metric("penstock_policy_ratio_clipped_high_frac", "The same, above the range"),
+    "policy_clipped_low_frac": Metric(
+        "penstock_policy_ratio_clipped_low_frac", "Share of tokens whose policy ratio was clipped from below"
+    ),
+    "policy_clipped_high_frac": Metric(
+        "penstock_policy_ratio_clipped_high_frac", "Share of tokens whose policy ratio was clipped from above"
+    ),
     "policy_dual_clipped_frac": Metric(
         "penstock_policy_ratio_dual_clipped_frac", "Share of tokens with a negative advantage that met the dual clip"
     ),
@@ -164,58 +212,85 @@ TRAINER_GAUGES: dict[str, Metric] = {
         "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs in rows of lag 0"
     ),
     **{
-        key: Metric(prometheus_name(key), help)
-        for key, help in {
-            "rollout_correction/kl": "Mean of behavior minus proximal logprob over tokens, in nats",
-            "rollout_correction/k3_kl": "k3 estimate of the KL divergence, a token's bounded at 10, in nats",
-            "rollout_correction/chi2_token": "Chi-square of the tokens' ratios of proximal to behavior policy",
-            "rollout_correction/chi2_seq": "Chi-square of the rows' ratios, geometric means over their tokens",
-            "rollout_correction/training_ppl": "Perplexity of the rows under the trainer's policy, mean over rows",
-            "rollout_correction/training_log_ppl": "Mean minus logprob of a row under the trainer's policy, in nats",
-            "rollout_correction/rollout_ppl": "Perplexity of the rows under the engine's policies, mean over rows",
-            "rollout_correction/rollout_log_ppl": "Mean minus logprob of a row under the engine's policies, in nats",
-            "rollout_correction/log_ppl_diff": "Training less rollout log perplexity of a row, mean, in nats",
-            "rollout_correction/log_ppl_abs_diff": "Absolute gap between the two log perplexities of a row, mean",
-            "rollout_correction/log_ppl_diff_max": "Training less rollout log perplexity, largest of a row",
-            "rollout_correction/log_ppl_diff_min": "Training less rollout log perplexity, smallest of a row",
-            "rollout_correction/ppl_ratio": "Training over rollout perplexity of a row, mean",
-            "rollout_correction/is_weight_mean": "Mean importance weight after the correction",
-            "rollout_correction/ess": "Effective sample size of weights clamped to the threshold and its inverse",
-            "rollout_correction/clipped_frac": "Share of ratios above the importance threshold",
-            "kl_new_old": "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
-            "clamp_log_ratio_new_old_indicator": "Share of a row's tokens above the threshold, mean over rows",
-            "ess_fraction": "Effective sample size over tokens, from ratios before truncation",
-            "applied_ess_fraction": "Effective sample size over tokens, from the weights applied",
-            "chi2": "Chi-square of the tokens' ratios, from ratios before truncation",
-            "weight_mean": "Mean importance weight applied",
-            "corrected_frac": "Share of tokens within the lag bound that the correction rejected or bounded",
-            "masked_frac": "Share of tokens within the lag bound that the correction rejected",
-            "masked_frac_positive": "The same of tokens with an advantage above 0",
-            "masked_frac_negative": "The same of tokens with an advantage below 0",
-            "ratio_mean": "Mean ratio of proximal to behavior policy before truncation",
-            "ratio_max": "Largest ratio of proximal to behavior policy of a token",
-            "ratio_min": "Smallest ratio of proximal to behavior policy of a token",
-            "k3_kl_unclamped": "k3 estimate of the KL divergence without a bound on a token's, in nats",
-            "chi2_seq_product": "Chi-square of the rows' ratios, products over their tokens",
+        key: Metric(prometheus_name(key), help, unit=unit)
+        for key, (help, unit) in {
+            "rollout_correction/kl": ("Mean of behavior minus proximal logprob over tokens, in nats", "nats"),
+            "rollout_correction/k3_kl": ("k3 estimate of the KL divergence, a token's bounded at 10, in nats", "nats"),
+            "rollout_correction/chi2_token": (
+                "Chi-square of the tokens' ratios of proximal to behavior policy",
+                "none",
+            ),
+            "rollout_correction/chi2_seq": (
+                "Chi-square of the rows' ratios, geometric means over their tokens",
+                "none",
+            ),
+            "rollout_correction/training_ppl": (
+                "Perplexity of the rows under the trainer's policy, mean over rows",
+                "none",
+            ),
+            "rollout_correction/training_log_ppl": (
+                "Mean minus logprob of a row under the trainer's policy, in nats",
+                "nats",
+            ),
+            "rollout_correction/rollout_ppl": (
+                "Perplexity of the rows under the engine's policies, mean over rows",
+                "none",
+            ),
+            "rollout_correction/rollout_log_ppl": (
+                "Mean minus logprob of a row under the engine's policies, in nats",
+                "nats",
+            ),
+            "rollout_correction/log_ppl_diff": ("Training less rollout log perplexity of a row, mean, in nats", "nats"),
+            "rollout_correction/log_ppl_abs_diff": (
+                "Absolute gap between the two log perplexities of a row, mean",
+                "nats",
+            ),
+            "rollout_correction/log_ppl_diff_max": ("Training less rollout log perplexity, largest of a row", "nats"),
+            "rollout_correction/log_ppl_diff_min": ("Training less rollout log perplexity, smallest of a row", "nats"),
+            "rollout_correction/ppl_ratio": ("Training over rollout perplexity of a row, mean", "none"),
+            "rollout_correction/is_weight_mean": ("Mean importance weight after the correction", "none"),
+            "rollout_correction/ess": ("Effective sample size of weights clamped to the threshold and its inverse", ""),
+            "rollout_correction/clipped_frac": ("Share of ratios above the importance threshold", ""),
+            "kl_new_old": (
+                "k3 of current to behavior policy, mean over a row's tokens, then over rows, in nats",
+                "nats",
+            ),
+            "clamp_log_ratio_new_old_indicator": (
+                "Share of a row's tokens above the threshold, mean over rows",
+                "share",
+            ),
+            "ess_fraction": ("Effective sample size over tokens, from ratios before truncation", ""),
+            "applied_ess_fraction": ("Effective sample size over tokens, from the weights applied", ""),
+            "chi2": ("Chi-square of the tokens' ratios, from ratios before truncation", "none"),
+            "weight_mean": ("Mean importance weight applied", "none"),
+            "corrected_frac": ("Share of tokens within the lag bound that the correction rejected or bounded", ""),
+            "masked_frac": ("Share of tokens within the lag bound that the correction rejected", ""),
+            "masked_frac_positive": ("Share of tokens with an advantage above 0 that the correction rejected", "share"),
+            "masked_frac_negative": ("Share of tokens with an advantage below 0 that the correction rejected", "share"),
+            "ratio_mean": ("Mean ratio of proximal to behavior policy before truncation", "none"),
+            "ratio_max": ("Largest ratio of proximal to behavior policy of a token", "none"),
+            "ratio_min": ("Smallest ratio of proximal to behavior policy of a token", "none"),
+            "k3_kl_unclamped": ("k3 estimate of the KL divergence without a bound on a token's, in nats", "nats"),
+            "chi2_seq_product": ("Chi-square of the rows' ratios, products over their tokens", "none"),
         }.items()
     },
 }
 """Gauges of the last batch, by their key in a line of updates.jsonl. NaN where the batch has no such number."""
 
 TRAINER_GAUGES_BY_LAG: dict[str, Metric] = {
-    key: Metric(prometheus_name(key) + "_by_lag", help + ", by lag in optimizer steps", ("lag",))
-    for key, help in {
-        "num_tokens": "Tokens within the lag bound",
-        "kl": "Mean of behavior minus proximal logprob, in nats",
-        "k3_kl": "k3 estimate of the KL divergence, in nats",
-        "chi2": "Chi-square of the tokens' ratios",
-        "ess_fraction": "Effective sample size over tokens before truncation",
-        "applied_ess_fraction": "Effective sample size over tokens of the weights applied",
-        "weight_mean": "Mean importance weight applied",
-        "corrected_frac": "Share of tokens that the correction rejected or bounded",
-        "masked_frac": "Share of tokens that the correction rejected",
-        "masked_frac_positive": "Share of tokens rejected of those with an advantage above 0",
-        "masked_frac_negative": "Share of tokens rejected of those with an advantage below 0",
+    key: Metric(prometheus_name(key) + "_by_lag", help + ", by lag in optimizer steps", ("lag",), unit=unit)
+    for key, (help, unit) in {
+        "num_tokens": ("Tokens within the lag bound", "tokens"),
+        "kl": ("Mean of behavior minus proximal logprob, in nats", "nats"),
+        "k3_kl": ("k3 estimate of the KL divergence, in nats", "nats"),
+        "chi2": ("Chi-square of the tokens' ratios", "none"),
+        "ess_fraction": ("Effective sample size over tokens before truncation", ""),
+        "applied_ess_fraction": ("Effective sample size over tokens of the weights applied", ""),
+        "weight_mean": ("Mean importance weight applied", "none"),
+        "corrected_frac": ("Share of tokens that the correction rejected or bounded", ""),
+        "masked_frac": ("Share of tokens that the correction rejected", ""),
+        "masked_frac_positive": ("Share of tokens rejected of those with an advantage above 0", "share"),
+        "masked_frac_negative": ("Share of tokens rejected of those with an advantage below 0", "share"),
     }.items()
 }
 """Gauges of the last batch with a label `lag`. `kl` is `kl/lag_0` ... `kl/lag_8+` in updates.jsonl, see `lag_key`.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deploy.grafana import limits
 from deploy.grafana.layout import Row, make_dashboard
 from deploy.grafana.panels import Limit, Query, stat, states, timeseries
 
@@ -38,7 +39,7 @@ def _glance() -> Row:
                 "Share of the trainer's time spent on optimizer steps and on publishing weights, over five minutes.",
                 Query('1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}', "busy"),
                 unit="percentunit",
-                limits=[Limit(0.5, "orange"), Limit(0.8, "green")],
+                limits=[Limit(0.5, "orange"), Limit(1 - limits.WAITING, "green")],
                 base="red",
             ),
             stat(
@@ -46,22 +47,22 @@ def _glance() -> Row:
                 "Groups that are generated and not settled, as a share of the credit. At 100 % producers stand idle.",
                 Query('penstock:queue_fill:ratio{run="$run"}', "queue"),
                 unit="percentunit",
-                limits=[Limit(0.8, "orange"), Limit(0.95, "red")],
+                limits=[Limit(0.8, "orange"), Limit(limits.QUEUE_FULL, "red")],
             ),
             stat(
                 "Since the last update",
                 "Time since the trainer consumed a batch; before the first one, since it started.",
                 Query('time() - max(penstock_last_update_timestamp_seconds{run="$run"})', "age"),
                 unit="s",
-                limits=[Limit(120, "orange"), Limit(600, "red")],
+                limits=[Limit(120, "orange"), Limit(limits.NO_UPDATE_S, "red")],
             ),
             stat(
                 "Producers",
                 "Producers that can be scraped.",
-                Query('count(penstock_producer_policy_version{run="$run"})', "producers"),
+                Query('count(penstock_producer_policy_version{run="$run"}) or vector(0)', "producers"),
                 unit="none",
-                base="blue",
-                no_value="0",
+                limits=[Limit(1, "green")],
+                base="red",
             ),
             stat(
                 "Alerts firing",
@@ -82,26 +83,60 @@ def _queue() -> Row:
         [
             timeseries(
                 "Groups by place",
-                "Every released group is with the producers (queued or in generation) or waits for the trainer; both "
-                "together reach the credit while there is work. All waiting: the trainer is too slow. None: "
-                "producers are.",
+                "The credit: free, or released and queued, in producers, or generated and ready to train. All ready: "
+                "the trainer is too slow. None ready: producers are. All queued: nobody claims. Free: the run ends.",
                 [
-                    Query('max(penstock_prompts_open{run="$run"})', "with producers"),
+                    Query(
+                        'clamp_min(max(penstock_prompts_open{run="$run"}) - '
+                        '(sum(penstock_groups_in_flight{run="$run"}) or vector(0)), 0)',
+                        "prompts queued",
+                    ),
+                    # What is not queued: evaluations are in flight too, and are none of the groups.
+                    Query(
+                        'max(penstock_prompts_open{run="$run"}) - clamp_min(max(penstock_prompts_open{run="$run"}) - '
+                        '(sum(penstock_groups_in_flight{run="$run"}) or vector(0)), 0)',
+                        "in producers",
+                    ),
                     Query(
                         'max(penstock_groups_open{run="$run"} - penstock_prompts_open{run="$run"})',
-                        "waiting for the trainer",
+                        "ready to train",
                     ),
-                    Query('max(penstock_credit_groups{run="$run"})', "credit"),
+                    Query(
+                        'max(penstock_credit_groups{run="$run"}) - max(penstock_groups_open{run="$run"})',
+                        "free credit",
+                    ),
                 ],
                 unit=GROUPS,
                 minimum=0,
-                colours={"credit": "red"},
-                dashed=["credit"],
+                stacked=True,
+                colours={
+                    "prompts queued": "blue",
+                    "in producers": "purple",
+                    "ready to train": "orange",
+                    "free credit": "#9ca3af",
+                },
+                width=12,
+            ),
+            timeseries(
+                "Admission",
+                "Groups admitted, by the credit that settled ones give back: in balance both lines are one. Released "
+                "again: `lost` by Redis, `stale` past the lag bound, `requeued` by `penstock dead requeue`.",
+                [
+                    Query('sum(rate(penstock_groups_released_total{run="$run"}[$__rate_interval]))', "released"),
+                    Query('sum(rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))', "settled"),
+                    Query(
+                        'sum by (reason) (rate(penstock_groups_released_again_total{run="$run"}[$__rate_interval]))',
+                        "again: {{reason}}",
+                    ),
+                ],
+                unit="suffix: groups/s",
+                minimum=0,
+                width=12,
             ),
             timeseries(
                 "Groups settled",
                 "Trained; skipped, since all siblings have one reward; or dead. Many skipped: tasks are too easy or "
-                "too hard. Any dead: `penstock dead list`.",
+                "too hard.",
                 [
                     Query(
                         'sum by (outcome) (rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))',
@@ -112,6 +147,14 @@ def _queue() -> Row:
                 minimum=0,
                 stacked=True,
                 colours={"trained": "green", "skipped": "blue", "dead": "red"},
+            ),
+            timeseries(
+                "Groups that die",
+                "Share of the groups settled in fifteen minutes. `penstock dead list` has the reasons.",
+                [Query('penstock:groups_dead:ratio_rate15m{run="$run"}', "dead")],
+                unit="percentunit",
+                limits=[Limit(limits.DEAD, "red")],
+                minimum=0,
             ),
             states(
                 "Waited for, over time",
@@ -125,7 +168,7 @@ def _queue() -> Row:
 
 def _producers() -> Row:
     return Row(
-        "Producers",
+        "Each producer",
         [
             timeseries(
                 "Tokens per second",
@@ -161,7 +204,7 @@ def _producers() -> Row:
                 "Share of the time in which a producer samples nothing because it takes new weights.",
                 [Query('penstock:producer_paused:ratio_rate5m{run="$run"}', "{{producer}}")],
                 unit="percentunit",
-                limits=[Limit(0.3, "red")],
+                limits=[Limit(limits.PAUSED, "red")],
                 minimum=0,
             ),
             timeseries(
@@ -176,21 +219,21 @@ def _producers() -> Row:
                     for quantile, name in ((0.5, "median"), (0.99, "99 of 100 are shorter"))
                 ],
                 unit="s",
-                limits=[Limit(2, "red")],
+                limits=[Limit(limits.PAUSE_S, "red")],
                 minimum=0,
             ),
             timeseries(
-                "Weight updates",
-                "Weights loaded and loads that failed. A failure leaves the policy of before in service.",
+                "Weight loads that failed",
+                "In five minutes. A failure leaves the policy of before in service, and is tried again.",
                 [
                     Query(
-                        'sum by (result) (rate(penstock_weight_loads_total{run="$run"}[$__rate_interval]))',
-                        "{{result}}",
+                        'sum by (producer) (increase(penstock_weight_loads_total{run="$run", result="failed"}[5m]))',
+                        "{{producer}}",
                     )
                 ],
-                unit="suffix: loads/s",
+                unit="suffix: loads",
+                limits=[Limit(1, "red")],
                 minimum=0,
-                colours={"loaded": "green", "failed": "red"},
             ),
         ],
     )
@@ -244,7 +287,8 @@ def _trainer() -> Row:
             ),
             timeseries(
                 "A checkpoint",
-                "Time to write and commit one, mean since the trainer's start.",
+                "Time to write and commit one, mean since the trainer's start. A stop waits two minutes for the last: "
+                "one that takes longer is lost.",
                 [
                     Query(
                         'max(penstock_checkpoint_seconds_sum{run="$run"} '
@@ -253,6 +297,7 @@ def _trainer() -> Row:
                     )
                 ],
                 unit="s",
+                limits=[Limit(limits.CHECKPOINT_S / 2, "orange"), Limit(limits.CHECKPOINT_S, "red")],
                 minimum=0,
                 width=6,
             ),
@@ -266,32 +311,52 @@ def _redis() -> Row:
         [
             timeseries(
                 "Memory",
-                "From redis_exporter. The trainer commits early at 70 % of the limit, which makes room; at the limit "
-                "producers are refused. The server may hold other runs as well.",
+                "From redis_exporter; empty without one (the runbook says how to have it). At the limit producers are "
+                "refused. The server may hold other runs as well.",
                 [
                     Query("max by (instance) (redis_memory_used_bytes)", "used, {{instance}}"),
-                    Query("max by (instance) (redis_memory_max_bytes) > 0", "limit, {{instance}}"),
+                    Query("min(redis_memory_max_bytes > 0)", "limit"),
                 ],
                 unit="bytes",
                 minimum=0,
-                width=12,
+                colours={"limit": "red"},
+                dashed=["limit"],
+            ),
+            timeseries(
+                "Memory, of the limit",
+                "Share of Redis' maxmemory. From 70 % on the trainer commits early, which makes room; above 85 % that "
+                "has not helped.",
+                [
+                    Query(
+                        "max by (instance) (redis_memory_used_bytes / (redis_memory_max_bytes > 0))",
+                        "{{instance}}",
+                    )
+                ],
+                unit="percentunit",
+                limits=[Limit(limits.EARLY_COMMIT, "orange"), Limit(limits.MEMORY_NEARLY_FULL, "red")],
+                minimum=0,
+                maximum=1,
             ),
             timeseries(
                 "Failed commands",
-                "Of producers by kind, and of the trainer by class of error. Each is repeated; many make a bad link.",
+                "In five minutes, of producers by kind, and of the trainer by class of error. Each is repeated; many "
+                "make a bad link.",
                 [
                     Query(
-                        'sum by (kind) (rate(penstock_stream_errors_total{run="$run"}[$__rate_interval]))',
+                        'sum by (kind) (increase(penstock_stream_errors_total{run="$run"}[5m]))',
                         "producers: {{kind}}",
                     ),
+                    # A series begins with the first error of its class, which `increase` does not see.
                     Query(
-                        'sum by (kind) (rate(penstock_trainer_stream_errors_total{run="$run"}[$__rate_interval]))',
+                        'sum by (kind) (clamp_min(penstock_trainer_stream_errors_total{run="$run"} - '
+                        '(penstock_trainer_stream_errors_total{run="$run"} offset 5m '
+                        'or 0 * penstock_trainer_stream_errors_total{run="$run"}), 0))',
                         "trainer: {{kind}}",
                     ),
                 ],
-                unit="suffix: errors/s",
+                unit="suffix: errors",
+                limits=[Limit(1, "orange")],
                 minimum=0,
-                width=12,
             ),
         ],
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deploy.grafana import limits
 from deploy.grafana.layout import Row, make_dashboard
 from deploy.grafana.panels import Limit, Query, timeseries
 
@@ -63,18 +64,28 @@ def _policy() -> Row:
                 [_last("penstock_entropy_nats", "entropy")],
                 unit="suffix: nats",
                 minimum=0,
+                width=6,
             ),
             timeseries(
-                "KL",
-                "Between the policies that sampled and the trainer's, per token, and to the reference model, where "
-                "the objective has such a term. The first grows with lag; a steep rise of the second without reward "
-                "is a policy gone astray.",
+                "KL to the policies that sampled",
+                "Per token. It grows with lag, and with an engine that differs. Orange is about where the alert for χ² "
+                "begins to look; from red on there is more noise than signal.",
                 [
-                    _last("penstock_rollout_correction_k3_kl", "behavior, k3"),
-                    _last("penstock_rollout_correction_kl", "behavior, mean log-ratio"),
-                    _last("penstock_reference_kl_nats", "reference model"),
+                    _last("penstock_rollout_correction_k3_kl", "k3"),
+                    _last("penstock_rollout_correction_kl", "mean log-ratio"),
                 ],
                 unit="suffix: nats",
+                limits=[Limit(limits.KL_JUMP, "orange"), Limit(limits.KL_NOISE, "red")],
+                width=6,
+            ),
+            timeseries(
+                "KL to the reference model",
+                "Per token; empty where the objective has no such term. What is much depends on the task: a steep rise "
+                "without reward is a policy gone astray.",
+                [_last("penstock_reference_kl_nats", "reference model")],
+                unit="suffix: nats",
+                minimum=0,
+                width=6,
             ),
             timeseries(
                 "Clip fraction",
@@ -88,6 +99,7 @@ def _policy() -> Row:
                 unit="percentunit",
                 limits=[Limit(0.1, "red")],
                 minimum=0,
+                width=6,
             ),
         ],
     )
@@ -99,9 +111,11 @@ def _optimizer() -> Row:
         [
             timeseries(
                 "Gradient norm",
-                "Before clipping. A trend upwards calls for a lower learning rate.",
+                "Before clipping, which begins at 1 unless `trainer.max_grad_norm` says otherwise. A trend upwards "
+                "calls for a lower learning rate.",
                 [_last("penstock_gradient_norm", "gradient norm")],
                 unit="short",
+                limits=[Limit(limits.GRADIENT_NORM, "orange")],
                 minimum=0,
             ),
             timeseries(

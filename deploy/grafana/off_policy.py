@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deploy.grafana import limits
 from deploy.grafana.layout import Row, make_dashboard
 from deploy.grafana.panels import Limit, Query, by_lag, heatmap, timeseries
 
@@ -21,10 +22,10 @@ def _last(metric: str, legend: str) -> Query:
 
 def _lag() -> Row:
     return Row(
-        "Lag",
+        "How old the tokens are",
         [
             heatmap(
-                "Tokens by lag",
+                "Lag heat map",
                 "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where "
                 "the upper ones darken, rollouts wait longer.",
                 Query(
@@ -60,7 +61,7 @@ def _lag() -> Row:
                 "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
                 [Query('penstock:tokens_beyond_bound:ratio_rate5m{run="$run"}', "masked for lag")],
                 unit="percentunit",
-                limits=[Limit(0.1, "red")],
+                limits=[Limit(limits.BEYOND_BOUND, "red")],
                 minimum=0,
                 width=6,
                 height=10,
@@ -84,20 +85,21 @@ def _whole() -> Row:
                 unit="percentunit",
                 minimum=0,
                 maximum=1,
-                limits=[Limit(0.3, "green")],
+                limits=[Limit(limits.LOW_ESS, "green")],
                 base="red",
             ),
             timeseries(
                 "χ²",
-                "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal.",
+                "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal. "
+                "There is an alert for a jump to above 0.1.",
                 [_last("penstock_chi2", "tokens"), _last("penstock_rollout_correction_chi2_seq", "rows")],
                 unit="short",
-                limits=[Limit(1, "red")],
+                limits=[Limit(limits.CHI2_JUMP, "orange"), Limit(limits.CHI2_NOISE, "red")],
             ),
             timeseries(
                 "Mismatch at lag 0",
-                "Mean gap between the engine's and the trainer's logprobs of fresh tokens, over the last 8 batches "
-                "that had some: the engine alone, no drift. Above the band there is an alert.",
+                "Mean gap between the engine's and the trainer's logprobs of fresh tokens, in nats, over the last 8 "
+                "batches that had some: the engine alone, no drift. Above the band there is an alert.",
                 [_last("penstock_mismatch_lag0_mean_nats", "gap"), _last("penstock_mismatch_lag0_band_nats", "band")],
                 unit="sci",
                 log_scale=True,
@@ -119,7 +121,7 @@ def _by_lag() -> Row:
                 unit="percentunit",
                 minimum=0,
                 maximum=1,
-                limits=[Limit(0.3, "green")],
+                limits=[Limit(limits.LOW_ESS, "green")],
                 base="red",
             ),
             by_lag(
@@ -127,14 +129,15 @@ def _by_lag() -> Row:
                 "Above 1 a token of that age brings more noise than signal: shorten the lag or tighten the schedule.",
                 "penstock_chi2_by_lag",
                 unit="short",
-                limits=[Limit(1, "red")],
+                limits=[Limit(limits.CHI2_JUMP, "orange"), Limit(limits.CHI2_NOISE, "red")],
             ),
             by_lag(
                 "KL by lag",
                 "k3 estimate per token, in nats. Rising at lag 0: the engine. Rising with lag: too much is learned per "
-                "step for data this old.",
+                "step for data this old. The limits are those of χ², which is about twice as much.",
                 "penstock_k3_kl_by_lag",
                 unit="suffix: nats",
+                limits=[Limit(limits.KL_JUMP, "orange"), Limit(limits.KL_NOISE, "red")],
                 minimum=0,
             ),
             by_lag(

@@ -2,15 +2,22 @@
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 from schemas.config import ConfigError
+from schemas.endpoint import connection_file
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "one_machine.yml"
 RULES = HERE / "rules"
+REDIS_JOB = """
+  - job_name: redis # redis_exporter, for the server's memory
+    static_configs:
+      - { targets: [%s] }
+"""
 
 Command = Callable[[argparse.Namespace], int]
 AddCommand = Callable[
@@ -32,23 +39,49 @@ def add_prometheus_command(
     parser.add_argument(
         "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
     )
+    parser.add_argument(
+        "--redis-exporter",
+        metavar="HOST:PORT",
+        help="watch the memory of Redis as well, which redis_exporter serves there",
+    )
 
 
-def write_prometheus_config(run_folder: Path) -> Path:
+def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None) -> Path:
     """Writes `<run>/prometheus.yml`, which finds the run's processes by the files that they leave in `<run>/metrics/`.
 
+    redis_exporter: `host:port` of the exporter for its Redis; without one Redis is not watched.
+
     Raises:
-        ConfigError: Prometheus cannot watch files in a folder of this name.
+        ConfigError: no address, or Prometheus cannot watch files in a folder of this name.
     """
+    if redis_exporter is not None and not re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+):\d+", redis_exporter):
+        raise ConfigError(f"--redis-exporter {redis_exporter!r}: expected HOST:PORT, as in 127.0.0.1:9121")
     folder = run_folder.resolve()
     if "*" in str(folder):
         raise ConfigError(f"{folder}: Prometheus takes * for a pattern; expected a folder without it in its path")
     text = TEMPLATE.read_text()
     for name, path in (("RULES", RULES), ("RUN", folder)):
         text = text.replace(f'"{name}/', json.dumps(f"{path}/")[:-1])
+    if redis_exporter is not None:
+        text += REDIS_JOB % json.dumps(redis_exporter)
     file = folder / "prometheus.yml"
     file.write_text(text)
     return file
+
+
+def exporter_command(run_folder: Path, address: str) -> str | None:
+    """For a shell: serves the numbers of the run's own Redis at `address`. None where there is no such server now.
+
+    Its password is another one at each start, and stands in no command line.
+    """
+    file = connection_file(run_folder.resolve())
+    try:
+        socket = json.loads(file.read_text())["socket"]
+    except FileNotFoundError:
+        return None
+    password = f"$(sed 's|.*://:\\([^@]*\\)@.*|\\1|' {shlex.quote(str(file))})"
+    command = ["prometheus-redis-exporter", f"--redis.addr=unix://{socket}", f"--web.listen-address={address}"]
+    return f"REDIS_PASSWORD={password} {shlex.join(command)}"
 
 
 def _prometheus(arguments: argparse.Namespace) -> int:
@@ -58,8 +91,14 @@ def _prometheus(arguments: argparse.Namespace) -> int:
     found = [folder for folder in folders if (folder / RUN_FILE).is_file()]
     if not found:
         raise ConfigError(f"{arguments.run}: neither a run's folder nor a run in {arguments.runs}")
-    file = write_prometheus_config(found[0])
+    file = write_prometheus_config(found[0], arguments.redis_exporter)
     data = file.parent / "prometheus"
     print(f"wrote {file}; with Prometheus installed:\n")
     print(shlex.join(["prometheus", f"--config.file={file}", f"--storage.tsdb.path={data}"]))
+    if arguments.redis_exporter is not None:
+        command = exporter_command(file.parent, arguments.redis_exporter)
+        if command is None:
+            print("\nno Redis of the run's own is running now, so no command for its redis_exporter is shown")
+        else:
+            print(f"\nand with redis_exporter, beside it for as long as this Redis runs:\n\n{command}")
     return 0

@@ -11,12 +11,73 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.grafana import limits
 from deploy.grafana.__main__ import DASHBOARDS, FOLDER, as_json
+from deploy.prometheus.command import RULES
 from schemas.metrics import LAG_LABELS
 
 ROOT = Path(__file__).parents[2]
 PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 KINDS = {"timeseries", "stat", "state-timeline", "heatmap"}
+NEITHER_GOOD_NOR_BAD = {
+    # Names and places, and what of them is bad is in a panel of its own.
+    ("flow.json", "Waited for"),
+    ("flow.json", "Groups by place"),
+    ("flow.json", "Groups settled"),
+    ("flow.json", "The trainer's time"),
+    # How much of a thing there is depends on machines, model and task.
+    ("flow.json", "Admission"),
+    ("flow.json", "Tokens per second"),
+    ("flow.json", "In flight"),
+    ("flow.json", "Tokens: generated, trained, masked"),
+    ("flow.json", "Updates"),
+    ("learning.json", "Reward and held-out accuracy"),
+    ("learning.json", "Entropy"),
+    ("learning.json", "KL to the reference model"),
+    ("learning.json", "Learning rate"),
+    ("learning.json", "Loss"),
+    ("learning.json", "Optimizer steps"),
+    ("off_policy.json", "Lag heat map"),
+    ("off_policy.json", "Weight applied by lag"),
+    ("off_policy.json", "Tokens by lag"),
+}
+LIMIT_OF_THE_RUN = {
+    ("flow.json", "Policy behind"): ("lag bound", "penstock_lag_bound_steps"),
+    ("flow.json", "Memory"): ("limit", "redis_memory_max_bytes"),
+    ("off_policy.json", "Lag"): ("bound", "penstock_lag_bound_steps"),
+    ("off_policy.json", "Mismatch at lag 0"): ("band", "penstock_mismatch_lag0_band_nats"),
+}
+"""Panels whose limit differs from run to run, and is drawn beside the values: its legend and metric."""
+WITHOUT_UNIT = {
+    # Counts.
+    "Producers": "none",
+    "Alerts firing": "none",
+    "Lag heat map": "short",
+    "Tokens by lag": "short",
+    # Names.
+    "Waited for": "none",
+    "Waited for, over time": "none",
+    # Pure numbers, and ratios that are no shares.
+    "Reward and held-out accuracy": "short",
+    "Gradient norm": "short",
+    "Learning rate": "sci",
+    "Loss": "short",
+    "χ²": "short",
+    "χ² by lag": "short",
+    "Weight applied by lag": "short",
+    # In nats, of any magnitude: the description says so.
+    "Mismatch at lag 0": "sci",
+}
+ALERTS_LIMITS = {
+    "PenstockNoUpdate": limits.NO_UPDATE_S,
+    "PenstockLagAboveBound": limits.BEYOND_BOUND,
+    "PenstockLowEss": limits.LOW_ESS,
+    "PenstockChi2Jump": limits.CHI2_JUMP,
+    "PenstockPauseLong": limits.PAUSE_S,
+    "PenstockDeadLettersGrowing": limits.DEAD,
+    "PenstockQueueFull": limits.QUEUE_FULL,
+    "PenstockRedisMemoryHigh": limits.MEMORY_NEARLY_FULL,
+}
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
@@ -24,12 +85,18 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def panels() -> list[Any]:
-    found = []
-    for name, dashboard in dashboards().items():
-        for panel in dashboard["panels"]:
-            if panel["type"] != "row":
-                found.append(pytest.param(panel, id=f"{name.removesuffix('.json')}: {panel['title']}"))
-    return found
+    return [
+        pytest.param(panel, id=f"{name.removesuffix('.json')}: {title}") for (name, title), panel in by_title().items()
+    ]
+
+
+def by_title() -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (name, panel["title"]): panel
+        for name, dashboard in dashboards().items()
+        for panel in dashboard["panels"]
+        if panel["type"] != "row"
+    }
 
 
 def test_what_is_checked_in_is_what_the_code_makes() -> None:
@@ -128,12 +195,6 @@ def test_a_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
     assert panel["type"] in KINDS
     assert len(panel["title"]) <= 40
     assert panel["description"][-1] in ".:" and len(panel["description"]) < 330
-    defaults = panel["fieldConfig"]["defaults"]
-    assert defaults["unit"]
-    steps = defaults["thresholds"]["steps"]
-    assert steps[0]["value"] is None
-    values = [step["value"] for step in steps[1:]]
-    assert values == sorted(values)
     assert panel["datasource"]["uid"] == "${datasource}"
     for target in panel["targets"]:
         assert target["legendFormat"], "a legend of the bare labels is for nobody"
@@ -141,6 +202,89 @@ def test_a_panel_says_what_it_shows(panel: dict[str, Any]) -> None:
         selectors = re.findall(r"(?<![\w\"])(?:penstock|ALERTS)[\w:]*(\{[^}]*\})?", target["expr"])
         assert "redis_memory" in target["expr"] or selectors
         assert all("$run" in one for one in selectors), f"of every run: {target['expr']}"
+
+
+@pytest.mark.parametrize(("place", "panel"), [pytest.param(*one, id=": ".join(one[0])) for one in by_title().items()])
+def test_a_panel_has_limits_unless_no_value_is_good_or_bad(place: tuple[str, str], panel: dict[str, Any]) -> None:
+    base, *others = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert base["value"] is None
+    values = [step["value"] for step in others]
+    assert values == sorted(set(values))
+    if place in NEITHER_GOOD_NOR_BAD | LIMIT_OF_THE_RUN.keys():
+        assert not others, "no longer to be named above"
+        return
+    assert {"red", "orange"} & {step["color"] for step in (base, *others)} and others
+    style = panel["fieldConfig"]["defaults"].get("custom", {}).get("thresholdsStyle")
+    assert panel["type"] != "timeseries" or style == {"mode": "dashed"}, "the limits are not drawn"
+
+
+@pytest.mark.parametrize("place", LIMIT_OF_THE_RUN, ids=": ".join)
+def test_a_limit_that_differs_from_run_to_run_is_drawn_as_a_dashed_red_line(place: tuple[str, str]) -> None:
+    legend, metric = LIMIT_OF_THE_RUN[place]
+    panel = by_title()[place]
+    (target,) = (one for one in panel["targets"] if one["legendFormat"] == legend)
+    assert metric in target["expr"]
+    overrides = panel["fieldConfig"]["overrides"]
+    drawn = {one["id"]: one["value"] for found in overrides if found["matcher"]["options"] == legend
+             for one in found["properties"]}  # fmt: skip
+    assert drawn["color"]["fixedColor"] == "red" and drawn["custom.lineStyle"]["fill"] == "dash"
+
+
+def test_the_lists_above_name_panels_that_are_there() -> None:
+    places = by_title().keys()
+    assert places >= NEITHER_GOOD_NOR_BAD | LIMIT_OF_THE_RUN.keys()
+    assert {title for _, title in places} >= WITHOUT_UNIT.keys()
+
+
+@pytest.mark.parametrize("panel", panels())
+def test_a_panel_has_a_unit_unless_it_shows_counts_or_pure_numbers(panel: dict[str, Any]) -> None:
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    if panel["title"] in WITHOUT_UNIT:
+        assert unit == WITHOUT_UNIT[panel["title"]]
+        return
+    assert unit in ("percentunit", "s", "bytes") or re.fullmatch(r"suffix: [a-z]+(/s)?", unit)
+    names = {name for target in panel["targets"] for name in re.findall(r"[\w:]+", target["expr"])}
+    shows_a_share = any(re.search(r"_frac(tion)?(_|$)|:ratio", name) for name in names)
+    says_a_share = re.search(r"\b[Ss]hare of\b", panel["description"])
+    assert unit == "percentunit" or not (shows_a_share or says_a_share)
+
+
+@pytest.mark.parametrize("alert", ALERTS_LIMITS)
+def test_a_panel_turns_bad_where_its_alert_does(alert: str) -> None:
+    rules = [rule for group in yaml.safe_load((RULES / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    (expr,) = (rule["expr"] for rule in rules if rule.get("alert") == alert)
+    wanted = re.findall(r"[<>]=? (\d[\d.]*)(?![\d.]| \*)", expr)
+    # A divisor that must not be 0 comes before the limit.
+    assert [float(value) for value in wanted if float(value)] == [ALERTS_LIMITS[alert]]
+    used = [
+        step["value"]
+        for panel in by_title().values()
+        for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    ]
+    assert ALERTS_LIMITS[alert] in used
+
+
+def test_a_panel_and_the_rules_call_the_same_share_a_bottleneck() -> None:
+    text = (RULES / "recording.yml").read_text()
+    assert {float(value) for value in re.findall(r"trainer_waiting:ratio_rate5m >= bool ([\d.]+)", text)} == {
+        limits.WAITING
+    }
+    assert {float(value) for value in re.findall(r"producers_paused:ratio_rate5m >= bool ([\d.]+)", text)} == {
+        limits.PAUSED
+    }
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_no_two_panels_or_rows_of_a_dashboard_have_one_title(name: str) -> None:
+    titles = [panel["title"] for panel in dashboards()[name]["panels"]]
+    assert sorted(titles) == sorted(set(titles))
+
+
+def test_the_runbook_points_to_panels_that_are_there() -> None:
+    text = re.sub(r"`[^`]*`", "", (ROOT / "deploy" / "docs" / "runbook.md").read_text(encoding="utf-8"))
+    named = {" ".join(name.split()) for name in re.findall(r"(?<![*\w])\*([^*]+)\*(?!\*)", text)}
+    assert named - {"critical", "warning", "info"} <= {title for _, title in by_title()}
+    assert "Tokens by lag" in named
 
 
 @pytest.mark.parametrize("panel", panels())
@@ -155,7 +299,7 @@ def test_legends_of_a_panel_name_labels_that_their_query_keeps_and_differ(panel:
             assert is_recorded or any(label in labels.split(", ") for labels in kept), (label, target["expr"])
     fixed = {legend for legend in legends if "{{" not in legend}
     known = fixed | {f"lag {label}" for label in LAG_LABELS}
-    known |= {"trained", "skipped", "dead", "loaded", "failed", "wait", "step", "publish"}
+    known |= {"trained", "skipped", "dead", "wait", "step", "publish"}
     assert overridden <= known
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 
 from consumers.diagnostics import mismatch_metrics
@@ -14,6 +15,9 @@ from deploy.metrics_reference import (
     with_reference,
 )
 from schemas.metrics import TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, ProducerMetric, TrainerMetric
+
+UNITS_IN_USE = {"none", "s", "B", "nats", "share", "steps", "groups", "tokens", "batches", "errors", "loads"}
+UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers"}
 
 
 def rows() -> list[list[str]]:
@@ -57,9 +61,28 @@ def test_the_reference_holds_every_metric_that_is_declared_with_the_type_that_is
     assert "| `penstock_mismatch_lag0_nats` | gauge |  | nats |" in text
 
 
-def test_units_are_read_off_the_names() -> None:
-    units = [unit_of(f"penstock_{name}") for name in ("a_seconds", "b_bytes_total", "c_frac_by_lag", "d", "e_total")]
-    assert units == ["s", "B", "share", "", ""]
+def test_units_are_read_off_the_names_or_declared() -> None:
+    units = [unit_of(Metric(f"penstock_{name}", "")) for name in ("a_seconds", "b_bytes_total", "c_frac_by_lag")]
+    assert units == ["s", "B", "share"]
+    assert [unit_of(Metric("penstock_d", "", unit=unit)) for unit in ("nats", "none")] == ["nats", "none"]
+
+
+@pytest.mark.parametrize("metric", [Metric("penstock_d_total", ""), Metric("penstock_d_seconds", "", unit="s")])
+def test_a_metric_without_a_unit_or_with_two_is_refused(metric: Metric) -> None:
+    with pytest.raises(ValueError, match="expected one of the two"):
+        unit_of(metric)
+
+
+@pytest.mark.parametrize("metric", declared(), ids=lambda metric: metric.name)
+def test_each_metric_has_a_unit_or_says_that_it_has_none(metric: Metric) -> None:
+    unit = unit_of(metric)
+    assert unit in UNITS_IN_USE
+    says_a_share = metric.help.startswith(("Share of", "Effective sample size"))
+    assert not says_a_share or unit == "share"
+    assert "in nats" not in metric.help or unit == "nats"
+    assert ("_kl_" not in metric.name and not metric.name.endswith("_kl")) or unit == "nats"
+    assert "tokens" not in metric.name.split("_") or unit == "tokens"
+    assert "groups" not in metric.name.split("_") or unit == "groups"
 
 
 def test_the_prose_names_every_metric_its_labels_and_their_values_and_no_other() -> None:

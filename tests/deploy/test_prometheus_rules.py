@@ -1,5 +1,6 @@
 """Scrape configurations, recording rules and alerts, by promtool; and that each alert is tried and explained."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -73,6 +74,32 @@ def test_an_alert_is_shown_to_fire_and_not_to_fire_in_health(name: str) -> None:
     assert healthy and not any(alerts for wanted in healthy for alerts in wanted)
 
 
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_tried_on_a_run_that_is_healthy_first_and_falls_ill_later(name: str) -> None:
+    """Bad from the first sample on, a mean over a long time is as quick as one over a short time."""
+    fallen = [test for test in unit_tests(name) if test["name"].startswith("after health, ")]
+    assert fallen
+    for test in fallen:
+        early, *_, late = (one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name)
+        assert not early and late, test["name"]
+
+
+@needs_prometheus
+@pytest.mark.parametrize("window", ["3m", "10m"])
+def test_a_longer_mean_in_front_of_the_five_minutes_of_low_ess_is_noticed(window: str, tmp_path: Path) -> None:
+    folder = tmp_path / "deploy" / "prometheus" / "rules"
+    shutil.copytree(RULES, folder)
+    recording = (folder / "recording.yml").read_text()
+    assert "penstock_ess_fraction_by_lag[1m]" in recording
+    (folder / "recording.yml").write_text(
+        recording.replace("penstock_ess_fraction_by_lag[1m]", f"penstock_ess_fraction_by_lag[{window}]")
+    )
+    tests = tmp_path / "tests" / "deploy" / "prometheus" / "PenstockLowEss.yml"
+    tests.parent.mkdir(parents=True)
+    shutil.copy(UNIT_TESTS / tests.name, tests)
+    assert promtool("test", "rules", tests).returncode == 1
+
+
 @needs_prometheus
 @pytest.mark.parametrize("name", ALERTS)
 @pytest.mark.parametrize("expr", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
@@ -90,11 +117,12 @@ def test_an_alert_that_never_or_always_fires_fails_its_unit_test(name: str, expr
 
 
 def test_each_unit_test_belongs_to_an_alert_or_to_the_recording_rules() -> None:
-    assert {file.stem for file in UNIT_TESTS.glob("*.yml")} == {*ALERTS, "recording_rules", "without_data_in_health"}
+    others = {"recording_rules", "without_data_in_a_short_run"}
+    assert {file.stem for file in UNIT_TESTS.glob("*.yml")} == {*ALERTS, *others}
 
 
 def test_each_recording_rule_has_a_value_in_a_unit_test_or_carries_an_alert_that_has() -> None:
-    files = ("recording_rules", "without_data_in_health")
+    files = ("recording_rules", "without_data_in_a_short_run")
     tried = {one["expr"] for name in files for test in unit_tests(name) for one in test["promql_expr_test"]}
     exprs = [rule["expr"] for rule in (*ALERTS.values(), *rules("record"))]
     for rule in rules("record"):
@@ -145,6 +173,35 @@ def test_the_configuration_of_a_run_on_this_machine_is_written_into_its_folder(t
     assert job["job_name"] == "penstock" and job["honor_labels"]
     result = promtool("check", "config", run / "prometheus.yml")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_prometheus
+def test_an_exporter_for_redis_is_watched_where_its_address_is_given(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "the runs" / "demo"
+    (run / "redis").mkdir(parents=True)
+    (run / "run.toml").write_text('name = "demo"')
+    connection = run / "redis" / "connection.json"
+    connection.write_text(json.dumps({"url": "unix://:s3cr-e_t@/a/redis.sock", "socket": "/a/redis.sock"}))
+    command = ["prometheus", str(run), "--redis-exporter", "127.0.0.1:9121"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "s3cr" not in shown
+    (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
+    assert line.endswith("--redis.addr=unix:///a/redis.sock --web.listen-address=127.0.0.1:9121")
+    password, _, _ = line.partition(" prometheus-redis-exporter ")
+    said = subprocess.run(["sh", "-c", f'{password}; echo "$REDIS_PASSWORD"'], capture_output=True, text=True)
+    assert said.stdout == "s3cr-e_t\n"
+    config = yaml.safe_load((run / "prometheus.yml").read_text())
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["penstock", "redis"]
+    assert config["scrape_configs"][1]["static_configs"] == [{"targets": ["127.0.0.1:9121"]}]
+    result = promtool("check", "config", run / "prometheus.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    connection.unlink()
+    assert cli.main(command) == 0
+    assert "no Redis of the run's own is running now" in capsys.readouterr().out
+    assert cli.main([*command[:-1], "9121"]) == 2
+    assert capsys.readouterr().err == ("penstock: --redis-exporter '9121': expected HOST:PORT, as in 127.0.0.1:9121\n")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
