@@ -189,9 +189,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 raise
         if status:
             print(f"penstock: stopped; to continue: {_resume_command(arguments, config)}", file=sys.stderr)
-    if status == 0:
-        _write_results(folder.path)
-    return status
+    return status or _write_results(folder.path)
 
 
 def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
@@ -203,14 +201,20 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
     return shlex.join([*command, "--resume"])
 
 
-def _write_results(run_folder: Path) -> None:
+def _write_results(run_folder: Path) -> int:
+    """Status 1 where the folder cannot be written, or a file in it not read."""
     from deploy.report import write_report
     from deploy.summary import print_table, write_summary
 
-    summary = write_summary(run_folder)
-    report = write_report(run_folder)
+    try:
+        summary = write_summary(run_folder)
+        report = write_report(run_folder)
+    except OSError as error:
+        print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
+        return 1
     print_table(summary)
     print(f"summary  {run_folder / 'summary.json'}\nreport   {report}\nlogs     {run_folder / 'logs'}")
+    return 0
 
 
 def _producer(arguments: argparse.Namespace) -> int:
@@ -291,8 +295,7 @@ def _report(arguments: argparse.Namespace) -> int:
         folder = arguments.runs / arguments.run
     if not folder.is_dir():
         raise ConfigError(f"{arguments.run}: neither a folder nor a run in {arguments.runs}")
-    _write_results(folder)
-    return 0
+    return _write_results(folder)
 
 
 def _limit_threads(count: int) -> None:

@@ -1,5 +1,6 @@
 """The pipeline in containers: up, one producer, three, one again, and the end of the run."""
 
+import http.client
 import json
 import socket
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.compose_check.podman import DEPLOY, PROJECT, Podman
+from deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 
 NUM_UPDATES = 1000
 START_S = 300.0
@@ -27,11 +29,10 @@ class CheckError(RuntimeError):
 class Check:
     def __init__(self, workspace: Path) -> None:
         demo = (DEPLOY / "runs" / "demo.toml").read_text()
-        (workspace / "demo.toml").write_text(demo.replace("num_updates = 200", f"num_updates = {NUM_UPDATES}"))
+        own = f"num_updates = {NUM_UPDATES}\nrecord = true"  # for inspect and replay
+        (workspace / "demo.toml").write_text(demo.replace("num_updates = 200", own))
         workspace.chmod(0o755)  # the containers' user is another
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         self._prometheus = f"http://127.0.0.1:{port}/api/v1"
         self.podman = Podman({"PENSTOCK_WORKSPACE": str(workspace), "PENSTOCK_PROMETHEUS_PORT": str(port)})
 
@@ -42,9 +43,14 @@ class Check:
         self._start()
         self._scale(3)
         self._scale(1)
-        self._audit()
+        self._command("audit", "demo")
+        self._command("watch", "demo", "--once")
+        self._command("report", "demo")
+        self._command("dead", "requeue", "demo", "--all")
+        self._inspect()
         self._await_end()
-        self._audit()
+        self._command("audit", "demo")
+        self._command("replay", "demo", "--updates", "3")
         print(f"compose-check: passed in {time.monotonic() - started:.0f} s", flush=True)
 
     def stop(self) -> None:
@@ -112,9 +118,30 @@ class Check:
             raise CheckError(f"{producer}: status {self.podman.exit_status(producer)} at the end of the run")
         print("\n".join(self.podman.logs(trainer).splitlines()[-30:]), flush=True)
 
-    def _audit(self) -> None:
-        if self.podman.run("penstock", "audit", "demo") != 0:
-            raise CheckError("the books do not balance")
+    def _command(self, *arguments: str) -> None:
+        if self.podman.run("penstock", *arguments) != 0:
+            raise CheckError(f"penstock {' '.join(arguments)}: failed")
+
+    def _inspect(self) -> None:
+        name, port = f"{PROJECT}_inspect", _free_port()
+        arguments = ("inspect", "demo", "--host", "0.0.0.0")
+        self.podman.start(name, f"127.0.0.1:{port}:{INSPECT_PORT}", "penstock", *arguments)
+        try:
+            self._wait("the inspector", SETTLE_S, lambda: bool(_read_json(f"http://127.0.0.1:{port}/api/run")))
+            seen = _read_json(f"http://127.0.0.1:{port}/api/run")
+            if (
+                seen["kind"] != "record"
+                or not seen["num_groups"]
+                or any("shown as ids" in note for note in seen["notes"])
+            ):
+                raise CheckError(f"the inspector shows {seen}, expected groups of the record, with their tokens' texts")
+        finally:
+            self.podman.stop(name, grace_s=10)
+            status = self.podman.exit_status(name)
+            self.podman.remove(name)
+        if status != 0:
+            raise CheckError(f"{name}: ended with status {status} when it was asked to")
+        print(f"inspected: {seen['num_groups']} groups of the {seen['kind']}", flush=True)
 
     def _value(self, query: str) -> float:
         """The one value of a query; 0 where there is no series."""
@@ -122,12 +149,8 @@ class Check:
         return float(found[0]["value"][1]) if found else 0.0
 
     def _ask(self, path: str) -> dict[str, Any]:
-        try:
-            with urllib.request.urlopen(f"{self._prometheus}/{path}", timeout=5) as answer:
-                data: dict[str, Any] = json.load(answer)["data"]
-                return data
-        except OSError:  # not up yet
-            return {"result": [], "activeTargets": []}
+        data: dict[str, Any] = _read_json(f"{self._prometheus}/{path}").get("data", {"result": [], "activeTargets": []})
+        return data
 
     def _wait(self, what: str, timeout_s: float, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
@@ -135,6 +158,23 @@ class Check:
             if time.monotonic() > deadline:
                 raise CheckError(f"waited {timeout_s:.0f} s for {what} (project {PROJECT})")
             time.sleep(1)
+
+
+def _read_json(url: str) -> dict[str, Any]:
+    """Empty where nobody answers yet."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, http.client.HTTPException):
+        return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def workspace() -> tempfile.TemporaryDirectory[str]:

@@ -46,11 +46,18 @@ class Podman:
 
     def run(self, service: str, *arguments: str) -> int:
         """`docker compose run --rm SERVICE ARGUMENTS...`; returns the exit status and lets its output through."""
-        command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
-        command += ["--profile", "tools", f"--podman-run-args={self._run_flags}"]
-        command += ["run", "--rm", "-T", "--no-deps", service, *arguments]
+        command = self._one_off("--rm", service, *arguments)
         print(f"$ {shlex.join(command)}", flush=True)
         return subprocess.run(command, env=self._environment).returncode
+
+    def start(self, name: str, publish: str, service: str, *arguments: str) -> None:
+        """`docker compose run --detach --name NAME --publish PUBLISH SERVICE ARGUMENTS...`."""
+        self._do(self._one_off("--detach", "--name", name, "--publish", publish, service, *arguments))
+
+    def _one_off(self, *arguments: str) -> list[str]:
+        command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
+        command += ["--profile", "tools", f"--podman-run-args={self._run_flags}"]
+        return [*command, "run", "-T", "--no-deps", *arguments]
 
     def containers(self, service: str) -> dict[str, str]:
         """Name to state (`running`, `exited`, ...) of a service's containers, by number."""

@@ -2,9 +2,9 @@
 
 Every part mounts one folder of `--to`, and so sees no password but its own:
 
-    redis/users.acl                     hashes of all, see deploy/docs/security.md
-    producer/, trainer/, observer/      username, password
-    observer/exporter.json              the observer's password once more, as redis_exporter reads it
+    redis/users.acl                               hashes of all, see deploy/docs/security.md
+    producer/, trainer/, observer/, operator/     username, password
+    observer/exporter.json                        the observer's password once more, as redis_exporter reads it
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from deploy.security.__main__ import read_or_make
 from deploy.security.acl import acl_file, user_name, user_names
 
-PARTS = ("producer", "trainer", "observer")
+PARTS = ("producer", "trainer", "observer", "operator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+MACHINES = ("x86_64", "aarch64")
+"""What images are built for."""
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 BUILD = ("setuptools",)
 """What installs the project itself, on top of the rest."""
@@ -23,21 +25,32 @@ OF_OLDER_PYTHONS = ('async-timeout==5.0.1; python_full_version < "3.11.3"',)
 
 
 def pins(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """`name==version` of every package that `roots` lead to, sorted by name.
+    """`name==version` of every package that `roots` lead to, sorted by name, and with a marker where one machine alone
+    needs it.
 
     A package that is needed and not among `packages` (metadata by canonical name) is left out: the engine's CPU build
     names some that its environment must not have (see deploy/install.sh).
     """
-    return sorted(f"{name}=={packages[name]['version']}" for name in set(_closure(roots, packages)))
+    wanted = list(roots)
+    needed = {machine: set(_closure(wanted, packages, machine)) for machine in MACHINES}
+    return sorted(
+        f"{name}=={packages[name]['version']}{_marker([machine for machine in MACHINES if name in needed[machine]])}"
+        for name in set().union(*needed.values())
+    )
 
 
-def _closure(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _marker(machines: list[str]) -> str:
+    return "" if len(machines) == len(MACHINES) else f'; platform_machine == "{machines[0]}"'
+
+
+def _closure(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]], machine: str) -> Iterator[str]:
     seen: set[tuple[str, str]] = set()
     waiting = [(Requirement(root), "") for root in roots]
     while waiting:
         requirement, extra = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name not in packages or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+        place = {"extra": extra, "platform_machine": machine}
+        if name not in packages or (requirement.marker and not requirement.marker.evaluate(place)):
             continue
         yield name
         for wanted in ("", *requirement.extras):

@@ -10,7 +10,7 @@ ENV PYTHONPATH=/opt/penstock
 RUN useradd --uid 10001 --create-home penstock \
     && install --directory --owner=penstock --group=penstock --mode=0700 /secrets \
     && install --directory --owner=penstock --group=penstock \
-        /handout/redis /handout/producer /handout/trainer /handout/observer
+        /handout/redis /handout/producer /handout/trainer /handout/observer /handout/operator
 USER penstock
 # A one-shot: it ends, and its status says whether it went well.
 HEALTHCHECK NONE

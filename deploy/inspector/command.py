@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deploy.inspector.stream import StreamSource
     from deploy.inspector.tokens import TokenTexts
 
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
 
 
@@ -26,8 +27,13 @@ def add_inspect_command(
     inspect.add_argument(
         "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
     )
+    inspect.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default: {DEFAULT_PORT})")
     inspect.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"on 127.0.0.1; 0 takes a free one (default: {DEFAULT_PORT})"
+        "--host",
+        default=DEFAULT_HOST,
+        metavar="ADDRESS",
+        help="IPv4 address to listen on; 0.0.0.0 in a container, whose published port then says who reaches it "
+        f"(default: {DEFAULT_HOST}, this machine only)",
     )
     inspect.add_argument(
         "--stream",
@@ -48,7 +54,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
             record = None if arguments.stream else _record(folder)
             source: Source = record or _stream(arguments, closing)
             texts, why = _texts(config)
-            server = closing.enter_context(InspectorServer(Catalogue(name, source, texts, why), arguments.port))
+            catalogue = Catalogue(name, source, texts, why)
+            server = closing.enter_context(InspectorServer(catalogue, arguments.port, arguments.host))
             print(f"{name}: {len(source.rows):,} groups of its {source.kind}", flush=True)
             print(f"{server.url}  (Ctrl-C ends)", flush=True)
             server.serve_forever(poll_interval=0.1)

@@ -18,7 +18,7 @@ const $ = (id) => document.getElementById(id);
 // What a link says, beside the filters' own fields.
 const link = { sort: "newest", order: "desc", page: 1, group: "", sibling: 0, mode: "lag" };
 let run = null; // what /api/run said last
-let until = null; // the list shows rows up to this number
+let until = null; // the list shows rows up to this number; a link says it, so that its pages stay where they are
 let rows = [];
 let shown = null; // the group on the right
 let tokens = []; // of the sampled tokens on the page: { element, sibling, facts }
@@ -84,6 +84,8 @@ function readLink() {
   link.sort = given.get("sort") ?? "newest";
   link.order = given.get("order") === "asc" ? "asc" : "desc";
   link.page = Math.max(1, parseInt(given.get("page"), 10) || 1);
+  const told = given.get("until");
+  if (told && Number.isSafeInteger(Number(told))) until = Number(told);
   link.group = given.get("group") ?? "";
   link.sibling = Math.max(0, (parseInt(given.get("sibling"), 10) || 1) - 1);
   link.mode = Object.hasOwn(MODES, given.get("mode")) ? given.get("mode") : "lag";
@@ -103,6 +105,8 @@ function writeLink(isStep) {
   if (link.group) all.set("group", link.group);
   if (link.group && link.sibling) all.set("sibling", link.sibling + 1);
   if (link.mode !== "lag") all.set("mode", link.mode);
+  // Without anything chosen the address is that of the run, which shows the newest.
+  if (until !== null && all.toString()) all.set("until", until);
   const query = all.toString();
   if (location.search.slice(1) === query) return;
   history[isStep ? "pushState" : "replaceState"](null, "", query ? `/?${query}` : "/");
@@ -143,11 +147,11 @@ function addChoices(select, values) {
 
 async function loadList() {
   const question = ++asked;
-  if (until === null) until = run.newest;
+  if (until === null) showNewest();
   const query = filters();
-  query.set("page", link.page);
   if (until !== null) query.set("until", until);
-  $("export").href = `/api/export.jsonl?${filters()}`;
+  $("export").href = `/api/export.jsonl?${query}`;
+  query.set("page", link.page);
   for (;;) {
     let answer;
     try {
@@ -216,8 +220,13 @@ function showFresh() {
   $("fresh").textContent = until === null || run.newest === null ? "Show what has come" : "More groups have come: show";
 }
 
+function showNewest() {
+  until = run?.newest ?? null;
+  writeLink(false);
+}
+
 async function refresh() {
-  until = null;
+  showNewest();
   await loadList();
 }
 
@@ -229,7 +238,7 @@ async function turn(page) {
 
 async function filtered() {
   link.page = 1;
-  until = null;
+  until = run?.newest ?? null;
   writeLink(true);
   await loadList();
 }
@@ -417,14 +426,16 @@ function showToken(facts) {
 
 // What a mode colours by: [label, legend, class of a token's facts].
 let versionsShown = [];
+// Eight colours, plain, then with stripes one way and the other.
+const ofVersion = (n) => `cat-${n % 8}${["", " falling", " rising"][Math.floor(n / 8) % 3]}`;
 const step = (value, bounds) => bounds.findIndex((bound) => value < bound);
 const GAPS = [-1, -0.1, -0.01, 0.01, 0.1, 1, Infinity];
 const WEIGHTS = [0.5, 0.9, 0.99, 1.01, 1.1, 2, Infinity];
 const MODES = {
   lag: ["Lag", () => [0, 1, 2, 3, 4, 5].map((n) => [`seq-${n}`, n < 5 ? n : "5 or more"]),
     (facts) => facts.lag === null ? "none" : `seq-${Math.min(5, facts.lag)}`],
-  version: ["Version", () => versionsShown.map((value, n) => [value === null ? "none" : `cat-${n % 8}`, version(value)]),
-    (facts) => facts.version === null ? "none" : `cat-${versionsShown.indexOf(facts.version) % 8}`],
+  version: ["Version", () => versionsShown.map((value, n) => [value === null ? "none" : ofVersion(n), version(value)]),
+    (facts) => facts.version === null ? "none" : ofVersion(versionsShown.indexOf(facts.version))],
   gap: ["Logprob gap", () => ["below −1", "−1 to −0.1", "−0.1 to −0.01", "within ±0.01", "0.01 to 0.1", "0.1 to 1", "1 and above"]
     .map((label, n) => [`div-${n}`, label]),
     (facts) => facts.gap === null ? "none" : `div-${step(facts.gap, GAPS)}`],
@@ -520,7 +531,7 @@ const KEYS = {
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
-  if (event.target.closest?.("input, select")) {
+  if (event.target.closest?.("input:not([type=checkbox]), select")) {
     if (event.key === "Escape") event.target.blur();
     return;
   }

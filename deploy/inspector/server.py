@@ -1,7 +1,8 @@
-"""The pages over HTTP: GET only, on the loopback interface, to whoever addresses it by a loopback name."""
+"""The pages over HTTP: GET only, to whoever addresses it by a loopback name, or by the address it was told to take."""
 
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -15,6 +16,7 @@ from schemas.config import ConfigError
 from schemas.recording import RecordingError
 
 HOST = "127.0.0.1"
+_EVERYWHERE = "0.0.0.0"
 _FOLDER = Path(__file__).parent
 _FILES = {
     "/": ("page.html", "text/html"),
@@ -39,23 +41,31 @@ _LINES_PER_CHUNK_BYTES = 65536
 class InspectorServer(ThreadingHTTPServer):
     """Serves from its construction's port on; `url` says where.
 
+    host: an IPv4 address of this machine, or 0.0.0.0 for all of them, as a container with a published port needs it.
+
     Raises:
-        ConfigError: the port is taken, or no port.
+        ConfigError: no address of this machine, or the port is taken, or is none.
     """
 
     daemon_threads = True
 
-    def __init__(self, catalogue: Catalogue, port: int) -> None:
+    def __init__(self, catalogue: Catalogue, port: int, host: str = HOST) -> None:
         self.catalogue = catalogue
+        # On all addresses as well a browser comes by a loopback name: through a published port, or a tunnel.
+        self.address = HOST if host == _EVERYWHERE else host
+        self.names = {*_NAMES, self.address}
         try:
-            super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "expected 0 to 65535"
-            raise ConfigError(f"--port {port}: {reason}; 0 takes a free one") from None
+            super().__init__((str(IPv4Address(host)), port), _Handler)
+        except ValueError:
+            raise ConfigError(f"--host {host}: expected an IPv4 address, such as {HOST} or {_EVERYWHERE}") from None
+        except OverflowError:
+            raise ConfigError(f"--port {port}: expected 0 to 65535; 0 takes a free one") from None
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror}; port 0 takes a free one") from None
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        return f"http://{self.address}:{self.server_port}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -68,8 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
         # A page of another site whose name is made to lead here (DNS rebinding) sends that name.
         host = self.headers.get("Host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name not in _NAMES:
-            self._send_problem(HTTPStatus.FORBIDDEN, "Host: expected 127.0.0.1 or localhost")
+        if name not in self.server.names:
+            self._send_problem(HTTPStatus.FORBIDDEN, f"Host: expected {self.server.address} or localhost")
             return
         try:
             parts = urlsplit(self.path)

@@ -14,6 +14,8 @@ from schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
 _ENTRIES_PER_READ = 32
 _KEPT_BYTES = 256_000_000
 _START = b"0-0"
+_PER_MILLISECOND = 1000
+"""Entries told apart by number; with more a browser's numbers would not be exact."""
 
 
 class _Kept(NamedTuple):
@@ -93,11 +95,17 @@ class StreamSource:
                 entry, outcome = _entry(decode_group(payload), commit), "unsettled"
             except RecordError as error:
                 entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
-        number = self.rows[-1].number + 1 if self.rows else 0
-        row = Row(key, number, outcome, None, entry)
+        row = Row(key, self._number(key), outcome, None, entry)
         self.rows.append(row)
         self._kept[key] = _Kept(row, payload, commit)
         self._num_bytes += len(payload)
+
+    def _number(self, key: str) -> int:
+        """The entry's own, so that a link holds for whoever looks at the stream; larger than any before, whatever the
+        server's clock and a server that was emptied say."""
+        milliseconds, sequence = _key(key.encode())
+        least = self.rows[-1].number + 1 if self.rows else 0
+        return max(least, milliseconds * _PER_MILLISECOND + min(sequence, _PER_MILLISECOND - 1))
 
     def _let_go(self) -> None:
         num = 0

@@ -144,6 +144,12 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     assert json.loads((folder / "summary.json").read_text())["num_updates"] == 1
     assert "<html" in (folder / "report.html").read_text()
     assert "runs/demo/report.html" in capsys.readouterr().out
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()  # as a folder that cannot be written, which for root there is not
+    assert cli.main(["report", "demo"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("penstock: no report of runs/demo: [Errno ") and shown.err.count("\n") == 1
+    assert shown.out == ""
 
 
 COMMANDS = ("run", "producer", "trainer", "make-model", "report", "audit", "dead", "producers", "parity")

