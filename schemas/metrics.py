@@ -84,7 +84,7 @@ class ProducerMetric:
     )
     ALTERNATE_STOPS = Metric(
         "penstock_agent_alternate_stops_total",
-        "Answers that a stop token other than the end of sequence has ended",
+        "Answers that a stop token other than the template's has ended",
         unit="answers",
     )
     AGENT_TOKENS = Metric(

@@ -287,8 +287,8 @@ def _trainer() -> Row:
             ),
             timeseries(
                 "A checkpoint",
-                "Time to write and commit one, mean since the trainer's start. A stop waits two minutes for the last: "
-                "one that takes longer is lost.",
+                "Time to write and commit one, mean since the trainer's start. A stop waits two minutes for the last "
+                "(three on Kubernetes): one that takes longer is lost.",
                 [
                     Query(
                         'max(penstock_checkpoint_seconds_sum{run="$run"} '

@@ -28,6 +28,8 @@ def pins(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> lis
     """`name==version` of every package that `roots` lead to, sorted by name, and with a marker where one machine alone
     needs it.
 
+    To be run on x86_64: what is not installed is left out, and arm needs nothing of its own.
+
     A package that is needed and not among `packages` (metadata by canonical name) is left out: the engine's CPU build
     names some that its environment must not have (see deploy/install.sh).
     """

@@ -85,7 +85,7 @@ function readLink() {
   link.order = given.get("order") === "asc" ? "asc" : "desc";
   link.page = Math.max(1, parseInt(given.get("page"), 10) || 1);
   const told = given.get("until");
-  if (told && Number.isSafeInteger(Number(told))) until = Number(told);
+  until = told && Number.isSafeInteger(Number(told)) ? Number(told) : null;
   link.group = given.get("group") ?? "";
   link.sibling = Math.max(0, (parseInt(given.get("sibling"), 10) || 1) - 1);
   link.mode = Object.hasOwn(MODES, given.get("mode")) ? given.get("mode") : "lag";
@@ -233,6 +233,7 @@ async function refresh() {
 async function turn(page) {
   link.page = page;
   writeLink(true);
+  if (!location.search) until = null;
   await loadList();
 }
 

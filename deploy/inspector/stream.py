@@ -18,6 +18,9 @@ _PER_MILLISECOND = 1000
 """Entries told apart by number; with more a browser's numbers would not be exact."""
 
 
+_MOST = 2**53 - 10**9
+
+
 class _Kept(NamedTuple):
     """commit: the commit hash that the group's lags are counted by."""
 
@@ -105,7 +108,9 @@ class StreamSource:
         server's clock and a server that was emptied say."""
         milliseconds, sequence = _key(key.encode())
         least = self.rows[-1].number + 1 if self.rows else 0
-        return max(least, milliseconds * _PER_MILLISECOND + min(sequence, _PER_MILLISECOND - 1))
+        number = milliseconds * _PER_MILLISECOND + min(sequence, _PER_MILLISECOND - 1)
+        # Whoever may append may choose an id that no clock gives: it is counted on from the one before.
+        return max(least, number if number < _MOST else 0)
 
     def _let_go(self) -> None:
         num = 0

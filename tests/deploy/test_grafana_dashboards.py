@@ -69,15 +69,16 @@ WITHOUT_UNIT = {
     "Mismatch at lag 0": "sci",
 }
 ALERTS_LIMITS = {
-    "PenstockNoUpdate": limits.NO_UPDATE_S,
-    "PenstockLagAboveBound": limits.BEYOND_BOUND,
-    "PenstockLowEss": limits.LOW_ESS,
-    "PenstockChi2Jump": limits.CHI2_JUMP,
-    "PenstockPauseLong": limits.PAUSE_S,
-    "PenstockDeadLettersGrowing": limits.DEAD,
-    "PenstockQueueFull": limits.QUEUE_FULL,
-    "PenstockRedisMemoryHigh": limits.MEMORY_NEARLY_FULL,
+    "PenstockNoUpdate": (limits.NO_UPDATE_S, ("flow.json", "Since the last update")),
+    "PenstockLagAboveBound": (limits.BEYOND_BOUND, ("off_policy.json", "Tokens beyond the bound")),
+    "PenstockLowEss": (limits.LOW_ESS, ("off_policy.json", "Effective sample size by lag")),
+    "PenstockChi2Jump": (limits.CHI2_JUMP, ("off_policy.json", "χ²")),
+    "PenstockPauseLong": (limits.PAUSE_S, ("flow.json", "A pause")),
+    "PenstockDeadLettersGrowing": (limits.DEAD, ("flow.json", "Groups that die")),
+    "PenstockQueueFull": (limits.QUEUE_FULL, ("flow.json", "Queue")),
+    "PenstockRedisMemoryHigh": (limits.MEMORY_NEARLY_FULL, ("flow.json", "Memory, of the limit")),
 }
+"""Number and panel."""
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
@@ -255,13 +256,10 @@ def test_a_panel_turns_bad_where_its_alert_does(alert: str) -> None:
     (expr,) = (rule["expr"] for rule in rules if rule.get("alert") == alert)
     wanted = re.findall(r"[<>]=? (\d[\d.]*)(?![\d.]| \*)", expr)
     # A divisor that must not be 0 comes before the limit.
-    assert [float(value) for value in wanted if float(value)] == [ALERTS_LIMITS[alert]]
-    used = [
-        step["value"]
-        for panel in by_title().values()
-        for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
-    ]
-    assert ALERTS_LIMITS[alert] in used
+    limit, title = ALERTS_LIMITS[alert]
+    assert [float(value) for value in wanted if float(value)] == [limit]
+    steps = by_title()[title]["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert limit in [step["value"] for step in steps]
 
 
 def test_a_panel_and_the_rules_call_the_same_share_a_bottleneck() -> None:

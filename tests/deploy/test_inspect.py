@@ -577,6 +577,14 @@ def test_a_link_to_the_stream_means_the_same_groups_to_whoever_looks_later(redis
 
 
 @pytest.mark.redis
+def test_an_entry_id_that_no_clock_gives_is_counted_on_from_the_one_before(redis_client, keys):
+    for index, entry in enumerate(("1763770000123-0", f"{10**13}-0", f"{10**18}-7", f"{2**64 - 1}-9"), start=1):
+        redis_client.xadd(keys.rollouts, group_fields(index, 12), id=entry)
+    first, *others = (row.number for row in StreamSource(redis_client, keys).rows)
+    assert others == [first + 1, first + 2, first + 3]
+
+
+@pytest.mark.redis
 def test_the_memory_for_groups_read_is_bounded_and_says_what_was_let_go(redis_client, keys):
     size = len(encode_group(make_group(1, 12)))
     source = StreamSource(redis_client, keys, kept_bytes=3 * size)

@@ -69,7 +69,9 @@ class Page:
 
     def take_in(self, num_groups: int) -> None:
         """Until the server has looked at what was written."""
-        while self.server.catalogue.run()["num_groups"] < num_groups:
+        deadline = time.monotonic() + 60
+        while (found := self.server.catalogue.run()["num_groups"]) < num_groups:
+            assert time.monotonic() < deadline, f"{found} groups, expected {num_groups}"
             time.sleep(0.05)
 
     def newest(self) -> int:
@@ -299,6 +301,11 @@ def test_a_link_holds_its_page_and_its_export_while_more_comes_in(tmp_path):
         browser.press("r")
         browser.wait_for(INDEXES, lambda found: found[2:] == seen)
         assert browser.evaluate("location.search") == f"?page=2&until={page.newest()}" != link
+        page.open(link)
+        browser.wait_for(INDEXES, lambda found: found == seen)
+        browser.click("#previous")
+        browser.wait_for(INDEXES, lambda found: found[:1] == [301])
+        assert browser.evaluate("location.search") == "", "the bare address shows the newest"
         page.open("?page=2")
         browser.wait_for("location.search", lambda now: now == f"?page=2&until={page.newest()}")
         page.open("?page=2&until=x")
