@@ -1,6 +1,6 @@
 /* Preloaded into a server: fsync and fdatasync take as many seconds as the file $SLOW_DISK/seconds says, and a write
    to a file that is being synced waits for that, as it does on a busy disk. Each sync adds a byte to $SLOW_DISK/begun
-   when it begins and to $SLOW_DISK/ended when it ends. */
+   when it begins, to $SLOW_DISK/slow as well if it takes longer for that file, and to $SLOW_DISK/ended when it ends. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -57,6 +57,8 @@ static int slowly(const char *name, int fd)
     if (known)
         __atomic_add_fetch(&syncing[fd], 1, __ATOMIC_SEQ_CST);
     count("begun");
+    if (wait_s > 0)
+        count("slow");
     nanosleep(&wait, NULL);
     result = ((sync_function)dlsym(RTLD_NEXT, name))(fd);
     count("ended");

@@ -35,6 +35,11 @@ class SlowDisk:
         return self._count("begun")
 
     @property
+    def num_slow(self) -> int:
+        """Syncs begun that take as long as `take` said, and that was more than nothing."""
+        return self._count("slow")
+
+    @property
     def num_ended(self) -> int:
         return self._count("ended")
 
