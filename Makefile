@@ -9,27 +9,27 @@ export VENV
 .PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev clean clean-venv
 
 demo: venv
-	$(VENV)/bin/python -m deploy.cli make-model $(MODEL)
-	$(VENV)/bin/python -m deploy.cli run $(DEMO) --name demo-$$(date +%Y%m%d-%H%M%S) --set model.path=$(MODEL)
+	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
+	$(VENV)/bin/python -m penstock.deploy.cli run $(DEMO) --name demo-$$(date +%Y%m%d-%H%M%S) --set model.path=$(MODEL)
 
 # A small agent that mostly guesses learns to call a calculator.
 agent-demo: venv
-	$(VENV)/bin/python -m deploy.cli make-model $(AGENT_MODEL) --task calculator
-	$(VENV)/bin/python -m deploy.cli run deploy/runs/calculator.toml --name calculator-$$(date +%Y%m%d-%H%M%S) \
+	$(VENV)/bin/python -m penstock.deploy.cli make-model $(AGENT_MODEL) --task calculator
+	$(VENV)/bin/python -m penstock.deploy.cli run deploy/runs/calculator.toml --name calculator-$$(date +%Y%m%d-%H%M%S) \
 		--set model.path=$(AGENT_MODEL)
 
 # Tests that boot the engine share one worker: two engines that start at the same moment can fail.
 test: venv-dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 
-# Under twenty minutes; the results and the page made of them (deploy/docs/faults.md is a copy) are in runs/chaos.
+# Under twenty minutes; the results and the page made of them (docs/faults.md is a copy) are in runs/chaos.
 # SEED=3 replays one seed.
 chaos: venv-dev
 	$(VENV)/bin/python -m tests.chaos --out runs/chaos $(if $(SEED),--seed $(SEED))
 
 # compose.yaml really brought up, with podman and podman-compose; CONTRIBUTING.md says what that needs.
 compose-check: venv-dev
-	$(VENV)/bin/python -m deploy.compose_check
+	$(VENV)/bin/python -m bench.compose_check
 
 lint: venv-dev
 	$(VENV)/bin/python -m ruff check .
@@ -38,14 +38,14 @@ lint: venv-dev
 	$(VENV)/bin/python -m mypy --strict schemas
 
 bench: venv venv-peers
-	$(VENV)/bin/python -m deploy.bench
+	$(VENV)/bin/python -m bench
 
 bench-peers: venv-peers
-	$(VENV)-peers/bin/python -m deploy.bench.peers
+	$(VENV)-peers/bin/python -m bench.peers
 
-# Goes on where it was stopped; finished cells are kept under deploy/study/results.
+# Goes on where it was stopped; finished cells are kept under bench/study/results.
 study: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m deploy.study
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m bench.study
 
 venv:
 	@deploy/install.sh
@@ -55,7 +55,7 @@ venv-dev:
 
 # An environment of its own: the peers' requirements and the engine's do not go together.
 venv-peers:
-	@VENV=$(VENV)-peers REQUIREMENTS=deploy/bench/peers-requirements.txt deploy/install.sh
+	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers-requirements.txt deploy/install.sh
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import redis
-
-from consumers.checkpoints import CheckpointError, Checkpoints, CheckpointState
-from consumers.connection import Connection, RedisGoneError
-from consumers.learner import Learner
-from consumers.metrics import TrainerMetrics
-from consumers.parity.gate import ParityRefusedError
-from consumers.scripts import FencedError, announced_of, forks_of
-from consumers.settlement import RunFailedError
-from consumers.sinks.feeding import check_sinks
-from consumers.stop_signals import StoppedError, StopSignals
-from consumers.tenure import Tenure
-from consumers.trainer import Trainer
-from schemas import logs
-from schemas.config import ConfigError, RunConfig
-from schemas.endpoint import redis_url
-from schemas.keys import Commit, Keys
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.consumers.parity.gate import ParityRefusedError
+from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState
+from penstock.consumers.stream.connection import RedisGoneError, TrainerConnection
+from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
+from penstock.consumers.trainer import Trainer
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.process import logs
+from penstock.schemas.process.redis_url import redis_url
+from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ def _main(
     try:
         check_sinks(config.metrics)  # before the run is taken over from a trainer that can use them
         metrics = TrainerMetrics(run=config.name)
-        connection = Connection(
+        connection = TrainerConnection(
             redis_url(config, runs),
             config.redis.outage_s,
             on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
@@ -107,7 +106,7 @@ def _main(
 def open_trainer(
     config: RunConfig,
     runs: Path,
-    connection: Connection,
+    connection: TrainerConnection,
     metrics: TrainerMetrics,
     *,
     resume: bool,
@@ -127,26 +126,26 @@ def open_trainer(
     keys = Keys(config.name)
     connection.restarted()  # from here on a restart of Redis is one
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
-    tenure = Tenure(connection, keys, checkpoints, config.trainer.lease_s)
+    leadership = Leadership(connection, keys, checkpoints, config.trainer.lease_s)
     try:
-        if standby and not tenure.stand_by():
+        if standby and not leadership.stand_by():
             return None
-        return _open(config, runs, connection, metrics, checkpoints, tenure, resume=resume or standby)
+        return _open(config, runs, connection, metrics, checkpoints, leadership, resume=resume or standby)
     except StoppedError:
-        tenure.end(hand_over=True)
+        leadership.end(hand_over=True)
         raise
     except BaseException:
-        tenure.end()
+        leadership.end()
         raise
 
 
 def _open(
     config: RunConfig,
     runs: Path,
-    connection: Connection,
+    connection: TrainerConnection,
     metrics: TrainerMetrics,
     checkpoints: Checkpoints,
-    tenure: Tenure,
+    leadership: Leadership,
     *,
     resume: bool,
 ) -> Trainer:
@@ -160,9 +159,9 @@ def _open(
     epoch = checkpoints.claim_epoch(known + 1)
     if epoch and not resume:
         raise ConfigError(exists)
-    commit = tenure.open(epoch)
+    commit = leadership.open(epoch)
     pointer = commit.get(Commit.CHECKPOINT)
-    state = _load_checkpoint(checkpoints, pointer, learner, tenure) if epoch else None
+    state = _load_checkpoint(checkpoints, pointer, learner, leadership) if epoch else None
     if state is None:
         state = CheckpointState(
             policy_version=0 if epoch else -1, num_batches=0, ledger={}, forks={}, announced={}, counters={}
@@ -173,19 +172,19 @@ def _open(
     state.announced.update(announced_of(commit))
     if epoch:
         state.forks[epoch] = state.policy_version
-    trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, tenure=tenure, state=state)
+    trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, leadership=leadership, state=state)
     trainer.adopt_release_cursor(int(commit.get(Commit.RELEASED, 0)))
     return trainer
 
 
 def _load_checkpoint(
-    checkpoints: Checkpoints, pointer: bytes | None, learner: Learner, tenure: Tenure
+    checkpoints: Checkpoints, pointer: bytes | None, learner: Learner, leadership: Leadership
 ) -> CheckpointState | None:
     try:
         return checkpoints.load(pointer.decode() if pointer else None, learner)
     except Exception:
         # Whatever it looks like: a successor deletes the checkpoints that it no longer needs, this one perhaps.
-        tenure.check()
+        leadership.check()
         raise
 
 

@@ -6,30 +6,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-from consumers.batch import Batch, check_trainable, pack
-from consumers.checkpoints import Checkpoints, CheckpointState, CheckpointWriteError, restore_rng, rng_state
-from consumers.commit_schedule import CommitSchedule
-from consumers.connection import Connection
-from consumers.evaluation import Evaluator
-from consumers.learner import NOTHING_TO_TRAIN, Learner, StepReport
-from consumers.ledger import OUTCOMES, Ledger
-from consumers.metrics import TrainerMetrics
-from consumers.parity.gate import Alert, Gate
-from consumers.reader import Reader
-from consumers.record import Recorder, Taken
-from consumers.release import Releaser
-from consumers.settlement import RunFailedError, Settlement
-from consumers.sinks.feeding import Sinks
-from consumers.staleness import LagTable, is_stale
-from consumers.telemetry import BooksFile
-from consumers.tenure import Standing, Tenure
-from consumers.weights import Publisher
-from schemas.config import RunConfig
-from schemas.json_lines import Lines
-from schemas.keys import Commit, Keys
-from schemas.policy import make_version
-from schemas.record import FOLDER as RECORD_FOLDER
-from schemas.rollout import RolloutGroup
+from penstock.consumers.learning.batch import Batch, check_trainable, pack
+from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, Learner, StepReport
+from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.observe.ledger_file import LedgerFile
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.observe.record import RolloutRecorder, Taken
+from penstock.consumers.observe.sinks.feeding import Sinks
+from penstock.consumers.parity.gate import Alert, Gate
+from penstock.consumers.stream.checkpoints import (
+    Checkpoints,
+    CheckpointState,
+    CheckpointWriteError,
+    restore_rng,
+    rng_state,
+)
+from penstock.consumers.stream.commit_schedule import CommitSchedule
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.evaluation import Evaluator
+from penstock.consumers.stream.leadership import CommitState, Leadership
+from penstock.consumers.stream.ledger import OUTCOMES, Ledger
+from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.settlement import Settlement
+from penstock.consumers.weights.publisher import Publisher
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.policy import make_version
+from penstock.schemas.process.json_lines import JsonLines
+from penstock.schemas.record import FOLDER as RECORD_FOLDER
+from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +50,25 @@ class Trainer:
         self,
         config: RunConfig,
         runs: Path,
-        connection: Connection,
+        connection: TrainerConnection,
         learner: Learner,
         checkpoints: Checkpoints,
         metrics: TrainerMetrics,
         *,
-        tenure: Tenure,
+        leadership: Leadership,
         state: CheckpointState,
     ) -> None:
         self.config = config
         self.learner = learner
-        self.epoch = epoch = tenure.epoch
+        self.epoch = epoch = leadership.epoch
         self._folder = config.folder(runs)
         self._connection = connection
         self._checkpoints = checkpoints
         self._metrics = metrics
         metrics.begin(config)
         self._keys = Keys(config.name)
-        self._tenure = tenure
-        self._scripts = tenure.scripts
+        self._leadership = leadership
+        self._scripts = leadership.scripts
         self._ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
         self._num_batches = state.num_batches
         self._taken_before = dict(state.taken)
@@ -99,16 +106,16 @@ class Trainer:
         self._evaluator = Evaluator(connection, self._scripts, self._keys, epoch, config.evaluation.num_prompts or 0)
         self._evaluated_at: dict[int, int] = {}
         """The update after which each policy under evaluation was published."""
-        tenure.standing = self._standing
+        leadership.standing = self._standing
         # Also without `record`, where there is one: it has to say that this trainer went back behind its end.
         keeps = config.record or (self._folder / RECORD_FOLDER).is_dir()
-        self._recorder = Recorder(config, self._folder, epoch, state.taken, self._lag_of) if keeps else None
-        self._updates = Lines(self._folder / "updates.jsonl")
-        self._evaluations = Lines(self._folder / "evaluations.jsonl")
+        self._recorder = RolloutRecorder(config, self._folder, epoch, state.taken, self._lag_of) if keeps else None
+        self._updates = JsonLines(self._folder / "updates.jsonl")
+        self._evaluations = JsonLines(self._folder / "evaluations.jsonl")
         self._sinks = Sinks(
             config, self._folder, state.num_batches, on_error=lambda name: metrics.sink_errors.labels(name).inc()
         )
-        self._books = BooksFile(self._folder / "trainer.json")
+        self._books = LedgerFile(self._folder / "trainer.json")
         self._alert = Alert(config, metrics.parity_alert.set)
         self._gate = Gate(config, self._folder, self._alert.narrow)
 
@@ -137,7 +144,7 @@ class Trainer:
         """
         try:
             finished = self._train()
-            self._tenure.end(hand_over=True)
+            self._leadership.end(hand_over=True)
             return finished
         except RunFailedError:
             try:
@@ -146,7 +153,7 @@ class Trainer:
                 log.error("%s", error)
             raise
         finally:
-            self._tenure.end()
+            self._leadership.end()
 
     def _train(self) -> bool:
         self._publish(first=True)
@@ -154,7 +161,7 @@ class Trainer:
         self._heal()
         while self._num_batches < self.config.num_updates:
             began_s = time.monotonic()
-            groups = self._take(self.config.groups_per_step)
+            groups = self._take(self.config.groups_per_batch)
             if groups is None:
                 self._commit()
                 return False
@@ -184,22 +191,22 @@ class Trainer:
         """
         waiting_since = time.monotonic()
         while not self.stopping:
-            if len(self._reader.hand) < num_groups:
+            if len(self._reader.ready) < num_groups:
                 if not self._reader.read(self._lag_of, block=True):
                     self._observe_queue()
                     self._commit_if_due(busy=False)
                 if time.monotonic() - waiting_since > WAITING_LOG_S:
                     waiting_since = time.monotonic()
-                    log.info("waiting for rollouts: %d of %d in hand", len(self._reader.hand), num_groups)
+                    log.info("waiting for rollouts: %d of %d in hand", len(self._reader.ready), num_groups)
                     self._heal()  # what is gone without Redis being another process would be waited for in vain
             self._notice_losses()
             self._settle_refused()
-            if len(self._reader.hand) >= num_groups:
+            if len(self._reader.ready) >= num_groups:
                 self._drop_stale()
             self._release()
-            if len(self._reader.hand) >= num_groups:
-                taken = list(self._reader.hand)[:num_groups]
-                return [self._reader.hand[index].group for index in taken]
+            if len(self._reader.ready) >= num_groups:
+                taken = list(self._reader.ready)[:num_groups]
+                return [self._reader.ready[index].group for index in taken]
             self._collect_evaluations()
         return None
 
@@ -216,13 +223,13 @@ class Trainer:
         """
         failed = [group for group in groups if group.index in report.failed]
         rest = [group for group in groups if group.index not in report.failed]
-        self._settlement.kill_batch(failed, report.failed)
+        self._settlement.mark_batch_dead(failed, report.failed)
         is_done = report.skipped_reason in (None, NOTHING_TO_TRAIN)
         if is_done:
             self._settlement.settle_batch(rest)
             self._num_batches += 1
         for group in groups if is_done else failed:
-            del self._reader.hand[group.index]
+            del self._reader.ready[group.index]
         self._settlement.count_step(None if is_done else report.skipped_reason)
 
     def _settle_refused(self) -> None:
@@ -234,9 +241,9 @@ class Trainer:
     def _drop_stale(self) -> None:
         """A group that only holds tokens past the lag bound would be trained fully masked: sample it again instead."""
         bound = self.config.lag_bound
-        stale = [index for index, held in self._reader.hand.items() if is_stale(held.group, self._lag_of, bound)]
+        stale = [index for index, held in self._reader.ready.items() if is_stale(held.group, self._lag_of, bound)]
         for index in stale:
-            del self._reader.hand[index]
+            del self._reader.ready[index]
         self._releaser.postpone(stale, "stale")
 
     def _release(self) -> None:
@@ -255,24 +262,24 @@ class Trainer:
     def _notice_losses(self) -> None:
         """Ends a trainer that was replaced; puts back what a Redis has lost that was emptied, restarted or replaced by
         a replica, and has lost work done again."""
-        self._tenure.check()
+        self._leadership.check()
         restarted = self._connection.restarted()
         if restarted:
             log.warning("redis is another process now: reading the stream from its start and reconciling")
-            self._connection.call(lambda _: self._tenure.put_back())
-        if self._tenure.has_put_back() or restarted:
+            self._connection.call(lambda _: self._leadership.restore())
+        if self._leadership.has_restored() or restarted:
             self._publisher.announce_again()
             self._reader.rewind()
             self._evaluator.request_again()
             self._heal()
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> CommitState:
         fields: dict[str, str | int] = {}
         for prefix, by_epoch in ((Commit.FORK, self._lag_of.forks), (Commit.ANNOUNCED, self._lag_of.announced)):
             fields |= {f"{prefix.decode()}{epoch}": version for epoch, version in by_epoch.items()}
         if self._checkpoints.pointer is not None:
             fields[Commit.CHECKPOINT.decode()] = self._checkpoints.pointer
-        return Standing(self._ledger.num_released, fields)
+        return CommitState(self._ledger.num_released, fields)
 
     def _publish(self, *, first: bool = False) -> None:
         if not first:
@@ -320,7 +327,7 @@ class Trainer:
             "steps_skipped": report.steps_skipped,
             "num_groups_trained": batch.num_groups_trained,
             "num_groups_skipped": batch.num_groups_skipped,
-            "queue_depth": len(self._reader.hand),
+            "queue_depth": len(self._reader.ready),
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,
             "step_s": step_s,
@@ -401,7 +408,7 @@ class Trainer:
         self._metrics.checkpoint_seconds.observe(took_s)
         log.info("checkpoint %s at update %d: %.2f s, %d entries trimmed", name, self._num_batches, took_s, trimmed)
 
-    def _sync_record(self, recorder: Recorder) -> None:
+    def _sync_record(self, recorder: RolloutRecorder) -> None:
         try:
             recorder.sync()
         except (OSError, RunFailedError) as error:
@@ -440,7 +447,7 @@ class Trainer:
         self._books.write(books)
 
     def close(self) -> None:
-        self._tenure.end()
+        self._leadership.end()
         self._updates.close()
         self._evaluations.close()
         if self._recorder is not None:

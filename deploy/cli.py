@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-
-from consumers.stop_signals import StoppedError, StopSignals
-from deploy.ablation.command import add_ablate
-from deploy.inspector.command import add_inspect_command
-from deploy.operator_commands import add_operator_commands
-from deploy.parity.command import add_parity_command
-from deploy.prometheus.command import add_prometheus_command
-from deploy.replay.command import add_replay_command
-from deploy.watch.command import add_watch_command
-from schemas import logs
-from schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
-from schemas.endpoint import place_of, redis_url
+from penstock.deploy.inspector.command import add_inspect_command
+from penstock.deploy.operate.commands import add_operator_commands
+from penstock.deploy.parity.command import add_parity_command
+from penstock.deploy.prometheus.command import add_prometheus_command
+from penstock.deploy.replay.command import add_replay_command
+from penstock.deploy.watch.command import add_watch_command
+from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
+from penstock.schemas.process import logs
+from penstock.schemas.process.redis_url import place_of, redis_url
+from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 
 DEFAULT_RUNS = Path("runs")
 
@@ -50,11 +48,10 @@ def _fail(error: BaseException, status: int) -> int:
 def _expected_errors() -> tuple[type[Exception], ...]:
     """Errors that need no traceback. Consulted when one is on its way, so that nothing is imported for it before."""
     import redis
-
-    from deploy.producer_pool import PartDied
-    from deploy.redis_server import ServerError
-    from deploy.telemetry import TelemetryError
-    from producers.interfaces import EngineError
+    from penstock.deploy.launch.producer_pool import PartDied
+    from penstock.deploy.launch.redis_server import ServerError
+    from penstock.deploy.report.telemetry import TelemetryError
+    from penstock.producers.interfaces import EngineError
 
     return (PartDied, ServerError, TelemetryError, EngineError, redis.ConnectionError, redis.TimeoutError)
 
@@ -113,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     add_operator_commands(commands, _command, DEFAULT_RUNS)
     add_parity_command(commands, _command, DEFAULT_RUNS)
     add_prometheus_command(commands, _command, DEFAULT_RUNS)
-    add_ablate(commands, _command, DEFAULT_RUNS)
     add_replay_command(commands, _command, DEFAULT_RUNS, _limit_threads)
     add_watch_command(commands, _command, DEFAULT_RUNS)
     add_inspect_command(commands, _command, DEFAULT_RUNS)
@@ -155,7 +151,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from deploy.start_checks import check, check_external_server, check_objective, resolved_toml
+    from penstock.deploy.launch.start_checks import check, check_external_server, check_objective, resolved_toml
 
     config, warnings = check(_load(arguments))
     for warning in warnings:
@@ -166,12 +162,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(resolved_toml(config), end="")
         return 0
-    from deploy.launcher import Launcher
-    from deploy.live_view import open_view
-    from deploy.parity.refusal import tell_refusal
-    from deploy.producer_pool import PartDied
-    from deploy.redis_server import check_redis
-    from deploy.run_folder import RunFolder
+    from penstock.deploy.launch.launcher import Launcher
+    from penstock.deploy.launch.live_view import open_view
+    from penstock.deploy.launch.producer_pool import PartDied
+    from penstock.deploy.launch.redis_server import check_redis
+    from penstock.deploy.launch.run_folder import RunFolder
+    from penstock.deploy.parity.refusal import tell_refusal
 
     check_redis(config, resume=arguments.resume)
     check_external_server(config)
@@ -203,8 +199,8 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
 
 def _write_results(run_folder: Path) -> int:
     """Status 1 where the folder cannot be written, or a file in it not read."""
-    from deploy.report import write_report
-    from deploy.summary import print_table, write_summary
+    from penstock.deploy.report.report import write_report
+    from penstock.deploy.report.summary import print_table, write_summary
 
     try:
         summary = write_summary(run_folder)
@@ -221,7 +217,7 @@ def _producer(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     redis_url(config, arguments.runs)  # its absence is said before anything heavy is imported
     _limit_threads(config.producers.num_threads)
-    from producers.__main__ import main as produce
+    from penstock.producers.__main__ import main as produce
 
     return int(produce(config, runs=arguments.runs, producer_id=arguments.id))
 
@@ -237,7 +233,7 @@ def _trainer(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
-    from deploy.start_checks import check, check_server
+    from penstock.deploy.launch.start_checks import check, check_server
 
     if arguments.resume and arguments.standby:
         raise ConfigError(
@@ -249,8 +245,8 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         config = check(config).config
     _limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
-    from consumers.__main__ import main as train
-    from deploy.run_folder import RUN_FILE, save_run_file
+    from penstock.consumers.__main__ import main as train
+    from penstock.deploy.launch.run_folder import RUN_FILE, save_run_file
 
     folder = config.folder(arguments.runs)
 
@@ -277,7 +273,7 @@ def _make_model(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
     # One thread: sums come out alike on any number of cores, and a model of this size gains nothing from more.
     _limit_threads(1)
-    from deploy.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
+    from penstock.deploy.demo.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
 
     recipe = msgspec.structs.asdict(RECIPES[arguments.task]) | fields
     try:

@@ -154,7 +154,7 @@ rm -f "$STAMP"
 install_missing $wanted
 if [ -z "$REQUIREMENTS" ]; then
     step "installing penstock" pip_install --no-deps --editable . || explain "installing penstock"
-    "$VENV/bin/python" -c 'from deploy.redis_server import find_server; find_server()' 2>/dev/null ||
+    "$VENV/bin/python" -c 'from penstock.deploy.launch.redis_server import find_server; find_server()' 2>/dev/null ||
         echo "install: note: no redis-server or valkey-server 7 or newer found; runs need one, or REDIS_URL" >&2
 fi
 {

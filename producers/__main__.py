@@ -11,22 +11,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.producers.endpoint.access import api_key
+from penstock.producers.endpoint.answers import AnswerParser
+from penstock.producers.interfaces import Engine, EngineError, Environment
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.rewards import reward_function
+from penstock.producers.stream.connection import ProducerConnection, RedisGoneError
+from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.process import logs
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.process.redis_url import redis_url, register_metrics_port, unregister_metrics_port
 from redis.exceptions import RedisError
-
-from producers.connection import Connection, RedisGoneError
-from producers.endpoint.access import api_key
-from producers.endpoint.answers import AnswerParser
-from producers.episode import load_tokenizer
-from producers.heartbeat import ProducerIdTakenError, check_id_is_free
-from producers.interfaces import Engine, EngineError, Environment
-from producers.loop import Producer
-from producers.metrics import ProducerMetrics
-from producers.rewards import reward_function
-from schemas import logs
-from schemas.config import ConfigError, RunConfig
-from schemas.endpoint import redis_url, register_metrics_port, unregister_metrics_port
-from schemas.keys import Keys
-from schemas.plug import construct
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ async def _build(
     reward = reward_function(config, environment)
     tokenizer = load_tokenizer(config)
     metrics = ProducerMetrics(run=config.name, producer=producer_id)
-    connection = Connection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
+    connection = ProducerConnection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
     closing.push_async_callback(connection.close)
     await check_id_is_free(connection, Keys(config.name), producer_id)
     port = metrics.serve(config.metrics)
@@ -131,7 +130,7 @@ async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     try:
-        from producers.engines.vllm import VllmEngine
+        from penstock.producers.engines.vllm import VllmEngine
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
     logs.adopt()
@@ -145,7 +144,7 @@ def _answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
     if config.endpoint is None or (config.endpoint.tool_parser is None and config.endpoint.reasoning_parser is None):
         return None
     try:
-        from producers.engines.answer_parser import VllmAnswerParser
+        from penstock.producers.engines.answer_parser import VllmAnswerParser
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
     return VllmAnswerParser(tokenizer, config.endpoint)

@@ -9,28 +9,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from producers.cancellation import end
-from producers.claim import Claims
-from producers.connection import Connection
-from producers.endpoint.answers import AnswerParser
-from producers.episode import Dead, Episodes
-from producers.heartbeat import HEARTBEAT_S, Beat
-from producers.in_flight import Claim, InFlightTable
-from producers.interfaces import Engine, EngineError, Environment
-from producers.metrics import ProducerMetrics
-from producers.rewards import RewardFunction, Scorer
-from producers.telemetry import Telemetry
-from producers.weights import LoadReport, Weights
-from producers.writer import Writer
-from schemas.config import ConfigError, RunConfig
-from schemas.heartbeat import Heartbeat, InFlight
-from schemas.keys import Keys
+from penstock.producers.endpoint.answers import AnswerParser
+from penstock.producers.interfaces import Engine, EngineError, Environment
+from penstock.producers.observe.event_log import EventLog
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import Episodes
+from penstock.producers.rollout.rewards import RewardFunction, RewardScorer
+from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
+from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.writer import Writer
+from penstock.producers.weights.follower import LoadReport, WeightFollower
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.cancellation import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """A producer that is told to stop lets groups finish for so long before it hands the rest back."""
-FAREWELL_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 """Redis gets so long to take what a stopping producer leaves; claims it does not hear of expire by themselves."""
 
 
@@ -47,7 +47,7 @@ class Producer:
         *,
         runs: Path,
         producer_id: str,
-        connection: Connection,
+        connection: ProducerConnection,
         engine: Engine,
         environment: Environment,
         reward: RewardFunction,
@@ -69,12 +69,14 @@ class Producer:
         self._engine = engine
         self._metrics = metrics
         self._metrics_port = metrics_port
-        self._telemetry = Telemetry(config.folder(runs), producer_id)
+        self._telemetry = EventLog(config.folder(runs), producer_id)
         self._table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
         streams = None if config.endpoint is None else (keys.evaluations,)
         self._claims = Claims(connection, keys, producer_id, self._table, config.producers, streams)
-        self._weights = Weights(connection, keys, engine, config.weights_folder(runs), metrics, self._record_load)
-        self._scorer = Scorer(reward)
+        self._weights = WeightFollower(
+            connection, keys, engine, config.weights_folder(runs), metrics, self._record_load
+        )
+        self._scorer = RewardScorer(reward)
         self._episodes = Episodes(
             config,
             environment=environment,
@@ -85,19 +87,19 @@ class Producer:
             metrics=metrics,
         )
         self._writer = Writer(connection, keys, self._table, metrics)
-        self._beat = Beat(connection, keys, producer_id, self._describe, self._on_finished)
+        self._beat = HeartbeatSender(connection, keys, producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
         self._run_is_finished = False
         self._tokens_per_s = 0.0
         self._endpoint = None
         if config.endpoint is not None:
             # Its server comes with the engine, and the launcher imports this module without either.
-            from producers.endpoint.endpoint import Endpoint
+            from penstock.producers.endpoint.agent_endpoint import AgentEndpoint
 
             self._agent_claims = Claims(
                 connection, keys, producer_id, self._table, config.producers, (keys.prompts,), one_at_a_time=True
             )
-            self._endpoint = Endpoint(
+            self._endpoint = AgentEndpoint(
                 config,
                 producer_id=producer_id,
                 keys=keys,
@@ -146,12 +148,12 @@ class Producer:
             async with asyncio.TaskGroup() as services:
                 running = [services.create_task(part()) for part in parts]
                 await self._work_until_stopped()
-                heard = await self._leave_nothing_behind()
-                await end(running)
+                heard = await self._drain()
+                await cancel_and_wait(running)
             if heard:
                 # Only now: a heartbeat sent after its removal would keep the id taken.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FAREWELL_S):
+                    async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                         await self._beat.stop()
         finally:
             if self._endpoint is not None:
@@ -160,19 +162,19 @@ class Producer:
             self._telemetry.close()
 
     async def _work_until_stopped(self) -> None:
-        """Claims and runs groups until `stop`. The order in which things end here, then in `_leave_nothing_behind`,
+        """Claims and runs groups until `stop`. The order in which things end here, then in `_drain`,
         then in `serve` is that of every clean stop."""
         async with asyncio.TaskGroup() as groups:
             claiming = groups.create_task(self._claim(groups))
             serving = groups.create_task(self._serve_agents())
             await self.stop.wait()
-            await end([claiming])
+            await cancel_and_wait([claiming])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
                     if self._endpoint is not None:
                         await self._endpoint.drain()
-                    await self._nothing_runs()
-            await end([*self._running, serving])
+                    await self._wait_until_idle()
+            await cancel_and_wait([*self._running, serving])
             if self._endpoint is not None:
                 await self._endpoint.close(append=not self._run_is_finished)
 
@@ -182,13 +184,13 @@ class Producer:
             await self._endpoint.start()
             await self._endpoint.run()
 
-    async def _leave_nothing_behind(self) -> bool:
+    async def _drain(self) -> bool:
         """Waits until Redis has every finished group and every unfinished claim is somebody else's to take.
 
-        Returns False where Redis was not to be had in `FAREWELL_S`.
+        Returns False where Redis was not to be had in `SHUTDOWN_TIMEOUT_S`.
         """
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self._writer.drain()
                 num_claims = await self._claims.hand_back()
                 if self._endpoint is not None:
@@ -220,11 +222,11 @@ class Producer:
 
     async def _run_alone(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
         """A prompt that was given up before may be what ended its producer: nothing else is at stake beside it."""
-        await self._nothing_runs()
+        await self._wait_until_idle()
         self._start(groups, claim)
-        await self._nothing_runs()
+        await self._wait_until_idle()
 
-    async def _nothing_runs(self) -> None:
+    async def _wait_until_idle(self) -> None:
         while self._running:
             await asyncio.wait(set(self._running))
 

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
-
-from schemas.keys import Keys
-from schemas.rollout import SamplingSettings
+from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import SamplingSettings
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -20,7 +19,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
-DEFAULT_OBJECTIVE = "consumers.objectives.grpo:Grpo"
+DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
 
 
 class ConfigError(ValueError):
@@ -98,7 +97,7 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
 
 class EndpointConfig(Section, frozen=True, kw_only=True):
     """Agents of any make, outside the producers, make the training rollouts: each producer serves an OpenAI-compatible
-    HTTP endpoint. deploy/docs/agents.md says how. Its key, where it has one, is in the environment variable
+    HTTP endpoint. docs/agents.md says how. Its key, where it has one, is in the environment variable
     PENSTOCK_API_KEY or in the file that PENSTOCK_API_KEY_FILE names."""
 
     host: str = "127.0.0.1"
@@ -214,7 +213,7 @@ class Rejection(Section, frozen=True):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. consumers/importance.py has the formulas.
+    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. consumers/learning/importance.py has the formulas.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
     off; `max_lag`, `rejection`, `m2_budget` and `off_policy_delta` mask as they do under any mode.
@@ -372,7 +371,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
     group_size: Annotated[int, Meta(ge=2)] = 8
     """Siblings sampled per prompt."""
-    groups_per_step: Positive = 32
+    groups_per_batch: Positive = 32
     """Groups per batch."""
     max_lag: NonNegative = 2
     """Tokens older than this many optimizer steps are masked."""
@@ -414,7 +413,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
-        return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_step
+        return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_batch
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name
@@ -610,10 +609,10 @@ def _check_parity(config: RunConfig, file: Path) -> None:
 def _check_steps(config: RunConfig, file: Path) -> None:
     """Settings of batch, optimizer steps and lag that must go together."""
     trainer, steps = config.trainer, config.steps_per_batch
-    if trainer.num_minibatches > config.groups_per_step:
+    if trainer.num_minibatches > config.groups_per_batch:
         raise ConfigError(
-            f"{file}: trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_step = "
-            f"{config.groups_per_step}"
+            f"{file}: trainer.num_minibatches = {trainer.num_minibatches}: expected at most groups_per_batch = "
+            f"{config.groups_per_batch}"
         )
     if config.mode == "asynchronous" and 0 < config.max_lag < steps:
         raise ConfigError(

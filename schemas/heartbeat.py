@@ -1,8 +1,7 @@
 """What a producer says of itself, every few seconds, under a key that expires when it stops."""
 
 import msgspec
-
-from schemas.rollout import EngineFingerprint
+from penstock.schemas.rollout import EngineFingerprint
 
 HEARTBEAT_TTL_S = 15
 

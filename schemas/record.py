@@ -1,7 +1,7 @@
 """A run's complete record: every rollout group that its trainer took, and what the trainer found.
 
 `<run>/record/<epoch>-<number>.segment`, one trainer's files numbered from 0. Framed as a recording is
-(`schemas.recording`), with its version 2 in the header:
+(`penstock.schemas.recording`), with its version 2 in the header:
 
     magic     8 bytes  b"PENSTOCK"
     header    u32 length, then a `SegmentHeader` as msgpack
@@ -14,7 +14,7 @@ segment without its end is the one being written, or was left by a kill: it is g
 
 Batches count from 0 along a line of policies (`position`). A trainer that continues from a checkpoint goes on counting
 there, in files of its own epoch, and says in their headers where the epochs before it were cut: what they wrote behind
-that was undone. `schemas.record_reader.Record` follows the line.
+that was undone. `penstock.schemas.record_reader.Record` follows the line.
 """
 
 import re
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-
-from schemas.recording import MAGIC, SEGMENT_VERSION
-from schemas.rollout import RolloutGroup, Segment, decode_group, one_line, unpack_floats
+from penstock.schemas.recording import MAGIC, SEGMENT_VERSION
+from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, one_line, unpack_floats
 
 T = TypeVar("T")
 
@@ -51,9 +50,9 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
     epoch, number: of the trainer, and of its segments from 0.
     line: for each earlier epoch on the way to this trainer's first policy, the position where it was cut (the first one
         that does not count).
-    forks, announced: by epoch, as `schemas.policy.lag` takes them.
-    config: the run's settings, as `schemas.config.RunConfig` becomes builtins.
-    model_digest: `schemas.recording.model_digest` of the base model.
+    forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.
+    config: the run's settings, as `penstock.schemas.config.RunConfig` becomes builtins.
+    model_digest: `penstock.schemas.recording.model_digest` of the base model.
     """
 
     run: str
@@ -130,7 +129,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
-    """What the trainer found of one segment of a rollout (`schemas.rollout.Segment`).
+    """What the trainer found of one segment of a rollout (`penstock.schemas.rollout.Segment`).
 
     lags: one for each of its version spans, in optimizer steps; an unknown version counts as the trainer counted it.
     proximal_logprobs, importance_weights: float32 bytes, one value per sampled token, of the first epoch; the weight
@@ -147,14 +146,14 @@ class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """payload: the group as it crosses the wire (`schemas.rollout.encode_group`).
+    """payload: the group as it crosses the wire (`penstock.schemas.rollout.encode_group`).
     findings: by rollout and segment."""
 
     payload: bytes
     findings: tuple[tuple[SegmentFindings, ...], ...]
 
     def decode(self) -> RolloutGroup:
-        """The group itself. Raises `schemas.rollout.RecordError` for one that breaks the contract."""
+        """The group itself. Raises `penstock.schemas.rollout.RecordError` for one that breaks the contract."""
         return decode_group(self.payload)
 
 

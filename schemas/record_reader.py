@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
-
-from schemas.record import (
+from penstock.schemas.record import (
     END,
     FOLDER,
     MAX_FRAME_BYTES,
@@ -26,8 +25,8 @@ from schemas.record import (
     entry_of,
     segment_key,
 )
-from schemas.recording import MAGIC, SEGMENT_VERSION, RecordingError
-from schemas.rollout import one_line
+from penstock.schemas.recording import MAGIC, SEGMENT_VERSION, RecordingError
+from penstock.schemas.rollout import one_line
 
 _U32 = 4
 

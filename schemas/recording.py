@@ -2,7 +2,7 @@
 
     magic     8 bytes  b"PENSTOCK"
     header    u32 little-endian length, then a `RecordingHeader` as msgpack
-    groups    each: u32 length, then what `schemas.rollout.encode_group` returns
+    groups    each: u32 length, then what `penstock.schemas.rollout.encode_group` returns
     end       u32 0, u32 number of groups, 16 bytes BLAKE2b of everything before the end
 
 A file without its end was cut off: it is refused, never read in part.
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
-
-from schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup, decode_group, encode_group, one_line
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"
 RECORDING_VERSION = 1
 SEGMENT_VERSION = 2
-"""Of a segment of a run's complete record (`schemas.record`), which begins alike and goes on otherwise."""
+"""Of a segment of a run's complete record (`penstock.schemas.record`), which begins alike and goes on otherwise."""
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 16
 _SAMPLED_BYTES = 1 << 20
@@ -40,7 +39,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     dtype: of the published weights, "float32" or "bfloat16".
     weights: folder with a `v<version>.safetensors` for each further version.
     policy_version: the trainer's newest when this was recorded, -1 where there is none.
-    forks, announced: by epoch, as `schemas.policy.lag` takes them.
+    forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.
     """
 
     run: str = ""

@@ -8,8 +8,7 @@ from collections.abc import Sequence, Sized
 from typing import Literal
 
 import msgspec
-
-from schemas.prompt import Prompt, Reward
+from penstock.schemas.prompt import Prompt, Reward
 
 SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
@@ -24,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 if sys.byteorder != "little" or array("i").itemsize != 4:
     raise ImportError(
-        "schemas.rollout packs numbers as little-endian 4-byte values; this platform is not little-endian"
+        "penstock.schemas.rollout packs numbers as little-endian 4-byte values; this platform is not little-endian"
     )
 
 

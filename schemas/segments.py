@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-
-from schemas.prefixes import PrefixTrie
-from schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
+from penstock.schemas.prefixes import PrefixTrie
+from penstock.schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
 
 _ID_BYTES = 4
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from real_server import installed_servers
 
 # Before any test imports torch: several test processes share the machine's cores.
@@ -62,7 +63,7 @@ def server_binary(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def server_url(server_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real server that lives as long as this test process."""
-    from deploy.redis_server import RedisServer
+    from penstock.deploy.launch.redis_server import RedisServer
 
     server = RedisServer(tmp_path_factory.mktemp("server"), maxmemory_mb=256, binary=server_binary)
     yield server.url
@@ -97,5 +98,5 @@ def model_folder(tmp_path: Path) -> Path:
 def vllm_engine() -> type:
     """VllmEngine; importing vLLM and torch's compiler raises deprecation warnings of their own."""
     with warnings.catch_warnings(action="ignore"):
-        from producers.engines.vllm import VllmEngine
+        from penstock.producers.engines.vllm import VllmEngine
     return VllmEngine

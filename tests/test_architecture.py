@@ -1,8 +1,9 @@
-"""The house rules on imports, read from the source."""
+"""The house rules on imports and names, read from the source."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,23 @@ MAY_IMPORT = {
     "deploy": {"deploy", "producers", "consumers", "schemas"},
 }
 VLLM_FILES = {f"producers/engines/{name}.py" for name in ("vllm", "weight_transfer", "stale_kv", "answer_parser")}
-WIRE_ROOM_ALLOWS = {"msgspec", "schemas"} | set(sys.stdlib_module_names)
+CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
+PROCESS_ALLOWS = CONTRACT_ALLOWS
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
+LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def module(file: Path) -> str:
+    """The name that a file of the house is imported by."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("penstock", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module(file): file for file in FILES}
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -27,46 +43,121 @@ def imports(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield node.module or ""
+            base = node.module or ""
+            yield from {full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
 
 
-def name(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
+def rooms(file: Path) -> set[str]:
+    """The rooms of the house that a file imports from."""
+    return {imported.split(".")[1] for imported in imports(file) if imported.startswith("penstock.")}
+
+
+def packages(file: Path) -> set[str]:
+    """Top-level packages that a file imports from."""
+    return {imported.partition(".")[0] for imported in imports(file)}
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_imports_cross_rooms_in_one_direction_only(file):
     allowed = MAY_IMPORT[file.relative_to(ROOT).parts[0]]
-    rooms = {module.partition(".")[0] for module in imports(file)} & set(MAY_IMPORT)
-    assert rooms <= allowed, f"{name(file)} imports {sorted(rooms - allowed)}"
+    assert rooms(file) <= allowed, f"{name(file)} imports {sorted(rooms(file) - allowed)}"
+
+
+@pytest.mark.parametrize("file", [*FILES, *LABORATORY, *sorted((ROOT / "tests").rglob("*.py"))], ids=name)
+def test_the_house_is_imported_under_one_roof(file):
+    """A flat import would work from the root, give each class a twin, and meet a user's own `deploy/` or `schemas/`."""
+    flat = packages(file) & set(MAY_IMPORT)
+    assert not flat, f"{name(file)} imports {sorted(flat)}, expected penstock.*"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
-def test_nothing_imports_the_tests(file):
-    assert "tests" not in {module.partition(".")[0] for module in imports(file)}
+def test_nothing_imports_the_tests_or_the_laboratory(file):
+    assert not {"tests", "bench"} & packages(file)
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
-def test_vllm_is_imported_in_two_files_only(file):
-    if "vllm" in {module.partition(".")[0] for module in imports(file)}:
+def test_vllm_is_imported_in_the_engines_only(file):
+    if "vllm" in packages(file):
         assert name(file) in VLLM_FILES
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "schemas").rglob("*.py")), ids=name)
 def test_the_contract_needs_the_standard_library_and_msgspec_only(file):
-    foreign = {module.partition(".")[0] for module in imports(file)} - WIRE_ROOM_ALLOWS
+    foreign = packages(file) - {"penstock"} - (PROCESS_ALLOWS if file.parent.name == "process" else CONTRACT_ALLOWS)
     assert not foreign, f"{name(file)} imports {sorted(foreign)}"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "consumers" / "learning").rglob("*.py")), ids=name)
+def test_numerics_never_see_the_stream(file):
+    seen = {imported for imported in imports(file) if imported.startswith("penstock.consumers.")}
+    allowed = ("penstock.consumers.learning",)
+    assert all(imported.startswith(allowed) for imported in seen), f"{name(file)} imports {sorted(seen)}"
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for after in sorted(edges.get(node, ())):
+            if after not in index:
+                visit(after)
+                low[node] = min(low[node], low[after])
+            elif after in stack:
+                low[node] = min(low[node], index[after])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    edges = {own: {other for other in imports(file) if other in MODULES} for own, file in MODULES.items()}
+    assert cycles(edges) == []
+
+
+def test_no_packages_import_each_other_in_a_circle():
+    """A package is a folder: its own files, without those of the folders in it."""
+    edges = defaultdict(set)
+    for file in FILES:
+        own = file.parent
+        edges[name(own)] |= {name(MODULES[other].parent) for other in imports(file) if other in MODULES} - {name(own)}
+    assert cycles(edges) == []
 
 
 @pytest.mark.parametrize("room", ["producers", "consumers"])
 def test_parts_do_not_import_the_loop_or_the_entry_point(room):
     """Inside a room: `__main__` -> loop -> parts. Only `__main__` may be imported by nobody."""
     for file in (ROOT / room).rglob("*.py"):
-        assert f"{room}.__main__" not in set(imports(file)), f"{name(file)} imports {room}.__main__"
+        entry = f"penstock.{room}.__main__"
+        assert entry not in set(imports(file)), f"{name(file)} imports {entry}"
 
 
-def test_there_is_no_utils_module():
+def test_a_public_class_name_means_one_thing():
+    places = defaultdict(list)
+    for file in [*FILES, *LABORATORY]:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name(file))
+    assert {found: files for found, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_module_is_named_after_nothing_or_like_a_test():
     assert not [name(file) for file in FILES if file.stem in ("utils", "util", "helpers", "common")]
+    sources = [*FILES, *LABORATORY]
+    assert not [name(file) for file in sources if file.stem.startswith("test_") or file.stem.endswith("_test")]
 
 
 def test_tests_are_no_package():
@@ -88,9 +179,10 @@ def run_without(modules: str, program: str) -> None:
 
 
 def test_the_contract_imports_without_torch_vllm_numpy_and_redis():
-    modules = [f"schemas.{file.stem}" for file in sorted((ROOT / "schemas").glob("*.py")) if file.stem != "__init__"]
+    modules = [module(file) for file in sorted((ROOT / "schemas").glob("*.py"))]
     run_without("torch vllm numpy redis transformers", f"import {', '.join(modules)}")
 
 
 def test_the_trainer_and_the_launcher_import_without_vllm():
-    run_without("vllm", "import consumers.__main__, deploy.cli, deploy.launcher, producers.__main__")
+    modules = ("consumers.__main__", "deploy.cli", "deploy.launch.launcher", "producers.__main__")
+    run_without("vllm", f"import {', '.join(f'penstock.{each}' for each in modules)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("deploy/docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
 def functions(file: Path) -> set[str]:

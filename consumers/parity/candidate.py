@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from penstock.consumers.parity.gaps import gap_of, passes, without_worst
+from penstock.consumers.parity.report import TOLERANCES, Gap, Hypothesis, Layer
+from penstock.consumers.parity.verdict import Finding
 from torch import Tensor
-
-from consumers.parity.gaps import gap_of, passes, without_worst
-from consumers.parity.report import TOLERANCES, Gap, Hypothesis, Layer
-from consumers.parity.verdict import Finding
 
 _BETTER = 0.7
 """A reading that explains a gap leaves at most so much of its mean."""

@@ -7,22 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from consumers.parity.candidate import Candidate, judge
-from consumers.parity.gaps import gap_of, passes
-from consumers.parity.head import engine_head_sign, equal_contexts, rounding_slope
-from consumers.parity.meanings import Meanings
-from consumers.parity.objective import at_newest, lag_rows, lags_of, newest_version
-from consumers.parity.policies import LoadedPolicy, Policies
-from consumers.parity.recipe import departures
-from consumers.parity.replay import Replay, as_labelled
-from consumers.parity.report import TOLERANCES, Gap, Hypothesis, LagRow, LayerGap, ParityReport, Point
-from consumers.parity.retokenized import Search, check_tokenizer
-from consumers.parity.sample import Sample, read_sample
-from consumers.parity.verdict import Evidence, Finding, decide
-from consumers.parity.versions import Versions
-from schemas.config import RunConfig
-from schemas.rollout import RolloutGroup
+from penstock.consumers.parity.candidate import Candidate, judge
+from penstock.consumers.parity.gaps import gap_of, passes
+from penstock.consumers.parity.head import engine_head_sign, equal_contexts, rounding_slope
+from penstock.consumers.parity.meanings import Meanings
+from penstock.consumers.parity.objective import at_newest, lag_rows, lags_of, newest_version
+from penstock.consumers.parity.policies import LoadedPolicy, PolicyStore
+from penstock.consumers.parity.recipe import departures
+from penstock.consumers.parity.replay import Replay, as_labelled
+from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, LayerGap, ParityReport
+from penstock.consumers.parity.retokenized import Search, check_tokenizer
+from penstock.consumers.parity.sample import Sample, read_sample
+from penstock.consumers.parity.verdict import Evidence, Finding, decide
+from penstock.consumers.parity.versions import Versions
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RolloutGroup
 
 NUM_POINTS = 4000
 """Tokens in the pictures, at most."""
@@ -58,7 +57,7 @@ def check_parity(
         max_tokens: the most sampled tokens looked at, in groups spread evenly.
         device: of the model, unless `loaded` has one.
         loaded: a model in memory, which spares a load; it is left as it is.
-        layers: what `consumers.parity.layers` found; `verdict.with_layers` adds it later.
+        layers: what `penstock.consumers.parity.layers` found; `verdict.with_layers` adds it later.
 
     Raises:
         ParityError: there is nothing to compare: no tokens or logprobs, weights that are gone, a model or a tokenizer
@@ -67,7 +66,7 @@ def check_parity(
     """
     started = time.monotonic()
     device = loaded.model.parameters()[0].device if loaded is not None else torch.device(device)
-    policies = Policies(config, weights, device, loaded)
+    policies = PolicyStore(config, weights, device, loaded)
     sample = read_sample(groups, policies.vocabulary, policies.has, max_tokens)
     if tokenizer is not None:
         check_tokenizer(groups, tokenizer)
@@ -100,7 +99,7 @@ class _Check:
         config: RunConfig,
         sample: Sample,
         replay: Replay,
-        policies: Policies,
+        policies: PolicyStore,
         tokenizer: Any,
         device: torch.device,
     ) -> None:
@@ -145,11 +144,11 @@ class _Check:
         newest = newest_version(self._sample, lags)
         return lag_rows(self._sample, at_newest(self._sample, self._replay, self._null, newest), lags)
 
-    def points(self, lags: np.ndarray) -> tuple[Point, ...]:
+    def points(self, lags: np.ndarray) -> tuple[GapPoint, ...]:
         step = -(-self._sample.num_tokens // NUM_POINTS)
         engine, positions = self._sample.engine, self._sample.positions
         return tuple(
-            Point(float(engine[n]), float(self._null[n]), int(positions[n]), int(lags[n]))
+            GapPoint(float(engine[n]), float(self._null[n]), int(positions[n]), int(lags[n]))
             for n in range(0, self._sample.num_tokens, step)
         )
 

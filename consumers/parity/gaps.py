@@ -3,10 +3,9 @@
 import math
 
 import torch
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.parity.report import Gap, Tolerance
 from torch import Tensor
-
-from consumers.parity.report import Gap, Tolerance
-from consumers.rows import LOG_RATIO_BOUND
 
 NOTHING = Gap(num_tokens=0, mean=math.nan, p99=math.nan, max=math.nan, chi2=math.nan, ess_fraction=math.nan)
 

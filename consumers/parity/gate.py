@@ -10,15 +10,14 @@ from statistics import fmean
 
 import msgspec
 import torch
-
-from consumers.model import PackedModel
-from consumers.parity.check import check_parity
-from consumers.parity.errors import ParityError
-from consumers.parity.policies import LoadedPolicy
-from consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport, Verdict
-from schemas.config import RunConfig
-from schemas.policy import FutureVersionError, UnknownVersionError
-from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.check import check_parity
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.policies import LoadedPolicy
+from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport, Verdict
+from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import FutureVersionError, UnknownVersionError
+from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.parity.gaps import NOTHING, gap_of
+from penstock.consumers.parity.report import Gap
+from penstock.consumers.parity.sample import Sample, SampleRow
 from torch import Tensor
-
-from consumers.fp32_head import GREEDY_TEMPERATURE
-from consumers.parity.gaps import NOTHING, gap_of
-from consumers.parity.report import Gap
-from consumers.parity.sample import Row, Sample
 
 _GRID = 2.0**-10
 _ROUNDING = 2.0**-22
@@ -81,10 +80,10 @@ def equal_contexts(sample: Sample) -> Contexts:
     return Contexts(gap_of(torch.tensor(first), torch.tensor(second)), pairs, hits, expected)
 
 
-def _by_context(rows: Sequence[Row]) -> list[list[tuple[Row, int, int]]]:
+def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, int]]]:
     """(row, offset, token id) of tokens with equal contexts in one group, where there are two or more."""
-    found: dict[tuple[int, int, bytes], list[tuple[Row, int, int]]] = defaultdict(list)
-    by_group: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    found: dict[tuple[int, int, bytes], list[tuple[SampleRow, int, int]]] = defaultdict(list)
+    by_group: dict[tuple[int, int], list[SampleRow]] = defaultdict(list)
     for row in rows:
         if not row.is_mixed and not row.sampling.has_penalties:
             by_group[row.group, int(row.versions[0])].append(row)
@@ -93,7 +92,7 @@ def _by_context(rows: Sequence[Row]) -> list[list[tuple[Row, int, int]]]:
         # Siblings part for good at their first difference, so only contexts met before are followed.
         alive = [(row, 0) for row in members]
         while len(alive) > 1:
-            same: dict[bytes, list[tuple[Row, int]]] = defaultdict(list)
+            same: dict[bytes, list[tuple[SampleRow, int]]] = defaultdict(list)
             for row, offset in alive:
                 same[row.segment.token_ids[: 4 * int(row.sampled[offset])]].append((row, offset))
             alive = []

@@ -28,7 +28,7 @@ class KeptKeys:
     def attend(
         self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
     ) -> Tensor:
-        """See `consumers.attention.OwnAttention`. Keys and values of the pass join the kept ones."""
+        """See `penstock.consumers.learning.attention.OwnAttention`. Keys and values of the pass join the kept ones."""
         query, key, value = flat
         if layer not in self._store:
             self._store[layer] = (

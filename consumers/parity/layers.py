@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from penstock.consumers.learning.attention import make_layout
+from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.report import AS_SERVED, LayerGap
+from penstock.schemas import hidden_states as names
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from consumers.attention import make_layout
-from consumers.fp32_head import selected_logprobs
-from consumers.model import PackedModel
-from consumers.parity.errors import ParityError
-from consumers.parity.report import AS_SERVED, LayerGap
-from schemas import hidden_states as names
 
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative error of one part's output, by the type that the trainer's body computes with."""
@@ -38,7 +37,7 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
 
     Args:
         model: with the weights of the version that the capture names (`captured_version`).
-        capture: a file laid out as `schemas.hidden_states` says.
+        capture: a file laid out as `penstock.schemas.hidden_states` says.
 
     Returns:
         "embedding"; "layers.<i>.attention" and "layers.<i>.mlp", each with the norm before it; "norm", the final one;

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from penstock.consumers.parity import readings
+from penstock.consumers.parity.candidate import Candidate
+from penstock.consumers.parity.gaps import gap_of
+from penstock.consumers.parity.replay import Replay
+from penstock.consumers.parity.report import TOLERANCES, Gap
+from penstock.consumers.parity.sample import Sample, SampleRow, evenly
+from penstock.consumers.parity.sampling_fit import TELLING_Z, Draw, draw, fitted_temperatures
+from penstock.consumers.parity.units import shift_candidates, siblings_candidate, unit_candidates
 from torch import Tensor
-
-from consumers.parity import readings
-from consumers.parity.candidate import Candidate
-from consumers.parity.gaps import gap_of
-from consumers.parity.replay import Replay
-from consumers.parity.report import TOLERANCES, Gap
-from consumers.parity.sample import Row, Sample, evenly
-from consumers.parity.sampling_test import TELLING_Z, Draw, draw, fitted_temperatures
-from consumers.parity.units import shift_candidates, siblings_candidate, unit_candidates
 
 MAX_TOKENS = 8192
 """Sampled tokens whose logits are read."""
@@ -147,10 +146,10 @@ def _closer(one: Draw | None, other: Draw | None) -> bool:
     return one is not None and other is not None and abs(other.z) >= TELLING_Z and 2 * abs(one.z) < abs(other.z)
 
 
-def _chosen(sample: Sample, null: Tensor, budget: int) -> tuple[list[Row], list[Row]]:
+def _chosen(sample: Sample, null: Tensor, budget: int) -> tuple[list[SampleRow], list[SampleRow]]:
     """Rows spread evenly over the groups, and those with the rows of the groups that are off most; `budget` tokens in
     all, or one group."""
-    groups: dict[int, list[Row]] = {}
+    groups: dict[int, list[SampleRow]] = {}
     for row in sample.rows:
         groups.setdefault(row.group, []).append(row)
     by_group = list(groups.values())

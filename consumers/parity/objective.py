@@ -4,17 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from penstock.consumers.learning.diagnostics import MismatchSums
+from penstock.consumers.learning.mismatch_terms import LAG_STARTS
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.parity.gaps import quantile
+from penstock.consumers.parity.replay import Replay, ReplayPlan
+from penstock.consumers.parity.report import LagRow
+from penstock.consumers.parity.sample import Sample
+from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.policy import FutureVersionError, UnknownVersionError, split_version
 from torch import Tensor
-
-from consumers.diagnostics import MismatchSums
-from consumers.mismatch_terms import LAG_STARTS
-from consumers.parity.gaps import quantile
-from consumers.parity.replay import Plan, Replay
-from consumers.parity.report import LagRow
-from consumers.parity.sample import Sample
-from consumers.rows import LOG_RATIO_BOUND
-from schemas.metrics import LAG_LABELS, lag_key
-from schemas.policy import FutureVersionError, UnknownVersionError, split_version
 
 
 def lags_of(sample: Sample, lag_of: Callable[[int], int] | None) -> np.ndarray:
@@ -45,7 +44,7 @@ def at_newest(sample: Sample, replay: Replay, null: Tensor, newest: int) -> Tens
     null: [M] as labelled; equal for rows that `newest` sampled alone.
     """
     others = [row for row in sample.rows if row.is_mixed or row.versions[0] != newest]
-    recomputed = replay.logprobs(Plan(row, ((newest, 0, int(row.sampled[-1])),)) for row in others)
+    recomputed = replay.logprobs(ReplayPlan(row, ((newest, 0, int(row.sampled[-1])),)) for row in others)
     return torch.where(recomputed.isnan(), null, recomputed)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.errors import ParityError
+from penstock.schemas.config import ConfigError, RunConfig
 from safetensors import SafetensorError
 from torch import Tensor
-
-from consumers.model import PackedModel
-from consumers.parity.errors import ParityError
-from schemas.config import ConfigError, RunConfig
 
 _CONFIG = "config.json"
 _CACHE_BYTES = 1 << 30
@@ -26,7 +25,7 @@ class LoadedPolicy(NamedTuple):
     model: PackedModel
 
 
-class Policies:
+class PolicyStore:
     """The trainer's model with the weights of whichever version is asked for.
 
     weights: of a version the published safetensors file, or a folder with a whole model; None where it is gone.

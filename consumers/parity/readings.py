@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.scoring import head_logprobs
+from penstock.consumers.parity.replay import Pass, Replay, as_labelled
+from penstock.consumers.parity.sample import Sample, SampleRow
 from torch import Tensor
-
-from consumers.fp32_head import GREEDY_TEMPERATURE
-from consumers.parity.replay import Pass, Replay, as_labelled
-from consumers.parity.sample import Row, Sample
-from consumers.scoring import head_logprobs
 
 _CHUNK_ELEMENTS = 1 << 22
 """Logits held at once, in float64: 32 MB; a reading takes a few times that."""
@@ -36,7 +35,7 @@ class Chunk:
     targets: Tensor
     temperature: Tensor
     support: Tensor | None
-    rows: Sequence[Row]
+    rows: Sequence[SampleRow]
     offsets: Sequence[int]
     trainer: Tensor
 
@@ -61,7 +60,7 @@ Reader = Callable[[Chunk], Tensor]
 
 
 @torch.no_grad()
-def read(sample: Sample, replay: Replay, rows: Sequence[Row], readers: Mapping[str, Reader]) -> dict[str, Tensor]:
+def read(sample: Sample, replay: Replay, rows: Sequence[SampleRow], readers: Mapping[str, Reader]) -> dict[str, Tensor]:
     """Each reader's answer for the tokens of `rows`, [M] or [M, k] float64 on CPU, NaN elsewhere."""
     found: dict[str, Tensor] = {}
     for tokens, chunk in chunks(sample, replay, rows):
@@ -73,7 +72,7 @@ def read(sample: Sample, replay: Replay, rows: Sequence[Row], readers: Mapping[s
     return found
 
 
-def chunks(sample: Sample, replay: Replay, rows: Sequence[Row]) -> Iterator[tuple[Tensor, Chunk]]:
+def chunks(sample: Sample, replay: Replay, rows: Sequence[SampleRow]) -> Iterator[tuple[Tensor, Chunk]]:
     """The tokens of `rows`, [n] int64 on CPU, and their chunk."""
     for each in replay.passes(as_labelled(row) for row in rows):
         trainer, _ = head_logprobs(each.hidden, each.head, each)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from schemas.config import RunConfig
-from schemas.rollout import EngineFingerprint, RolloutGroup
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
 
 
 def departures(groups: Sequence[RolloutGroup], config: RunConfig) -> tuple[str, ...]:

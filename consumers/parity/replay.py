@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from penstock.consumers.learning.batch import Support, pack_segments
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.scoring import head_logprobs
+from penstock.consumers.parity.kept_keys import KeptKeys
+from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.sample import Sample, SampleRow
 from torch import Tensor
-
-from consumers.batch import Support, pack_segments
-from consumers.model import PackedModel
-from consumers.parity.kept_keys import KeptKeys
-from consumers.parity.policies import Policies
-from consumers.parity.sample import Row, Sample
-from consumers.scoring import head_logprobs
 
 Span = tuple[int, int, int]
 """Version, start, end: tokens `start:end` of the row go into the model with the weights of `version`. What is computed
@@ -21,21 +20,21 @@ at a token's place predicts the one after it, and its keys and values stay for a
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """Which weights see which token of a row.
 
     spans: tile the row's tokens up to the last but one.
     wanted: [m] bool, the sampled tokens whose logprobs count; None is all.
     """
 
-    row: Row
+    row: SampleRow
     spans: tuple[Span, ...]
     wanted: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass says about M sampled tokens; satisfies `consumers.scoring.SampledTokens`.
+    """What one forward pass says about M sampled tokens; satisfies `penstock.consumers.learning.scoring.SampledTokens`.
 
     hidden: [N, H]. head: [V, H]. tokens: [M] int64 on CPU, places in the sample. wanted: [M] bool on CPU.
     predicting, targets: [M] int64. temperature: [M] float32.
@@ -51,7 +50,7 @@ class Pass:
     support: Support | None
 
 
-def as_labelled(row: Row, versions: np.ndarray | None = None) -> Plan:
+def as_labelled(row: SampleRow, versions: np.ndarray | None = None) -> ReplayPlan:
     """The row as an engine in keep mode serves it: a token's keys and values are computed in the step that samples the
     next one, those of the context in the step that samples the first.
 
@@ -63,17 +62,17 @@ def as_labelled(row: Row, versions: np.ndarray | None = None) -> Plan:
     bounds = [0, *(row.sampled[changes] - 1).tolist(), int(row.sampled[-1])]
     firsts = [0, *changes.tolist()]
     spans = tuple((int(versions[n]), start, end) for n, (start, end) in zip(firsts, pairwise(bounds), strict=True))
-    return Plan(row, spans)
+    return ReplayPlan(row, spans)
 
 
 class Replay:
     """Runs plans. `budget`: tokens of one forward pass."""
 
-    def __init__(self, sample: Sample, policies: Policies, budget: int, device: torch.device) -> None:
+    def __init__(self, sample: Sample, policies: PolicyStore, budget: int, device: torch.device) -> None:
         self._sample, self._policies, self._budget, self._device = sample, policies, budget, device
 
     @torch.no_grad()
-    def logprobs(self, plans: Iterable[Plan]) -> Tensor:
+    def logprobs(self, plans: Iterable[ReplayPlan]) -> Tensor:
         """[M] float64 on CPU by the trainer's own code: the logprobs of the wanted tokens, NaN elsewhere."""
         found = torch.full((self._sample.num_tokens,), torch.nan, dtype=torch.float64)
         for each in self.passes(plans):
@@ -82,7 +81,7 @@ class Replay:
         return found
 
     @torch.no_grad()
-    def passes(self, plans: Iterable[Plan]) -> Iterator[Pass]:
+    def passes(self, plans: Iterable[ReplayPlan]) -> Iterator[Pass]:
         """One policy after the other, as far as the rows' own order allows."""
         plans = list(plans)
         whole = [plan for plan in plans if len(plan.spans) == 1]
@@ -95,7 +94,7 @@ class Replay:
         for batch in _within(mixed, self._budget):
             yield from self._continued(batch)
 
-    def _whole(self, plans: list[Plan], version: int) -> Iterator[Pass]:
+    def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[Pass]:
         model = self._policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
         for microbatch, places in pack_segments(segments, self._budget):
@@ -113,7 +112,7 @@ class Replay:
                 support=microbatch.support,
             )
 
-    def _continued(self, plans: list[Plan]) -> Iterator[Pass]:
+    def _continued(self, plans: list[ReplayPlan]) -> Iterator[Pass]:
         """Span after span with the keys and values of the spans before."""
         kept = KeptKeys(len(plans), max(plan.spans[-1][2] for plan in plans))
         done = [0] * len(plans)
@@ -126,7 +125,7 @@ class Replay:
             if found is not None:
                 yield found
 
-    def _span(self, plans: list[Plan], parts: list[Span], version: int, kept: KeptKeys) -> Pass | None:
+    def _span(self, plans: list[ReplayPlan], parts: list[Span], version: int, kept: KeptKeys) -> Pass | None:
         """Parts are (place of the plan, start, end)."""
         model: PackedModel = self._policies.model(version)
         rows = np.concatenate([np.full(end - start, p) for p, start, end in parts])
@@ -170,7 +169,7 @@ class _Scored:
     targets: np.ndarray
 
 
-def _scored(plan: Plan, start: int, end: int, at: int) -> _Scored:
+def _scored(plan: ReplayPlan, start: int, end: int, at: int) -> _Scored:
     """at: the place of token `start` in the forward pass."""
     row = plan.row
     before = row.sampled - 1
@@ -184,7 +183,7 @@ def _scored(plan: Plan, start: int, end: int, at: int) -> _Scored:
     )
 
 
-def _wanted(plan: Plan) -> np.ndarray:
+def _wanted(plan: ReplayPlan) -> np.ndarray:
     return np.ones(len(plan.row.sampled), dtype=bool) if plan.wanted is None else plan.wanted
 
 
@@ -196,8 +195,8 @@ def _support(masks: Sequence[tuple[tuple[bytes, ...] | None, np.ndarray]]) -> Su
     return Support(torch.from_numpy(kept), torch.tensor([len(entry) // 4 for entry in entries]))
 
 
-def _within(plans: Sequence[Plan], budget: int) -> Iterator[list[Plan]]:
-    part: list[Plan] = []
+def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPlan]]:
+    part: list[ReplayPlan] = []
     for plan in plans:
         # Kept keys stand in a rectangle: every row takes as much as the longest.
         longest = max(other.spans[-1][2] for other in (*part, plan))

@@ -81,7 +81,7 @@ class LayerGap(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float
 
 
-class Point(msgspec.Struct, frozen=True, array_like=True):
+class GapPoint(msgspec.Struct, frozen=True, array_like=True):
     """One token of the pictures."""
 
     engine: float
@@ -115,7 +115,7 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     hypotheses: tuple[Hypothesis, ...]
     lags: tuple[LagRow, ...] = ()
     layers: tuple[LayerGap, ...] = ()
-    points: tuple[Point, ...] = ()
+    points: tuple[GapPoint, ...] = ()
     notes: tuple[str, ...] = ()
     """Settings of the engine off the parity recipe, rows left out and why, what was not looked at."""
     seconds: float = 0.0

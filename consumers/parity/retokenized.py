@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from penstock.consumers.learning.batch import pack_segments
+from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.parity.candidate import Candidate
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.readings import plain_logits
+from penstock.consumers.parity.report import TOLERANCES
+from penstock.consumers.parity.sample import Sample, SampleRow
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
 from torch import Tensor
-
-from consumers.batch import pack_segments
-from consumers.fp32_head import GREEDY_TEMPERATURE
-from consumers.parity.candidate import Candidate
-from consumers.parity.errors import ParityError
-from consumers.parity.policies import Policies
-from consumers.parity.readings import plain_logits
-from consumers.parity.report import TOLERANCES
-from consumers.parity.sample import Row, Sample
-from schemas.prompt import Prompt
-from schemas.rollout import RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
 
 MAX_ROWS = 16
 """Rows that are off and are looked at."""
@@ -62,7 +61,9 @@ def _asked(prompt: Prompt) -> str:
 class Search:
     """Rebuilds the sampled ids of rows that are off."""
 
-    def __init__(self, sample: Sample, policies: Policies, tokenizer: Any, budget: int, device: torch.device) -> None:
+    def __init__(
+        self, sample: Sample, policies: PolicyStore, tokenizer: Any, budget: int, device: torch.device
+    ) -> None:
         self._sample, self._policies, self._budget, self._device = sample, policies, budget, device
         self._tolerance = TOLERANCES[policies.dtype]
         self._allowed = self._tolerance.max or self._tolerance.p99
@@ -109,7 +110,7 @@ class Search:
         )
 
     @torch.no_grad()
-    def _rebuild(self, row: Row, first: int) -> tuple[list[int], list[float], bool]:
+    def _rebuild(self, row: SampleRow, first: int) -> tuple[list[int], list[float], bool]:
         """The sampled ids from sampled token `first` on with their logprobs, and whether one was not found."""
         ids = row.token_ids[: row.sampled[first]].tolist()
         text = "".join(self._entries.get(n, "\0") for n in row.token_ids[row.sampled[first] :].tolist())
@@ -130,7 +131,7 @@ class Search:
             text = text[len(entries[best]) :]
         return path, logprobs, False
 
-    def _next(self, row: Row, ids: list[int]) -> Tensor:
+    def _next(self, row: SampleRow, ids: list[int]) -> Tensor:
         """[V] float64 on CPU: log-softmax after `ids` under the row's policy, at its temperature."""
         segments = [(0, _asking(ids), row.sampling.temperature)]
         ((microbatch, _),) = pack_segments(segments, self._budget)

@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from penstock.consumers.parity.errors import ParityError
+from penstock.schemas.policy import UNKNOWN_VERSION
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, Segment, VersionSpan
 from torch import Tensor
-
-from consumers.parity.errors import ParityError
-from schemas.policy import UNKNOWN_VERSION
-from schemas.rollout import RolloutGroup, SamplingSettings, Segment, VersionSpan
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRow:
     """One request as the engine served it: a context, then m sampled tokens.
 
     A segment whose turns several policies sampled makes one row a turn, since each turn is a request of its own that
@@ -67,7 +66,7 @@ class Sample:
     notes: what was left out, and why.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[SampleRow, ...]
     engine: Tensor
     versions: np.ndarray
     positions: np.ndarray
@@ -80,7 +79,7 @@ class Sample:
     def num_tokens(self) -> int:
         return len(self.engine)
 
-    def mask_of(self, rows: Sequence[Row]) -> Tensor:
+    def mask_of(self, rows: Sequence[SampleRow]) -> Tensor:
         """[M] bool, True for the tokens of `rows`."""
         mask = torch.zeros(self.num_tokens, dtype=torch.bool)
         for row in rows:
@@ -103,7 +102,7 @@ def read_sample(
         raise ParityError("no rollout groups: expected at least one to check")
     chosen = evenly([_num_tokens(group) for group in groups], max_tokens)
     notes = [f"{len(chosen)} of {len(groups)} groups checked: max_tokens = {max_tokens}"] * (len(chosen) < len(groups))
-    rows: list[Row] = []
+    rows: list[SampleRow] = []
     left_out: Counter[str] = Counter()
     gone: set[int] = set()
     first = 0
@@ -141,14 +140,14 @@ def _num_tokens(group: RolloutGroup) -> int:
     return sum(rollout.num_sampled_tokens for rollout in group.rollouts)
 
 
-def _rows(g: int, group: RolloutGroup) -> Iterator[Row]:
+def _rows(g: int, group: RolloutGroup) -> Iterator[SampleRow]:
     for sibling, rollout in enumerate(group.rollouts):
         before = 0
         for segment in rollout.segments:
             for part in _requests(segment):
                 sampled = np.concatenate([np.arange(start, end) for start, end in part.loss_mask])
                 versions = np.repeat(*np.array([(s.version, s.end - s.start) for s in part.version_spans]).T)
-                yield Row(g, sibling, part, group.sampling, sampled, versions, 0, before)
+                yield SampleRow(g, sibling, part, group.sampling, sampled, versions, 0, before)
                 before += len(sampled)
 
 
@@ -188,7 +187,7 @@ def _part_of(segment: Segment, runs: tuple[tuple[int, int], ...], first: int, la
     )
 
 
-def _reason_to_leave_out(row: Row, missing: set[int]) -> str:
+def _reason_to_leave_out(row: SampleRow, missing: set[int]) -> str:
     if row.start == 0:
         return "no context before the first sampled token"
     if UNKNOWN_VERSION in missing:
@@ -220,7 +219,7 @@ def _check_numbers(group: RolloutGroup, vocabulary: int) -> None:
                 )
 
 
-def _check_rest(groups: Sequence[RolloutGroup], rows: Sequence[Row], gone: set[int]) -> None:
+def _check_rest(groups: Sequence[RolloutGroup], rows: Sequence[SampleRow], gone: set[int]) -> None:
     """Raises ParityError where there is nothing to compare."""
     if not any(_num_tokens(group) for group in groups):
         raise ParityError(f"{len(groups)} rollout groups without a sampled token: expected token ids and logprobs")
@@ -238,7 +237,7 @@ def _check_rest(groups: Sequence[RolloutGroup], rows: Sequence[Row], gone: set[i
         raise ParityError("every behavior_logprob is 0: expected the logprob of each sampled token from the engine")
 
 
-def _table(rows: list[Row], notes: list[str]) -> Sample:
+def _table(rows: list[SampleRow], notes: list[str]) -> Sample:
     lengths = [len(row.sampled) for row in rows]
     packed = b"".join(row.segment.behavior_logprobs for row in rows)
     return Sample(

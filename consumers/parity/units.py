@@ -5,11 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from penstock.consumers.parity.candidate import Candidate
+from penstock.consumers.parity.report import Tolerance
+from penstock.consumers.parity.sample import Sample
 from torch import Tensor
-
-from consumers.parity.candidate import Candidate
-from consumers.parity.report import Tolerance
-from consumers.parity.sample import Sample
 
 _MOVED = 3.0
 """Logprobs stand with the wrong sibling where another one's are so many times closer."""

@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 
 import msgspec
-
-from consumers.parity.gaps import passes
-from consumers.parity.report import AS_SERVED, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport, Tolerance, Verdict
+from penstock.consumers.parity.gaps import passes
+from penstock.consumers.parity.report import (
+    AS_SERVED,
+    TOLERANCES,
+    Gap,
+    Hypothesis,
+    LayerGap,
+    ParityReport,
+    Tolerance,
+    Verdict,
+)
 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""
@@ -265,7 +273,7 @@ _SAYS = {
     "trainer-head": (
         "the trainer's head is not the float32 head it should be",
         "between it and a plain head on the same hidden states",
-        "the trainer must take logprobs from consumers.fp32_head.selected_logprobs and leave torch's float32 matmul "
+        "the trainer must take logprobs from penstock.consumers.learning.fp32_head.selected_logprobs and leave torch's float32 matmul "
         'precision at "highest"',
     ),
     "engine-spread": (

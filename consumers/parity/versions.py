@@ -5,14 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from penstock.consumers.parity.candidate import Candidate
+from penstock.consumers.parity.gaps import gap_of, passes
+from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.report import TOLERANCES, Gap
+from penstock.consumers.parity.sample import Sample, SampleRow, evenly
 from torch import Tensor
-
-from consumers.parity.candidate import Candidate
-from consumers.parity.gaps import gap_of, passes
-from consumers.parity.policies import Policies
-from consumers.parity.replay import Plan, Replay, as_labelled
-from consumers.parity.report import TOLERANCES, Gap
-from consumers.parity.sample import Row, Sample, evenly
 
 TOKENS_PER_VERSION = 512
 """Tokens that other weights are tried on, for each version whose tokens are off."""
@@ -35,7 +34,7 @@ class Versions:
     null: [M] float64, logprobs as labelled.
     """
 
-    def __init__(self, sample: Sample, replay: Replay, policies: Policies, null: Tensor) -> None:
+    def __init__(self, sample: Sample, replay: Replay, policies: PolicyStore, null: Tensor) -> None:
         self._sample, self._replay, self._policies, self._null = sample, replay, policies, null
         self._tolerance = TOLERANCES[policies.dtype]
         known = sorted({int(version) for version in sample.versions})
@@ -47,7 +46,7 @@ class Versions:
         """For every version whose tokens are off, the policies published around it."""
         mapping: dict[int, int] = {}
         by_step: dict[int, Tensor] = {}
-        examined: dict[int, Row] = {}
+        examined: dict[int, SampleRow] = {}
         for version in sorted({int(v) for v in self._sample.versions}):
             rows = self._rows_with(version)
             tokens = self._sample.mask_of(rows) & torch.from_numpy(self._sample.versions == version)
@@ -104,7 +103,7 @@ class Versions:
         """Rows of several policies, each token with keys and values of its own policy."""
         rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
         plans = [
-            Plan(row, ((version, 0, int(row.sampled[-1])),), wanted=row.versions == version)
+            ReplayPlan(row, ((version, 0, int(row.sampled[-1])),), wanted=row.versions == version)
             for row in rows
             for version in np.unique(row.versions).tolist()
         ]
@@ -146,16 +145,16 @@ class Versions:
             note=f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else "",
         )
 
-    def _rows_with(self, version: int) -> list[Row]:
+    def _rows_with(self, version: int) -> list[SampleRow]:
         """Rows of this policy alone where there are any, else mixed ones that it has a part in."""
         pure = [row for row in self._sample.rows if not row.is_mixed and row.versions[0] == version]
         some = pure or [row for row in self._sample.rows if (row.versions == version).any()]
         return [some[n] for n in evenly([len(row.sampled) for row in some], TOKENS_PER_VERSION)]
 
-    def _worst(self, rows: Sequence[Row], max_tokens: int) -> list[Row]:
+    def _worst(self, rows: Sequence[SampleRow], max_tokens: int) -> list[SampleRow]:
         """Rows of the largest mean gap and, for the other half of the tokens, rows spread evenly."""
         worst = sorted(rows, key=lambda row: -self._mean(self._null, row.tokens))
-        chosen: dict[int, Row] = {}
+        chosen: dict[int, SampleRow] = {}
         held = 0
         for row in worst:
             if chosen and held + len(row.sampled) > max_tokens // 2:
@@ -167,7 +166,7 @@ class Versions:
             chosen |= {rest[n].first: rest[n] for n in evenly([len(r.sampled) for r in rest], max_tokens // 2)}
         return [chosen[first] for first in sorted(chosen)]
 
-    def _off(self, max_tokens: int) -> list[Row]:
+    def _off(self, max_tokens: int) -> list[SampleRow]:
         """Rows whose mean gap is above the tolerance, the worst first; of at most `max_tokens` in all, or one row."""
         off = [row for row in self._sample.rows if self._mean(self._null, row.tokens) > self._tolerance.mean]
         off.sort(key=lambda row: -self._mean(self._null, row.tokens))
@@ -180,7 +179,7 @@ class Versions:
     def _gap(self, logprobs: Tensor, tokens: Tensor) -> Gap:
         return gap_of(self._sample.engine[tokens], logprobs[tokens])
 
-    def _relabelled(self, rows: Sequence[Row], mapping: Mapping[int, int]) -> Tensor:
+    def _relabelled(self, rows: Sequence[SampleRow], mapping: Mapping[int, int]) -> Tensor:
         return self._replay.logprobs(
             as_labelled(row, np.array([mapping.get(version, version) for version in row.versions.tolist()]))
             for row in rows
@@ -195,7 +194,7 @@ class Versions:
     def _step(self, version: int, other: int) -> int:
         return next(step for step, around in self._around(version) if around == other)
 
-    def _older(self, row: Row, step: int) -> int | None:
+    def _older(self, row: SampleRow, step: int) -> int | None:
         return next((other for n, other in self._around(int(row.versions[0])) if n == -step), None)
 
 
@@ -205,12 +204,12 @@ def _moved(versions: np.ndarray, move: int) -> np.ndarray:
     return versions[places]
 
 
-def _with_older_prefix(row: Row, older: int | None, length: int) -> Plan | None:
+def _with_older_prefix(row: SampleRow, older: int | None, length: int) -> ReplayPlan | None:
     plan = as_labelled(row)
     if older is None or length >= row.start:
         return None
     (version, _, end), *rest = plan.spans
-    return Plan(row, ((older, 0, length), (version, length, end), *rest))
+    return ReplayPlan(row, ((older, 0, length), (version, length, end), *rest))
 
 
 class _Trial(NamedTuple):
@@ -220,7 +219,7 @@ class _Trial(NamedTuple):
     step: int
 
 
-def _trials(rows: Sequence[Row], all_rows: Sequence[Row], blocks: Sequence[int]) -> Iterator[_Trial]:
+def _trials(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Sequence[int]) -> Iterator[_Trial]:
     """Of each row's context the whole blocks: all of it, and what it shares with the nearest and with every other
     group's. No row gets one length twice."""
     shared = _shared_prefixes(rows, all_rows)
@@ -238,7 +237,7 @@ def _trials(rows: Sequence[Row], all_rows: Sequence[Row], blocks: Sequence[int])
                     yield _Trial(lengths, step)
 
 
-def _shared_prefixes(rows: Sequence[Row], all_rows: Sequence[Row]) -> dict[int, tuple[int, int]]:
+def _shared_prefixes(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow]) -> dict[int, tuple[int, int]]:
     """By group of `rows`, the tokens that its context shares with the nearest other group's and with every other's; 0
     where there is no other."""
     contexts = {row.group: row.token_ids[: row.start] for row in all_rows}

@@ -1,1 +1,1 @@
-"""Grafana's dashboards as code: `python -m deploy.grafana` writes `deploy/grafana/dashboards/`."""
+"""Grafana's dashboards as code: `python -m penstock.deploy.grafana` writes `deploy/grafana/dashboards/`."""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana import flow, learning, off_policy
+from penstock.deploy.grafana import flow, learning, off_policy
 
 FOLDER = Path(__file__).parent / "dashboards"
 DASHBOARDS = {"flow.json": flow.dashboard, "learning.json": learning.dashboard, "off_policy.json": off_policy.dashboard}

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from deploy.grafana import limits
-from deploy.grafana.layout import Row, make_dashboard
-from deploy.grafana.panels import Limit, Query, stat, states, timeseries
+from penstock.deploy.grafana import limits
+from penstock.deploy.grafana.layout import DashboardRow, make_dashboard
+from penstock.deploy.grafana.panels import Limit, PrometheusQuery, stat, states, timeseries
 
 TOKENS_PER_S = "suffix: tokens/s"
 GROUPS = "suffix: groups"
@@ -19,8 +19,8 @@ def dashboard() -> dict[str, Any]:
     )
 
 
-def _glance() -> Row:
-    return Row(
+def _glance() -> DashboardRow:
+    return DashboardRow(
         "At a glance",
         [
             stat(
@@ -28,7 +28,7 @@ def _glance() -> Row:
                 "The bottleneck. producers: the trainer waits a fifth of its time or more. weight updates: so it does, "
                 "and producers are paused three tenths of theirs. trainer: it never waits, and four fifths of the "
                 "credit are groups waiting for it. nobody: neither.",
-                Query('penstock:bottleneck{run="$run"} == 1', "{{part}}"),
+                PrometheusQuery('penstock:bottleneck{run="$run"} == 1', "{{part}}"),
                 unit="none",
                 base="blue",
                 name_only=True,
@@ -37,7 +37,7 @@ def _glance() -> Row:
             stat(
                 "Trainer busy",
                 "Share of the trainer's time spent on optimizer steps and on publishing weights, over five minutes.",
-                Query('1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}', "busy"),
+                PrometheusQuery('1 - penstock:trainer_waiting:ratio_rate5m{run="$run"}', "busy"),
                 unit="percentunit",
                 limits=[Limit(0.5, "orange"), Limit(1 - limits.WAITING, "green")],
                 base="red",
@@ -45,21 +45,21 @@ def _glance() -> Row:
             stat(
                 "Queue",
                 "Groups that are generated and not settled, as a share of the credit. At 100 % producers stand idle.",
-                Query('penstock:queue_fill:ratio{run="$run"}', "queue"),
+                PrometheusQuery('penstock:queue_fill:ratio{run="$run"}', "queue"),
                 unit="percentunit",
                 limits=[Limit(0.8, "orange"), Limit(limits.QUEUE_FULL, "red")],
             ),
             stat(
                 "Since the last update",
                 "Time since the trainer consumed a batch; before the first one, since it started.",
-                Query('time() - max(penstock_last_update_timestamp_seconds{run="$run"})', "age"),
+                PrometheusQuery('time() - max(penstock_last_update_timestamp_seconds{run="$run"})', "age"),
                 unit="s",
                 limits=[Limit(120, "orange"), Limit(limits.NO_UPDATE_S, "red")],
             ),
             stat(
                 "Producers",
                 "Producers that can be scraped.",
-                Query('count(penstock_producer_policy_version{run="$run"}) or vector(0)', "producers"),
+                PrometheusQuery('count(penstock_producer_policy_version{run="$run"}) or vector(0)', "producers"),
                 unit="none",
                 limits=[Limit(1, "green")],
                 base="red",
@@ -67,7 +67,7 @@ def _glance() -> Row:
             stat(
                 "Alerts firing",
                 "Alerts of this run, and of targets that cannot be scraped. The runbook says what to do.",
-                Query(
+                PrometheusQuery(
                     'count(ALERTS{alertstate="firing", alertname=~"Penstock.*", run=~"$run|"}) or vector(0)', "alerts"
                 ),
                 unit="none",
@@ -77,8 +77,8 @@ def _glance() -> Row:
     )
 
 
-def _queue() -> Row:
-    return Row(
+def _queue() -> DashboardRow:
+    return DashboardRow(
         "Queue and credit",
         [
             timeseries(
@@ -86,22 +86,22 @@ def _queue() -> Row:
                 "The credit: free, or released and queued, in producers, or generated and ready to train. All ready: "
                 "the trainer is too slow. None ready: producers are. All queued: nobody claims. Free: the run ends.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'clamp_min(max(penstock_prompts_open{run="$run"}) - '
                         '(sum(penstock_groups_in_flight{run="$run"}) or vector(0)), 0)',
                         "prompts queued",
                     ),
                     # What is not queued: evaluations are in flight too, and are none of the groups.
-                    Query(
+                    PrometheusQuery(
                         'max(penstock_prompts_open{run="$run"}) - clamp_min(max(penstock_prompts_open{run="$run"}) - '
                         '(sum(penstock_groups_in_flight{run="$run"}) or vector(0)), 0)',
                         "in producers",
                     ),
-                    Query(
+                    PrometheusQuery(
                         'max(penstock_groups_open{run="$run"} - penstock_prompts_open{run="$run"})',
                         "ready to train",
                     ),
-                    Query(
+                    PrometheusQuery(
                         'max(penstock_credit_groups{run="$run"}) - max(penstock_groups_open{run="$run"})',
                         "free credit",
                     ),
@@ -122,9 +122,13 @@ def _queue() -> Row:
                 "Groups admitted, by the credit that settled ones give back: in balance both lines are one. Released "
                 "again: `lost` by Redis, `stale` past the lag bound, `requeued` by `penstock dead requeue`.",
                 [
-                    Query('sum(rate(penstock_groups_released_total{run="$run"}[$__rate_interval]))', "released"),
-                    Query('sum(rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))', "settled"),
-                    Query(
+                    PrometheusQuery(
+                        'sum(rate(penstock_groups_released_total{run="$run"}[$__rate_interval]))', "released"
+                    ),
+                    PrometheusQuery(
+                        'sum(rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))', "settled"
+                    ),
+                    PrometheusQuery(
                         'sum by (reason) (rate(penstock_groups_released_again_total{run="$run"}[$__rate_interval]))',
                         "again: {{reason}}",
                     ),
@@ -138,7 +142,7 @@ def _queue() -> Row:
                 "Trained; skipped, since all siblings have one reward; or dead. Many skipped: tasks are too easy or "
                 "too hard.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'sum by (outcome) (rate(penstock_groups_settled_total{run="$run"}[$__rate_interval]))',
                         "{{outcome}}",
                     )
@@ -151,7 +155,7 @@ def _queue() -> Row:
             timeseries(
                 "Groups that die",
                 "Share of the groups settled in fifteen minutes. `penstock dead list` has the reasons.",
-                [Query('penstock:groups_dead:ratio_rate15m{run="$run"}', "dead")],
+                [PrometheusQuery('penstock:groups_dead:ratio_rate15m{run="$run"}', "dead")],
                 unit="percentunit",
                 limits=[Limit(limits.DEAD, "red")],
                 minimum=0,
@@ -159,21 +163,21 @@ def _queue() -> Row:
             states(
                 "Waited for, over time",
                 "The bottleneck, as at the top.",
-                Query('penstock:bottleneck{run="$run"}', "{{part}}"),
+                PrometheusQuery('penstock:bottleneck{run="$run"}', "{{part}}"),
                 on="waited for",
             ),
         ],
     )
 
 
-def _producers() -> Row:
-    return Row(
+def _producers() -> DashboardRow:
+    return DashboardRow(
         "Each producer",
         [
             timeseries(
                 "Tokens per second",
                 "Tokens sampled by each producer. One far below the others has a slower machine or is paused more.",
-                [Query('penstock:tokens_generated:rate1m{run="$run"}', "{{producer}}")],
+                [PrometheusQuery('penstock:tokens_generated:rate1m{run="$run"}', "{{producer}}")],
                 unit=TOKENS_PER_S,
                 minimum=0,
                 stacked=True,
@@ -182,7 +186,7 @@ def _producers() -> Row:
                 "In flight",
                 "Groups and evaluations being generated. 0: no prompts to claim (the credit is used up), or a policy "
                 "past the lag bound.",
-                [Query('max by (producer) (penstock_groups_in_flight{run="$run"})', "{{producer}}")],
+                [PrometheusQuery('max by (producer) (penstock_groups_in_flight{run="$run"})', "{{producer}}")],
                 unit=GROUPS,
                 minimum=0,
             ),
@@ -191,8 +195,10 @@ def _producers() -> Row:
                 "Optimizer steps between the policy announced and the one a producer samples with. Above the bound it "
                 "claims nothing.",
                 [
-                    Query('max by (producer) (penstock_producer_policy_behind_steps{run="$run"})', "{{producer}}"),
-                    Query('max(penstock_lag_bound_steps{run="$run"})', "lag bound"),
+                    PrometheusQuery(
+                        'max by (producer) (penstock_producer_policy_behind_steps{run="$run"})', "{{producer}}"
+                    ),
+                    PrometheusQuery('max(penstock_lag_bound_steps{run="$run"})', "lag bound"),
                 ],
                 unit="suffix: steps",
                 minimum=0,
@@ -202,7 +208,7 @@ def _producers() -> Row:
             timeseries(
                 "Paused",
                 "Share of the time in which a producer samples nothing because it takes new weights.",
-                [Query('penstock:producer_paused:ratio_rate5m{run="$run"}', "{{producer}}")],
+                [PrometheusQuery('penstock:producer_paused:ratio_rate5m{run="$run"}', "{{producer}}")],
                 unit="percentunit",
                 limits=[Limit(limits.PAUSED, "red")],
                 minimum=0,
@@ -211,7 +217,7 @@ def _producers() -> Row:
                 "A pause",
                 "How long one weight update keeps a producer from sampling.",
                 [
-                    Query(
+                    PrometheusQuery(
                         f"histogram_quantile({quantile}, sum by (le) "
                         '(rate(penstock_weight_pause_seconds_bucket{run="$run"}[$__rate_interval])))',
                         name,
@@ -226,7 +232,7 @@ def _producers() -> Row:
                 "Weight loads that failed",
                 "In five minutes. A failure leaves the policy of before in service, and is tried again.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'sum by (producer) (increase(penstock_weight_loads_total{run="$run", result="failed"}[5m]))',
                         "{{producer}}",
                     )
@@ -239,15 +245,15 @@ def _producers() -> Row:
     )
 
 
-def _trainer() -> Row:
-    return Row(
+def _trainer() -> DashboardRow:
+    return DashboardRow(
         "Trainer",
         [
             timeseries(
                 "The trainer's time",
                 "Share of its time: waiting for rollouts, optimizer steps, publishing weights.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'sum by (phase) (rate(penstock_step_seconds_sum{run="$run"}[$__rate_interval])) '
                         "/ on () group_left () "
                         '(sum(rate(penstock_step_seconds_sum{run="$run"}[$__rate_interval])) > 0)',
@@ -266,9 +272,9 @@ def _trainer() -> Row:
                 "What is generated and neither trained nor masked is in groups without reward variance, or in the "
                 "queue.",
                 [
-                    Query('sum(penstock:tokens_generated:rate1m{run="$run"})', "generated"),
-                    Query('penstock:tokens_trained:rate1m{run="$run"}', "trained"),
-                    Query(
+                    PrometheusQuery('sum(penstock:tokens_generated:rate1m{run="$run"})', "generated"),
+                    PrometheusQuery('penstock:tokens_trained:rate1m{run="$run"}', "trained"),
+                    PrometheusQuery(
                         'sum by (reason) (rate(penstock_tokens_masked_total{run="$run"}[$__rate_interval]))',
                         "masked: {{reason}}",
                     ),
@@ -280,7 +286,7 @@ def _trainer() -> Row:
             timeseries(
                 "Updates",
                 "Batches consumed.",
-                [Query('sum(rate(penstock_updates_total{run="$run"}[$__rate_interval]))', "updates")],
+                [PrometheusQuery('sum(rate(penstock_updates_total{run="$run"}[$__rate_interval]))', "updates")],
                 unit="suffix: updates/s",
                 minimum=0,
                 width=6,
@@ -290,7 +296,7 @@ def _trainer() -> Row:
                 "Time to write and commit one, mean since the trainer's start. A stop waits two minutes for the last "
                 "(three on Kubernetes): one that takes longer is lost.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'max(penstock_checkpoint_seconds_sum{run="$run"} '
                         '/ (penstock_checkpoint_seconds_count{run="$run"} > 0))',
                         "mean",
@@ -305,8 +311,8 @@ def _trainer() -> Row:
     )
 
 
-def _redis() -> Row:
-    return Row(
+def _redis() -> DashboardRow:
+    return DashboardRow(
         "Redis",
         [
             timeseries(
@@ -314,8 +320,8 @@ def _redis() -> Row:
                 "From redis_exporter; empty without one (the runbook says how to have it). At the limit producers are "
                 "refused. The server may hold other runs as well.",
                 [
-                    Query("max by (instance) (redis_memory_used_bytes)", "used, {{instance}}"),
-                    Query("min(redis_memory_max_bytes > 0)", "limit"),
+                    PrometheusQuery("max by (instance) (redis_memory_used_bytes)", "used, {{instance}}"),
+                    PrometheusQuery("min(redis_memory_max_bytes > 0)", "limit"),
                 ],
                 unit="bytes",
                 minimum=0,
@@ -327,7 +333,7 @@ def _redis() -> Row:
                 "Share of Redis' maxmemory. From 70 % on the trainer commits early, which makes room; above 85 % that "
                 "has not helped.",
                 [
-                    Query(
+                    PrometheusQuery(
                         "max by (instance) (redis_memory_used_bytes / (redis_memory_max_bytes > 0))",
                         "{{instance}}",
                     )
@@ -342,12 +348,12 @@ def _redis() -> Row:
                 "In five minutes, of producers by kind, and of the trainer by class of error. Each is repeated; many "
                 "make a bad link.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'sum by (kind) (increase(penstock_stream_errors_total{run="$run"}[5m]))',
                         "producers: {{kind}}",
                     ),
                     # A series begins with the first error of its class, which `increase` does not see.
-                    Query(
+                    PrometheusQuery(
                         'sum by (kind) (clamp_min(penstock_trainer_stream_errors_total{run="$run"} - '
                         '(penstock_trainer_stream_errors_total{run="$run"} offset 5m '
                         'or 0 * penstock_trainer_stream_errors_total{run="$run"}), 0))',

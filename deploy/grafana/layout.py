@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from deploy.grafana.panels import DATASOURCE, Panel
+from penstock.deploy.grafana.panels import DATASOURCE, Panel
 
 COLUMNS = 24
 SCHEMA_VERSION = 41
 
 
-class Row(NamedTuple):
+class DashboardRow(NamedTuple):
     title: str
     panels: Sequence[Panel]
 
 
-def make_dashboard(uid: str, title: str, description: str, rows: Sequence[Row]) -> dict[str, Any]:
+def make_dashboard(uid: str, title: str, description: str, rows: Sequence[DashboardRow]) -> dict[str, Any]:
     """Panels go from left to right and wrap at the right edge; those of one line should be of one height."""
     panels: list[Panel] = []
     y = 0

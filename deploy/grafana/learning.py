@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from deploy.grafana import limits
-from deploy.grafana.layout import Row, make_dashboard
-from deploy.grafana.panels import Limit, Query, timeseries
+from penstock.deploy.grafana import limits
+from penstock.deploy.grafana.layout import DashboardRow, make_dashboard
+from penstock.deploy.grafana.panels import Limit, PrometheusQuery, timeseries
 
 
 def dashboard() -> dict[str, Any]:
@@ -16,12 +16,12 @@ def dashboard() -> dict[str, Any]:
     )
 
 
-def _last(metric: str, legend: str) -> Query:
-    return Query(f'max({metric}{{run="$run"}})', legend)
+def _last(metric: str, legend: str) -> PrometheusQuery:
+    return PrometheusQuery(f'max({metric}{{run="$run"}})', legend)
 
 
-def _outcome() -> Row:
-    return Row(
+def _outcome() -> DashboardRow:
+    return DashboardRow(
         "Outcome",
         [
             timeseries(
@@ -37,7 +37,7 @@ def _outcome() -> Row:
                 "Share of the groups whose siblings all have one reward, from which nothing is learned: tasks are too "
                 "easy or too hard.",
                 [
-                    Query(
+                    PrometheusQuery(
                         'sum(rate(penstock_groups_settled_total{run="$run", outcome="skipped"}[1m])) '
                         '/ (sum(rate(penstock_groups_settled_total{run="$run"}[1m])) > 0)',
                         "skipped",
@@ -53,8 +53,8 @@ def _outcome() -> Row:
     )
 
 
-def _policy() -> Row:
-    return Row(
+def _policy() -> DashboardRow:
+    return DashboardRow(
         "Policy",
         [
             timeseries(
@@ -105,8 +105,8 @@ def _policy() -> Row:
     )
 
 
-def _optimizer() -> Row:
-    return Row(
+def _optimizer() -> DashboardRow:
+    return DashboardRow(
         "Optimizer",
         [
             timeseries(
@@ -134,7 +134,7 @@ def _optimizer() -> Row:
             timeseries(
                 "Optimizer steps",
                 "Steps taken per second.",
-                [Query('sum(rate(penstock_optimizer_steps_total{run="$run"}[$__rate_interval]))', "taken")],
+                [PrometheusQuery('sum(rate(penstock_optimizer_steps_total{run="$run"}[$__rate_interval]))', "taken")],
                 unit="suffix: steps/s",
                 minimum=0,
                 width=12,
@@ -142,7 +142,7 @@ def _optimizer() -> Row:
             timeseries(
                 "Steps not taken",
                 "By reason, since the trainer's start. Any but `nothing left to train` deserves a look at once.",
-                [Query('sum by (reason) (penstock_steps_skipped_total{run="$run"})', "{{reason}}")],
+                [PrometheusQuery('sum by (reason) (penstock_steps_skipped_total{run="$run"})', "{{reason}}")],
                 unit="suffix: steps",
                 limits=[Limit(1, "red")],
                 minimum=0,

@@ -1,7 +1,7 @@
 """From where on a value is bad, for the panels. Where there is an alert it is the alert's number; a test compares."""
 
-from consumers.commit_schedule import MEMORY_HIGH
-from schemas.config import TrainerConfig
+from penstock.consumers.stream.commit_schedule import MEMORY_HIGH
+from penstock.schemas.config import TrainerConfig
 
 NO_UPDATE_S = 600
 BEYOND_BOUND = 0.1

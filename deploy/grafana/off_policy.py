@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from deploy.grafana import limits
-from deploy.grafana.layout import Row, make_dashboard
-from deploy.grafana.panels import Limit, Query, by_lag, heatmap, timeseries
+from penstock.deploy.grafana import limits
+from penstock.deploy.grafana.layout import DashboardRow, make_dashboard
+from penstock.deploy.grafana.panels import Limit, PrometheusQuery, by_lag, heatmap, timeseries
 
 
 def dashboard() -> dict[str, Any]:
@@ -16,19 +16,19 @@ def dashboard() -> dict[str, Any]:
     )
 
 
-def _last(metric: str, legend: str) -> Query:
-    return Query(f'max({metric}{{run="$run"}})', legend)
+def _last(metric: str, legend: str) -> PrometheusQuery:
+    return PrometheusQuery(f'max({metric}{{run="$run"}})', legend)
 
 
-def _lag() -> Row:
-    return Row(
+def _lag() -> DashboardRow:
+    return DashboardRow(
         "How old the tokens are",
         [
             heatmap(
                 "Lag heat map",
                 "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where "
                 "the upper ones darken, rollouts wait longer.",
-                Query(
+                PrometheusQuery(
                     'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))', "{{le}}"
                 ),
                 unit="short",
@@ -40,7 +40,7 @@ def _lag() -> Row:
                 "Of the tokens consumed, with the bound beyond which they are masked.",
                 [
                     *(
-                        Query(
+                        PrometheusQuery(
                             f"histogram_quantile({quantile}, sum by (le) "
                             '(rate(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval])))',
                             name,
@@ -59,7 +59,7 @@ def _lag() -> Row:
             timeseries(
                 "Tokens beyond the bound",
                 "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
-                [Query('penstock:tokens_beyond_bound:ratio_rate5m{run="$run"}', "masked for lag")],
+                [PrometheusQuery('penstock:tokens_beyond_bound:ratio_rate5m{run="$run"}', "masked for lag")],
                 unit="percentunit",
                 limits=[Limit(limits.BEYOND_BOUND, "red")],
                 minimum=0,
@@ -70,8 +70,8 @@ def _lag() -> Row:
     )
 
 
-def _whole() -> Row:
-    return Row(
+def _whole() -> DashboardRow:
+    return DashboardRow(
         "The whole batch",
         [
             timeseries(
@@ -110,8 +110,8 @@ def _whole() -> Row:
     )
 
 
-def _by_lag() -> Row:
-    return Row(
+def _by_lag() -> DashboardRow:
+    return DashboardRow(
         "By lag: bucket 0 is the engine, what grows from there is drift",
         [
             by_lag(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from schemas.metrics import LAG_LABELS
+from penstock.schemas.metrics import LAG_LABELS
 
 Panel = dict[str, Any]
 
@@ -14,7 +14,7 @@ LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#2563eb", "#7c3aed", "#db2777", 
 """Cold to warm, as in the report."""
 
 
-class Query(NamedTuple):
+class PrometheusQuery(NamedTuple):
     """`expr` in PromQL, with `$run` and `$__rate_interval`; `legend` names a series by its labels, `{{producer}}`."""
 
     expr: str
@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 def timeseries(
     title: str,
     description: str,
-    queries: Sequence[Query],
+    queries: Sequence[PrometheusQuery],
     *,
     unit: str,
     limits: Sequence[Limit] = (),
@@ -75,7 +75,7 @@ def timeseries(
 
 def by_lag(title: str, description: str, metric: str, *, unit: str, **options: Any) -> Panel:
     """One line for each lag bucket of `metric`, in the colour that the bucket has everywhere."""
-    query = Query(f'max by (lag) ({metric}{{run="$run"}})', "lag {{lag}}")
+    query = PrometheusQuery(f'max by (lag) ({metric}{{run="$run"}})', "lag {{lag}}")
     colours = {f"lag {label}": colour for label, colour in LAG_COLOURS.items()}
     return timeseries(title, description, [query], unit=unit, colours=colours, **options)
 
@@ -83,7 +83,7 @@ def by_lag(title: str, description: str, metric: str, *, unit: str, **options: A
 def stat(
     title: str,
     description: str,
-    query: Query,
+    query: PrometheusQuery,
     *,
     unit: str,
     limits: Sequence[Limit] = (),
@@ -113,7 +113,7 @@ def stat(
     return panel
 
 
-def states(title: str, description: str, query: Query, *, on: str, width: int = WIDTH) -> Panel:
+def states(title: str, description: str, query: PrometheusQuery, *, on: str, width: int = WIDTH) -> Panel:
     """A band for each series, coloured and reading `on` while it is 1."""
     panel = _panel("state-timeline", title, description, [query], width=width)
     mappings = [
@@ -143,7 +143,7 @@ def states(title: str, description: str, query: Query, *, on: str, width: int = 
     return panel
 
 
-def heatmap(title: str, description: str, query: Query, *, unit: str, axis: str, width: int = WIDTH) -> Panel:
+def heatmap(title: str, description: str, query: PrometheusQuery, *, unit: str, axis: str, width: int = WIDTH) -> Panel:
     """A Prometheus histogram over time: `query` gives its buckets by `le`, `unit` is that of a bucket's count."""
     panel = _panel("heatmap", title, description, [query], width=width, height=10)
     panel["targets"][0]["format"] = "heatmap"
@@ -185,7 +185,7 @@ def _panel(
     kind: str,
     title: str,
     description: str,
-    queries: Sequence[Query],
+    queries: Sequence[PrometheusQuery],
     *,
     width: int,
     height: int = HEIGHT,

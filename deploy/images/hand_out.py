@@ -1,8 +1,8 @@
-"""`python -m deploy.images.hand_out RUN`: the passwords of a run's parts, made once, and to each part its own.
+"""`python -m penstock.deploy.images.hand_out RUN`: the passwords of a run's parts, made once, and to each part its own.
 
 Every part mounts one folder of `--to`, and so sees no password but its own:
 
-    redis/users.acl                               hashes of all, see deploy/docs/security.md
+    redis/users.acl                               hashes of all, see docs/security.md
     producer/, trainer/, observer/, operator/     username, password
     observer/exporter.json                        the observer's password once more, as redis_exporter reads it
 """
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.security.__main__ import read_or_make
-from deploy.security.acl import acl_file, user_name, user_names
+from penstock.deploy.security.__main__ import read_or_make
+from penstock.deploy.security.acl import acl_file, user_name, user_names
 
 PARTS = ("producer", "trainer", "observer", "operator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.images.hand_out", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m penstock.deploy.images.hand_out", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     parser.add_argument(
         "--passwords",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         hand_out(arguments.run, arguments.passwords, arguments.to, arguments.redis)
     except (OSError, ValueError) as error:
-        print(f"deploy.images.hand_out: {error}", file=sys.stderr)
+        print(f"penstock.deploy.images.hand_out: {error}", file=sys.stderr)
         return 2
     return 0
 

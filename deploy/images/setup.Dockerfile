@@ -14,4 +14,4 @@ RUN useradd --uid 10001 --create-home penstock \
 USER penstock
 # A one-shot: it ends, and its status says whether it went well.
 HEALTHCHECK NONE
-ENTRYPOINT ["python3", "-m", "deploy.images.hand_out"]
+ENTRYPOINT ["python3", "-m", "penstock.deploy.images.hand_out"]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import redis
-
-from deploy.inspector.content import group_fields, row_fields, searched_text
-from deploy.inspector.rows import Query, Row, facets, select
-from deploy.inspector.searching import TextSearch
-from deploy.inspector.sources import Source
-from deploy.inspector.tokens import TokenTexts
-from schemas.recording import RecordingError
+from penstock.deploy.inspector.content import group_fields, row_fields, searched_text
+from penstock.deploy.inspector.rows import InspectedRow, RowQuery, facets, select
+from penstock.deploy.inspector.searching import TextSearch
+from penstock.deploy.inspector.sources import Source
+from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.schemas.recording import RecordingError
 
 _LOOK_S = 0.5
 _SEARCH_S = 1.0
@@ -51,7 +50,7 @@ class Catalogue:
                 "facets": self._facets[1],
             }
 
-    def page(self, query: Query) -> dict[str, Any]:
+    def page(self, query: RowQuery) -> dict[str, Any]:
         """One page of the list. Where a text search is not through yet, `searched` is less than `to_search`: the same
         question again goes on."""
         found, searched, to_search = self._select(query, _SEARCH_S)
@@ -68,7 +67,7 @@ class Catalogue:
         """Raises KeyError and RecordingError as `Source.look` does."""
         return group_fields(self._source.look(key), self._texts)
 
-    def export(self, query: Query) -> Iterator[dict[str, Any]]:
+    def export(self, query: RowQuery) -> Iterator[dict[str, Any]]:
         """Every group that the query lets through, whole; one that cannot be read any more is a line that says so."""
         found, _, _ = self._select(query, math.inf)
         for row in found:
@@ -90,7 +89,7 @@ class Catalogue:
             self._search.keep(self._source.rows)
         self._looked_s = time.monotonic()
 
-    def _select(self, query: Query, patience_s: float) -> tuple[list[Row], int, int]:
+    def _select(self, query: RowQuery, patience_s: float) -> tuple[list[InspectedRow], int, int]:
         with self._lock:
             rows = list(self._source.rows)
         found = select(rows, query)
@@ -99,7 +98,7 @@ class Catalogue:
         matching, searched = self._search.matching(found, query.q, patience_s)
         return matching, searched, len(found)
 
-    def _text_of(self, row: Row) -> str:
+    def _text_of(self, row: InspectedRow) -> str:
         try:
             return searched_text(self._source.look(row.key).group)
         except (KeyError, RecordingError):

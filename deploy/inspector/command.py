@@ -7,13 +7,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from deploy.operator_commands import AddCommand
-from schemas.config import ConfigError, RunConfig
+from penstock.deploy.operate.commands import AddCommand
+from penstock.schemas.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
-    from deploy.inspector.sources import RecordSource, Source
-    from deploy.inspector.stream import StreamSource
-    from deploy.inspector.tokens import TokenTexts
+    from penstock.deploy.inspector.sources import RecordSource, Source
+    from penstock.deploy.inspector.stream import StreamSource
+    from penstock.deploy.inspector.tokens import TokenTexts
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
@@ -43,9 +43,9 @@ def add_inspect_command(
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from deploy.inspector.catalogue import Catalogue
-    from deploy.inspector.server import InspectorServer
-    from deploy.run_access import find_run
+    from penstock.deploy.inspector.catalogue import Catalogue
+    from penstock.deploy.inspector.server import InspectorServer
+    from penstock.deploy.operate.run_access import find_run
 
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as closing:
@@ -66,10 +66,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _record(folder: Path | None) -> "RecordSource | None":
     """The run's record; None where it has none."""
-    from deploy.inspector.sources import RecordSource
-    from schemas.record import FOLDER
-    from schemas.record_reader import Record
-    from schemas.recording import RecordingError
+    from penstock.deploy.inspector.sources import RecordSource
+    from penstock.schemas.record import FOLDER
+    from penstock.schemas.record_reader import Record
+    from penstock.schemas.recording import RecordingError
 
     if folder is None or not any((folder / FOLDER).glob("*")):
         return None
@@ -81,8 +81,8 @@ def _record(folder: Path | None) -> "RecordSource | None":
 
 def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource":
     """Raises ServerError where the run's Redis cannot be reached."""
-    from deploy.inspector.stream import StreamSource
-    from deploy.run_access import open_run
+    from penstock.deploy.inspector.stream import StreamSource
+    from penstock.deploy.operate.run_access import open_run
 
     run = closing.enter_context(open_run(arguments.run, arguments.runs))
     return StreamSource(run.redis, run.keys)
@@ -90,8 +90,8 @@ def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource"
 
 def _texts(config: RunConfig | None) -> "tuple[TokenTexts | None, str]":
     """The run's tokenizer, or why there is none."""
-    from deploy.inspector.tokens import TokenTexts
-    from producers.episode import load_tokenizer
+    from penstock.deploy.inspector.tokens import TokenTexts
+    from penstock.producers.rollout.episode import load_tokenizer
 
     if config is None:
         return None, "tokens are shown as ids: without the run's folder its model is not known"

@@ -4,17 +4,16 @@ import math
 from typing import Any
 
 import msgspec
-
-from deploy.inspector.rows import Row
-from deploy.inspector.sources import Looked
-from deploy.inspector.tokens import TokenTexts
-from schemas.record import SegmentFindings, sampled_tokens
-from schemas.rollout import RolloutGroup, Segment, unpack_ids
+from penstock.deploy.inspector.rows import InspectedRow
+from penstock.deploy.inspector.sources import Looked
+from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.schemas.record import SegmentFindings, sampled_tokens
+from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids
 
 _SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
 
 
-def row_fields(row: Row) -> dict[str, Any]:
+def row_fields(row: InspectedRow) -> dict[str, Any]:
     """A row as the list has it."""
     entry = row.entry
     known = bool(entry.num_sampled_tokens)

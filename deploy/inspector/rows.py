@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
-
-from schemas.policy import make_version
-from schemas.record import GroupEntry
+from penstock.schemas.policy import make_version
+from penstock.schemas.record import GroupEntry
 
 Sort = Literal["newest", "index", "reward", "lag", "ess", "weight", "masked", "tokens", "version"]
 _EXPECTED = {
@@ -19,7 +18,7 @@ _EXPECTED = {
 _VERSION = re.compile(r"(?:(\d{1,6}):)?(\d{1,15})")
 
 
-class Row(NamedTuple):
+class InspectedRow(NamedTuple):
     """A group as the list shows it.
 
     key: its name in links. number: in order of arrival; grows along the list.
@@ -38,7 +37,7 @@ class QueryError(ValueError):
     """A parameter that is none; the message names it, its value and what was expected."""
 
 
-class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a link says about the list. Empty text and None let everything through.
 
     reward_min, reward_max: some sibling's reward lies there. lag_min, lag_max: the group's largest lag does.
@@ -66,16 +65,16 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     until: int | None = None
 
 
-def parse_query(parameters: Mapping[str, str]) -> Query:
+def parse_query(parameters: Mapping[str, str]) -> RowQuery:
     """Raises QueryError for a parameter that is unknown, no number, or out of range."""
     given = {name: value for name, value in parameters.items() if value != ""}
     try:
-        query = msgspec.convert(given, Query, strict=False)
+        query = msgspec.convert(given, RowQuery, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).partition(" - at `$.")[2].rstrip("`")
         if name not in given:
-            unknown = ", ".join(sorted(given.keys() - set(Query.__struct_fields__)))
-            raise QueryError(f"{unknown}: expected one of {', '.join(Query.__struct_fields__)}") from None
+            unknown = ", ".join(sorted(given.keys() - set(RowQuery.__struct_fields__)))
+            raise QueryError(f"{unknown}: expected one of {', '.join(RowQuery.__struct_fields__)}") from None
         raise QueryError(f"{name} = {given[name][:50]!r}: expected {_EXPECTED.get(name, 'a number')}") from None
     for name in ("reward_min", "reward_max", "ess_min", "ess_max"):
         value = getattr(query, name)
@@ -88,7 +87,7 @@ def parse_query(parameters: Mapping[str, str]) -> Query:
     return query
 
 
-def select(rows: Sequence[Row], query: Query) -> list[Row]:
+def select(rows: Sequence[InspectedRow], query: RowQuery) -> list[InspectedRow]:
     """The rows that a query lets through but for its text, in its order. Rows without the number come last."""
     tests = _tests(query)
     found = [row for row in rows if all(test(row) for test in tests)]
@@ -100,7 +99,7 @@ def select(rows: Sequence[Row], query: Query) -> list[Row]:
     return [row for _, row in having] + [row for row in found if value(row.entry) is None]
 
 
-def facets(rows: Iterable[Row]) -> dict[str, list[str]]:
+def facets(rows: Iterable[InspectedRow]) -> dict[str, list[str]]:
     """Every outcome, finish reason and producer that occurs."""
     outcomes, finish_reasons, producers = set[str](), set[str](), set[str]()
     for row in rows:
@@ -131,8 +130,8 @@ _VALUES: dict[str, Callable[[GroupEntry], float | None]] = {
 }
 
 
-def _tests(query: Query) -> list[Callable[[Row], bool]]:
-    tests: list[Callable[[Row], bool]] = []
+def _tests(query: RowQuery) -> list[Callable[[InspectedRow], bool]]:
+    tests: list[Callable[[InspectedRow], bool]] = []
     if query.until is not None:
         until = query.until
         tests.append(lambda row: row.number <= until)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from deploy.inspector.rows import Row
+from penstock.deploy.inspector.rows import InspectedRow
 
 _KEPT_CHARACTERS = 64_000_000
 _KEPT_QUESTIONS = 8
@@ -19,7 +19,7 @@ class TextSearch:
     text_of: a group's text, in one case.
     """
 
-    def __init__(self, text_of: Callable[[Row], str], kept_characters: int = _KEPT_CHARACTERS) -> None:
+    def __init__(self, text_of: Callable[[InspectedRow], str], kept_characters: int = _KEPT_CHARACTERS) -> None:
         self._text_of = text_of
         self._kept_characters = kept_characters
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class TextSearch:
         self._answers: dict[str, dict[str, bool]] = {}
         """By text asked for, the latest last, and by key of the group."""
 
-    def matching(self, rows: Sequence[Row], wanted: str, patience_s: float) -> tuple[list[Row], int]:
+    def matching(self, rows: Sequence[InspectedRow], wanted: str, patience_s: float) -> tuple[list[InspectedRow], int]:
         """Those of the first rows that hold `wanted`, and how many rows that are: all, if patience lasts."""
         deadline = time.monotonic() + patience_s
         wanted = wanted.casefold()
@@ -36,7 +36,7 @@ class TextSearch:
             answers = self._answers[wanted] = self._answers.pop(wanted, {})
             if len(self._answers) > _KEPT_QUESTIONS:
                 del self._answers[next(iter(self._answers))]
-        found: list[Row] = []
+        found: list[InspectedRow] = []
         for n, row in enumerate(rows):
             holds = answers.get(row.key)
             if holds is None:
@@ -49,7 +49,7 @@ class TextSearch:
                 found.append(row)
         return found, len(rows)
 
-    def keep(self, rows: Iterable[Row]) -> None:
+    def keep(self, rows: Iterable[InspectedRow]) -> None:
         """Forgets every other group."""
         keys = {row.key for row in rows}
         with self._lock:
@@ -59,7 +59,7 @@ class TextSearch:
                 for key in answers.keys() - keys:
                     del answers[key]
 
-    def _text(self, row: Row) -> str:
+    def _text(self, row: InspectedRow) -> str:
         text = self._texts.get(row.key)
         if text is None:
             text = self._text_of(row)

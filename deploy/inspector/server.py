@@ -9,11 +9,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 import redis
-
-from deploy.inspector.catalogue import Catalogue
-from deploy.inspector.rows import QueryError, parse_query
-from schemas.config import ConfigError
-from schemas.recording import RecordingError
+from penstock.deploy.inspector.catalogue import Catalogue
+from penstock.deploy.inspector.rows import QueryError, parse_query
+from penstock.schemas.config import ConfigError
+from penstock.schemas.recording import RecordingError
 
 HOST = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"

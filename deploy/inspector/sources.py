@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from deploy.inspector.rows import Row
-from schemas.record import BatchHead, SegmentFindings
-from schemas.record_reader import BatchAt, GroupAt, Record
-from schemas.recording import RecordingError
-from schemas.rollout import RolloutGroup
+from penstock.deploy.inspector.rows import InspectedRow
+from penstock.schemas.record import BatchHead, SegmentFindings
+from penstock.schemas.record_reader import BatchAt, GroupAt, Record
+from penstock.schemas.recording import RecordingError
+from penstock.schemas.rollout import RolloutGroup
 
 
 class Looked(NamedTuple):
@@ -19,7 +19,7 @@ class Looked(NamedTuple):
     batch: that it was part of; None on the stream. remark: what its lags are counted from, in words.
     """
 
-    row: Row
+    row: InspectedRow
     group: RolloutGroup | None
     findings: tuple[tuple[SegmentFindings, ...], ...]
     batch: BatchHead | None
@@ -39,7 +39,7 @@ class Source(Protocol):
     def kind(self) -> str: ...
 
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[InspectedRow]: ...
 
     @property
     def revision(self) -> int: ...
@@ -65,10 +65,10 @@ class RecordSource:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self.rows: list[Row] = []
+        self.rows: list[InspectedRow] = []
         self.revision = 0
         self.notes: list[str] = []
-        self._known: dict[tuple[str, int], list[Row]] = {}
+        self._known: dict[tuple[str, int], list[InspectedRow]] = {}
         self._places: dict[tuple[int, int], BatchAt] = {}
         """By epoch and position."""
         self._undone: set[tuple[int, int]] = set()
@@ -98,7 +98,7 @@ class RecordSource:
             return Looked(row, None, (), head, remark, str(error))
 
     def _take(self) -> None:
-        known: dict[tuple[str, int], list[Row]] = {}
+        known: dict[tuple[str, int], list[InspectedRow]] = {}
         places: dict[tuple[int, int], BatchAt] = {}
         self.notes = list(self._record.notes)
         for at in self._record.batches:
@@ -116,11 +116,13 @@ class RecordSource:
         self._known, self._places = known, places
         self._undone = written.difference(map(_place, self._record.batches))
 
-    def _rows_of(self, at: BatchAt) -> list[Row]:
+    def _rows_of(self, at: BatchAt) -> list[InspectedRow]:
         head = self._record.head(at)
         epoch, position = _place(at)
         return [
-            Row(f"{epoch}-{position}-{place}", position * _MAX_GROUPS + place, entry.outcome, head.update, entry)
+            InspectedRow(
+                f"{epoch}-{position}-{place}", position * _MAX_GROUPS + place, entry.outcome, head.update, entry
+            )
             for place, entry in enumerate(head.groups)
         ]
 

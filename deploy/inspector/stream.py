@@ -3,13 +3,12 @@
 from typing import Any, NamedTuple
 
 import redis
-
-from deploy.inspector.rows import Row
-from deploy.inspector.sources import Looked
-from deploy.producer_list import steps_behind
-from schemas.keys import Commit, Field, Keys, Kind, number_in
-from schemas.record import GroupEntry, SegmentFindings
-from schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
+from penstock.deploy.inspector.rows import InspectedRow
+from penstock.deploy.inspector.sources import Looked
+from penstock.deploy.operate.producer_list import steps_behind
+from penstock.schemas.keys import Commit, Field, Keys, Kind, number_in
+from penstock.schemas.record import GroupEntry, SegmentFindings
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
 
 _ENTRIES_PER_READ = 32
 _KEPT_BYTES = 256_000_000
@@ -24,7 +23,7 @@ _MOST = 2**53 - 10**9
 class _Kept(NamedTuple):
     """commit: the commit hash that the group's lags are counted by."""
 
-    row: Row
+    row: InspectedRow
     payload: bytes
     commit: dict[bytes, bytes]
 
@@ -43,7 +42,7 @@ class StreamSource:
         self._keys = keys
         self._kept_bytes = kept_bytes
         self._cursor = _START
-        self.rows: list[Row] = []
+        self.rows: list[InspectedRow] = []
         self.revision = 0
         self.notes: list[str] = []
         self._kept: dict[str, _Kept] = {}
@@ -98,7 +97,7 @@ class StreamSource:
                 entry, outcome = _entry(decode_group(payload), commit), "unsettled"
             except RecordError as error:
                 entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
-        row = Row(key, self._number(key), outcome, None, entry)
+        row = InspectedRow(key, self._number(key), outcome, None, entry)
         self.rows.append(row)
         self._kept[key] = _Kept(row, payload, commit)
         self._num_bytes += len(payload)

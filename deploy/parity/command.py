@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-
-from deploy.operator_commands import AddCommand
-from schemas.config import ConfigError, load_config
-from schemas.recording import RecordingError, is_recording
+from penstock.deploy.operate.commands import AddCommand
+from penstock.schemas.config import ConfigError, load_config
+from penstock.schemas.recording import RecordingError, is_recording
 
 if TYPE_CHECKING:
-    from consumers.parity.report import ParityReport
-    from deploy.parity.material import Material
+    from penstock.consumers.parity.report import ParityReport
+    from penstock.deploy.parity.material import Material
 
 Say = Callable[[str], None]
 
@@ -119,11 +118,10 @@ class _Opened(NamedTuple):
 def _parity(arguments: argparse.Namespace) -> int:
     """The verdict's exit status; 2 with one line on stderr where something is missing that the check needs."""
     import redis
-
-    from consumers.parity.errors import ParityError
-    from deploy.parity.probe_run import progress
-    from deploy.redis_server import ServerError
-    from producers.interfaces import EngineError, WeightLoadError
+    from penstock.consumers.parity.errors import ParityError
+    from penstock.deploy.launch.redis_server import ServerError
+    from penstock.deploy.parity.probe_run import progress
+    from penstock.producers.interfaces import EngineError, WeightLoadError
 
     missing = (
         ParityError,
@@ -185,7 +183,7 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def _open_recording(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
-    from deploy.parity.recorded import load
+    from penstock.deploy.parity.recorded import load
 
     material = load(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
     closing.enter_context(material.weights)
@@ -193,9 +191,9 @@ def _open_recording(file: Path, arguments: argparse.Namespace, closing: ExitStac
 
 
 def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
-    from deploy.parity.probe_run import run_probe
-    from deploy.start_checks import check
-    from producers.interfaces import EngineError
+    from penstock.deploy.launch.start_checks import check
+    from penstock.deploy.parity.probe_run import run_probe
+    from penstock.producers.interfaces import EngineError
 
     config = check(load_config(file, arguments.set)).config
     # Where the run would publish its weights there is room for a few policies of this model.
@@ -214,9 +212,9 @@ def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: Ex
 
 
 def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
-    from deploy.parity.stream import read_run
-    from deploy.parity.weights import Weights
-    from deploy.run_access import open_run
+    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.parity.stream import read_run
+    from penstock.deploy.parity.weights import WeightVersions
 
     run = closing.enter_context(open_run(arguments.target, arguments.runs))
     if run.config is None or run.folder is None:
@@ -224,7 +222,7 @@ def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _O
             f"{run.name}: its folder, with run file and weights, is not on this machine; expected --runs DIR to hold it"
         )
     folder = Path(run.config.weights.folder) if run.config.weights.folder else run.folder / "weights"
-    weights = closing.enter_context(Weights(Path(run.config.model.path), folder))
+    weights = closing.enter_context(WeightVersions(Path(run.config.model.path), folder))
     material = read_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
     threads = run.config.trainer.num_threads
     return _Opened(material, arguments.out or run.folder, arguments.device or "cpu", threads)
@@ -232,12 +230,11 @@ def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _O
 
 def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
     import torch
-
-    from consumers.model import choose_device
-    from consumers.parity.check import check_parity
-    from consumers.parity.report import EXIT_STATUS
-    from deploy.parity.material import tokenizer_for
-    from deploy.parity.recorded import save
+    from penstock.consumers.learning.model import choose_device
+    from penstock.consumers.parity.check import check_parity
+    from penstock.consumers.parity.report import EXIT_STATUS
+    from penstock.deploy.parity.material import tokenizer_for
+    from penstock.deploy.parity.recorded import save
 
     material = opened.material
     if arguments.save is not None:
@@ -265,20 +262,20 @@ def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
 
 
 def _with_layers(report: "ParityReport", material: "Material", capture: Path, device: object) -> "ParityReport":
-    from consumers.parity.layers import captured_version, compare_layers
-    from consumers.parity.policies import Policies
-    from consumers.parity.verdict import with_layers
+    from penstock.consumers.parity.layers import captured_version, compare_layers
+    from penstock.consumers.parity.policies import PolicyStore
+    from penstock.consumers.parity.verdict import with_layers
 
     try:
-        model = Policies(material.config, material.weights, device).model(captured_version(capture))  # type: ignore[arg-type]
+        model = PolicyStore(material.config, material.weights, device).model(captured_version(capture))  # type: ignore[arg-type]
         return with_layers(report, compare_layers(model, capture))
     except ConfigError as error:
         return msgspec.structs.replace(report, notes=(*report.notes, f"layers were not compared: {error}"))
 
 
 def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: Say) -> None:
-    from deploy.parity.pictures import write_pictures
-    from deploy.parity.table import print_report
+    from penstock.deploy.parity.pictures import write_pictures
+    from penstock.deploy.parity.table import print_report
 
     say("drawing")
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)

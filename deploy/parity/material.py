@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.parity.errors import ParityError
-from deploy.parity.weights import Weights
-from producers.episode import load_tokenizer
-from schemas.config import ConfigError, RunConfig
-from schemas.policy import lag
-from schemas.rollout import RolloutGroup
+from penstock.consumers.parity.errors import ParityError
+from penstock.deploy.parity.weights import WeightVersions
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.policy import lag
+from penstock.schemas.rollout import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Material:
 
     title: where they come from, as in "run demo".
     policy_version: the trainer's newest; -1 where it is not known.
-    forks, announced: of the run, as `schemas.policy.lag` takes them.
+    forks, announced: of the run, as `penstock.schemas.policy.lag` takes them.
     notes: what a reader should know of how they were chosen.
     """
 
     title: str
     config: RunConfig
     groups: Sequence[RolloutGroup]
-    weights: Weights
+    weights: WeightVersions
     policy_version: int
     forks: dict[int, int]
     announced: dict[int, int]

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from penstock.producers.engines.weight_files import BaseModel
+from penstock.producers.rollout.probe import WeightUpdate
+from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from producers.engines.weight_files import BaseModel
-from producers.probe import WeightUpdate
-from schemas.config import RunConfig
-from schemas.policy import TensorSpec, WeightManifest
 
 CHANGE = {"float32": 1e-2, "bfloat16": 3e-2}
 """Relative change of every tensor from one policy to the next, by the type of the published weights: more than its

@@ -8,11 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-from consumers.parity.report import ParityReport, Status
-from deploy import drawing
-from deploy.figures import STYLE
-from schemas.metrics import LAG_LABELS
+from penstock.consumers.parity.report import ParityReport, Status
+from penstock.deploy.report import drawing
+from penstock.deploy.report.figures import STYLE
+from penstock.schemas.metrics import LAG_LABELS
 
 COLOURS: dict[Status, str] = {"parity": drawing.TEAL, "mismatch": drawing.RED, "unclear": drawing.AMBER}
 _LEAST = 1e-9

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deploy.parity.material import Material
-from deploy.parity.perturbed import make_policies
-from deploy.parity.weights import Weights
-from producers.episode import load_tokenizer
-from producers.interfaces import CaptureError, EngineError, Environment
-from producers.probe import PosedPrompt, batch_dependence, pose, probe
-from schemas.config import ConfigError, RunConfig
-from schemas.plug import construct
-from schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
+from penstock.deploy.parity.material import Material
+from penstock.deploy.parity.perturbed import make_policies
+from penstock.deploy.parity.weights import WeightVersions
+from penstock.producers.interfaces import CaptureError, EngineError, Environment
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.probe import PosedPrompt, batch_dependence, pose, probe
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
 
 NUM_UPDATES = 3
 MOST_TOKENS = 96
@@ -47,7 +47,7 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
     prompts = pose(environment, tokenizer, num_prompts)
     with _output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))
-    weights = Weights(Path(config.model.path), folder)
+    weights = WeightVersions(Path(config.model.path), folder)
     weights.hold()
     material = Material(
         title=f"a probe of {config.name}'s engine",
@@ -95,7 +95,7 @@ async def _sample(
 
 def _engine_type() -> Any:
     try:
-        from producers.engines.vllm import VllmEngine
+        from penstock.producers.engines.vllm import VllmEngine
     except ImportError as error:
         raise EngineError(f"vLLM cannot be imported ({error}); install the extra [cpu] or [gpu]") from error
     return VllmEngine

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import msgspec
-
-from consumers.parity.errors import ParityError
-from consumers.parity.report import TOLERANCES
-from deploy.parity.material import Material, versions_of
-from deploy.parity.weights import Weights, with_neighbours
-from schemas.config import ModelConfig, Plug, RunConfig
-from schemas.recording import RecordingHeader, model_digest, read_recording, write_recording
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.report import TOLERANCES
+from penstock.deploy.parity.material import Material, versions_of
+from penstock.deploy.parity.weights import WeightVersions, with_neighbours
+from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.recording import RecordingHeader, model_digest, read_recording, write_recording
 
 
 def save(material: Material, file: Path) -> str:
@@ -63,7 +62,7 @@ def load(file: Path, *, model: str | None = None, folder: Path | None = None, dt
         model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
         environment=Plug(path="nobody:Needed"),
     )
-    weights = Weights(path, folder)
+    weights = WeightVersions(path, folder)
     weights.hold()
     return Material(
         title=f"recording {file.name}" + (f" of run {header.run}" if header.run else ""),

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-
-from consumers.parity.report import REPORT_FILE, Verdict
-from deploy.run_folder import RUN_FILE
+from penstock.consumers.parity.report import REPORT_FILE, Verdict
+from penstock.deploy.launch.run_folder import RUN_FILE
 
 
 class _Report(msgspec.Struct):
@@ -33,7 +32,7 @@ def tell_refusal(run_folder: Path, since_s: float) -> bool:
     verdict = refusal(run_folder, since_s)
     if verdict is None:
         return False
-    from deploy.parity.table import print_verdict
+    from penstock.deploy.parity.table import print_verdict
 
     print_verdict(verdict)
     print(f"report    {run_folder / REPORT_FILE}")

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
-
-from consumers.parity.errors import ParityError
-from consumers.scripts import announced_of, forks_of
-from deploy.parity.material import Material, versions_of
-from deploy.parity.weights import Weights, with_neighbours
-from deploy.run_access import RunAtHand
-from schemas.config import RunConfig
-from schemas.keys import Commit, Field, Keys, Kind
-from schemas.rollout import RecordError, RolloutGroup, decode_group
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.stream.scripts import announced_of, forks_of
+from penstock.deploy.operate.run_access import RunAtHand
+from penstock.deploy.parity.material import Material, versions_of
+from penstock.deploy.parity.weights import WeightVersions, with_neighbours
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Commit, Field, Keys, Kind
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
 
 _ENTRIES = 16
 _BLOCK_MS = 500
@@ -68,7 +67,13 @@ class StreamReader:
 
 
 def read_run(
-    run: RunAtHand, config: RunConfig, weights: Weights, *, num_groups: int, wait_s: float, say: Callable[[str], None]
+    run: RunAtHand,
+    config: RunConfig,
+    weights: WeightVersions,
+    *,
+    num_groups: int,
+    wait_s: float,
+    say: Callable[[str], None],
 ) -> Material:
     """The newest groups of a run, and its weights held.
 

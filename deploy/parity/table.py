@@ -2,14 +2,13 @@
 
 import sys
 
+from penstock.consumers.parity.gaps import passes
+from penstock.consumers.parity.report import Gap, Hypothesis, ParityReport, Status, Verdict
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from consumers.parity.gaps import passes
-from consumers.parity.report import Gap, Hypothesis, ParityReport, Status, Verdict
-from schemas.policy import VERSIONS_PER_EPOCH
 
 _WORDS: dict[Status, tuple[str, str]] = {
     "parity": ("PARITY", "green"),

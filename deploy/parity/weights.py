@@ -4,13 +4,13 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from producers.engines.weight_files import HeldFile
+from penstock.producers.engines.weight_files import HeldFile
 
 _BEFORE, _AFTER = 2, 1
 """Versions beside those that tokens name: what an update that did not land, or landed early, would have served."""
 
 
-class Weights:
+class WeightVersions:
     """`weights(version)` is the file of a published version, or the base model's folder; None where it is gone.
 
     Files are held open: a name that the trainer deletes meanwhile takes no file away, and the disk gets its room back
@@ -26,7 +26,7 @@ class Weights:
         self.folder = folder
         self._held: dict[int, HeldFile] = {}
 
-    def __enter__(self) -> "Weights":
+    def __enter__(self) -> "WeightVersions":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from textwrap import indent
 
-from deploy.prometheus.command import HERE, RULES
+from penstock.deploy.prometheus.command import HERE, RULES
 
 FILE = HERE.parent / "kubernetes" / "base" / "rules.yaml"
 
@@ -11,7 +11,7 @@ FILE = HERE.parent / "kubernetes" / "base" / "rules.yaml"
 def as_objects(folder: Path) -> str:
     """A PrometheusRule for each rule file, whose text is its `spec`."""
     objects = [
-        "# Made of deploy/prometheus/rules by `python -m deploy.prometheus`.\n",
+        "# Made of deploy/prometheus/rules by `python -m penstock.deploy.prometheus`.\n",
         *(
             "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\n"
             f"metadata:\n  name: penstock-{file.stem}\nspec:\n{indent(file.read_text(encoding='utf-8'), '  ')}"

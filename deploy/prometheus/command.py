@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from schemas.config import ConfigError
-from schemas.endpoint import connection_file
+from penstock.schemas.config import ConfigError
+from penstock.schemas.process.redis_url import connection_file
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "one_machine.yml"
@@ -85,7 +85,7 @@ def exporter_command(run_folder: Path, address: str) -> str | None:
 
 
 def _prometheus(arguments: argparse.Namespace) -> int:
-    from deploy.run_folder import RUN_FILE
+    from penstock.deploy.launch.run_folder import RUN_FILE
 
     folders = (Path(arguments.run), arguments.runs / arguments.run)
     found = [folder for folder in folders if (folder / RUN_FILE).is_file()]

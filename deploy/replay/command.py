@@ -6,17 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.operator_commands import AddCommand
-from deploy.run_folder import RUN_FILE
-from schemas.config import ConfigError, RunConfig
-from schemas.record import FOLDER as RECORD_FOLDER
-from schemas.record_reader import Record
-from schemas.recording import RecordingError
+from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.deploy.operate.commands import AddCommand
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.record import FOLDER as RECORD_FOLDER
+from penstock.schemas.record_reader import Record
+from penstock.schemas.recording import RecordingError
 
 if TYPE_CHECKING:
-    from deploy.replay.player import Played, Start
-    from deploy.replay.variants import Variant
-    from schemas.record_reader import BatchAt
+    from penstock.deploy.replay.player import Played, Start
+    from penstock.deploy.replay.variants import ReplayVariant
+    from penstock.schemas.record_reader import BatchAt
 
 FOLDER = "replay"
 
@@ -39,7 +39,7 @@ def add_replay_command(
         action="append",
         default=[],
         metavar="PATH",
-        help="a variant with this objective, as in consumers.objectives.gspo:Gspo; may be repeated",
+        help="a variant with this objective, as in penstock.consumers.learning.objectives.gspo:Gspo; may be repeated",
     )
     parser.add_argument(
         "--set",
@@ -66,7 +66,7 @@ def add_replay_command(
 
 def _replay(arguments: argparse.Namespace, limit_threads: Callable[[int], None]) -> int:
     """Status 0; 1 where the run's own settings do not give its recorded losses again."""
-    from deploy.replay.variants import variants_of
+    from penstock.deploy.replay.variants import variants_of
 
     if arguments.updates is not None and arguments.updates < 1:
         raise ConfigError(f"--updates {arguments.updates}: expected 1 or more")
@@ -88,14 +88,13 @@ def _play_all(
     run_folder: Path,
     results: Path,
     record: Record,
-    configs: "dict[Variant, RunConfig]",
+    configs: "dict[ReplayVariant, RunConfig]",
 ) -> int:
+    from penstock.deploy.launch.start_checks import check_objective
+    from penstock.deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
+    from penstock.deploy.replay.results import append_lines, print_table, write_comparison
     from rich.console import Console
     from rich.progress import track
-
-    from deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
-    from deploy.replay.results import append_lines, print_table, write_comparison
-    from deploy.start_checks import check_objective
 
     console = Console(highlight=False)
     for config in configs.values():
@@ -131,10 +130,10 @@ def _play_all(
     return 1 if different else 0
 
 
-def _differing_own(played: "list[Played]", configs: "dict[Variant, RunConfig]") -> list[int] | None:
+def _differing_own(played: "list[Played]", configs: "dict[ReplayVariant, RunConfig]") -> list[int] | None:
     """The updates at which a variant without a setting of its own is not what was recorded; None without such one."""
-    from deploy.replay.results import differing
-    from deploy.replay.variants import RECORDED
+    from penstock.deploy.replay.results import differing
+    from penstock.deploy.replay.variants import RECORDED
 
     own = next((variant.name for variant in configs if not variant.settings), None)
     if own is None:
@@ -145,7 +144,7 @@ def _differing_own(played: "list[Played]", configs: "dict[Variant, RunConfig]") 
 
 
 def _about(
-    record: Record, batches: "list[BatchAt]", start: "Start", configs: "dict[Variant, RunConfig]"
+    record: Record, batches: "list[BatchAt]", start: "Start", configs: "dict[ReplayVariant, RunConfig]"
 ) -> dict[str, Any]:
     import torch
 

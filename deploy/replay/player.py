@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-
-from consumers.batch import pack
-from consumers.checkpoints import CheckpointError, load_checkpoint, read_state
-from consumers.learner import Learner
-from consumers.staleness import LagTable
-from deploy.replay.variants import RECORDED, Variant, steps_alike
-from schemas.config import ConfigError, RunConfig
-from schemas.record import BatchHead
-from schemas.record_reader import BatchAt, Record
-from schemas.recording import RecordingError, model_digest
-from schemas.rollout import RecordError
+from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
+from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.record import BatchHead
+from penstock.schemas.record_reader import BatchAt, Record
+from penstock.schemas.recording import RecordingError, model_digest
+from penstock.schemas.rollout import RecordError
 
 
 class Start(NamedTuple):
@@ -112,7 +111,7 @@ def check_model(record: Record, config: RunConfig) -> None:
         )
 
 
-def play(record: Record, batches: list[BatchAt], start: Start, variant: Variant) -> Iterator[Played]:
+def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVariant) -> Iterator[Played]:
     """Trains one variant on the recorded batches.
 
     Where the run was continued with other settings, so is the replay, from the same batch on.

@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from penstock.deploy.replay.player import Played
+from penstock.deploy.replay.variants import RECORDED
+from penstock.deploy.report.drawing import INK, SERIES, legend_above
+from penstock.deploy.report.figures import STYLE, WIDTH_IN
+from penstock.schemas.process.json_lines import JsonLines
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from deploy.drawing import INK, SERIES, legend_above
-from deploy.figures import STYLE, WIDTH_IN
-from deploy.replay.player import Played
-from deploy.replay.variants import RECORDED
-from schemas.json_lines import Lines
 
 MEASURES = {
     "loss": "loss",
@@ -37,7 +36,7 @@ MAX_LINES_DRAWN = len(SERIES)
 
 def append_lines(folder: Path, played: Iterable[Played]) -> None:
     """Onto `updates.jsonl`: every number of each update."""
-    lines = Lines(folder / "updates.jsonl")
+    lines = JsonLines(folder / "updates.jsonl")
     for line in played:
         lines.write(
             variant=line.variant,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from schemas.config import ConfigError, RunConfig, config_of
+from penstock.schemas.config import ConfigError, RunConfig, config_of
 
 SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates")
 """What of a run file a training step depends on, its batch given. `num_updates` is what `trainer.decay` is laid out
@@ -19,7 +18,7 @@ RECORDED = "recorded"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-class Variant(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
     """settings: overrides of the run's own settings, `dotted.path=value` each."""
 
     name: str
@@ -41,7 +40,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 def variants_of(
     objectives: Sequence[str], settings: Sequence[str], named: Sequence[Sequence[str]]
-) -> tuple[Variant, ...]:
+) -> tuple[ReplayVariant, ...]:
     """The variants that a command line asks for: one per objective, one per `--variant NAME SETTING ...`, else one.
 
     `settings` hold for all of them.
@@ -50,12 +49,12 @@ def variants_of(
         ConfigError: two of one name, a name that is none or `RECORDED`, a setting that no step reads.
     """
     variants = [
-        Variant(name=path.rpartition(":")[2].lower() or path, settings=(f"objective.path={path}", *settings))
+        ReplayVariant(name=path.rpartition(":")[2].lower() or path, settings=(f"objective.path={path}", *settings))
         for path in objectives
     ]
-    variants += [Variant(name=name, settings=(*settings, *more)) for name, *more in named]
+    variants += [ReplayVariant(name=name, settings=(*settings, *more)) for name, *more in named]
     if not variants:
-        variants = [Variant(name="set" if settings else OWN, settings=tuple(settings))]
+        variants = [ReplayVariant(name="set" if settings else OWN, settings=tuple(settings))]
     for variant in variants:
         if not _NAME.fullmatch(variant.name):
             raise ConfigError(f"variant {variant.name!r}: expected a name of letters, digits, '.', '_' and '-'")

@@ -1,4 +1,4 @@
-"""`python -m deploy.security RUN...`: the ACL file of a Redis that these runs share, and a password file per user."""
+"""`python -m penstock.deploy.security RUN...`: the ACL file of a Redis that these runs share, and a password file per user."""
 
 import argparse
 import os
@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.security.acl import acl_file, user_names
+from penstock.deploy.security.acl import acl_file, user_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deploy.security", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m penstock.deploy.security", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="name of a run")
     parser.add_argument(
         "--passwords",
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         passwords = {name: read_or_make(arguments.passwords / name) for name in user_names(arguments.runs)}
         print(acl_file(arguments.runs, passwords), end="")
     except (OSError, ValueError) as error:
-        print(f"deploy.security: {error}", file=sys.stderr)
+        print(f"penstock.deploy.security: {error}", file=sys.stderr)
         return 2
     return 0
 

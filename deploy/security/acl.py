@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from schemas.keys import Keys
+from penstock.schemas.keys import Keys
 
 ADMIN = "admin"
 ROLES = ("producer", "trainer", "observer", "operator")

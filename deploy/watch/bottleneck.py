@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from deploy.watch.snapshot import Snapshot
+from penstock.deploy.watch.snapshot import RunSnapshot
 
 WAITING = 0.2
 """A trainer that waits for this share of its time is held up; the recording rules say the same."""
@@ -12,7 +12,7 @@ FULL = 0.8
 """A queue filled to this share of the credit keeps producers waiting."""
 
 
-def bottleneck(seen: Snapshot) -> tuple[str, str]:
+def bottleneck(seen: RunSnapshot) -> tuple[str, str]:
     """(part, why): `producers`, `weight updates`, `trainer`, `nobody`, or what is missing; ("", "") for what is over or
     not running."""
     if seen.is_over or not seen.is_running:
@@ -35,7 +35,7 @@ def bottleneck(seen: Snapshot) -> tuple[str, str]:
     return "nobody", f"the trainer is busy {1 - waits:.0%} of its time, producers have work"
 
 
-def _missing(seen: Snapshot) -> tuple[str, str] | None:
+def _missing(seen: RunSnapshot) -> tuple[str, str] | None:
     if seen.redis is None and seen.without_redis:
         return "Redis", "it does not answer"
     if seen.redis is not None and not seen.redis.heartbeats:

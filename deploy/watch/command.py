@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from deploy.operator_commands import AddCommand
-from schemas.config import ConfigError, RunConfig
+from penstock.deploy.operate.commands import AddCommand
+from penstock.schemas.config import ConfigError, RunConfig
 
 
 def add_watch_command(
@@ -26,10 +26,9 @@ def add_watch_command(
 
 
 def _watch(arguments: argparse.Namespace) -> int:
+    from penstock.deploy.watch.gathering import Gatherer
+    from penstock.deploy.watch.screen import all_views
     from rich.console import Console
-
-    from deploy.watch.gathering import Gatherer
-    from deploy.watch.screen import all_views
 
     name, folder, config = find(arguments.run, arguments.runs)
     gatherer = Gatherer(name, folder, config, [_address(text) for text in arguments.metrics])
@@ -39,7 +38,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
         console.print(all_views(gatherer.gather(), console.width))
         return 0
-    from deploy.watch.terminal import watch
+    from penstock.deploy.watch.terminal import watch
 
     watch(gatherer, console)
     return 0
@@ -51,8 +50,8 @@ def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
     Raises:
         ConfigError: no such run, or a run file that cannot be read.
     """
-    from deploy.run_access import find_run
-    from schemas.config import load_config
+    from penstock.deploy.operate.run_access import find_run
+    from penstock.schemas.config import load_config
 
     if not Path(run).is_file():
         return find_run(run, runs)
@@ -63,7 +62,7 @@ def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
 
 def _check_is_there(name: str, runs: Path) -> None:
     """Raises ConfigError for a name that Redis knows nothing of, ServerError where there is no asking."""
-    from deploy.run_access import open_run
+    from penstock.deploy.operate.run_access import open_run
 
     with open_run(name, runs) as run:
         run.redis.ping()

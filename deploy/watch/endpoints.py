@@ -44,7 +44,7 @@ class Samples:
         return next((labels[label] for labels, _ in self._by_name.get(name, ()) if label in labels), None)
 
 
-class Endpoint(NamedTuple):
+class MetricsEndpoint(NamedTuple):
     """What one address answered. samples: None where it did not, and `problem` then says why."""
 
     role: str
@@ -64,7 +64,7 @@ def targets(run_folder: Path) -> dict[str, str]:
     return found
 
 
-def scrape(addresses: Iterable[tuple[str, str]]) -> list[Endpoint]:
+def scrape(addresses: Iterable[tuple[str, str]]) -> list[MetricsEndpoint]:
     """One look at each (role, address), several at once; none takes much longer than `_PATIENCE_S`."""
     wanted = list(addresses)
     if not wanted:
@@ -73,15 +73,15 @@ def scrape(addresses: Iterable[tuple[str, str]]) -> list[Endpoint]:
         return list(pool.map(_look, wanted))
 
 
-def _look(target: tuple[str, str]) -> Endpoint:
+def _look(target: tuple[str, str]) -> MetricsEndpoint:
     role, address = target
     try:
         with _OPENER.open(f"http://{address}/metrics", timeout=_PATIENCE_S) as answer:
             text = answer.read(_MAX_BYTES).decode()
             if answer.length:  # of what it has announced
                 raise ValueError(f"its answer lacks {answer.length:,} bytes")
-            return Endpoint(role, address, Samples(text))
+            return MetricsEndpoint(role, address, Samples(text))
     except URLError as error:
-        return Endpoint(role, address, None, str(error.reason))
+        return MetricsEndpoint(role, address, None, str(error.reason))
     except (OSError, ValueError, HTTPException) as error:  # a host of odd characters, a port that talks otherwise
-        return Endpoint(role, address, None, str(error) or type(error).__name__)
+        return MetricsEndpoint(role, address, None, str(error) or type(error).__name__)

@@ -1,18 +1,17 @@
 """The view **Flow**: who waits for whom."""
 
+from penstock.deploy.launch.live_view import shown_version
+from penstock.deploy.watch.bottleneck import bottleneck
+from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
+from penstock.deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.live_view import shown_version
-from deploy.watch.bottleneck import bottleneck
-from deploy.watch.snapshot import Pauses, Snapshot
-from deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
-
 _COLOURS = {"wait": "yellow", "step": "green", "publish": "cyan"}
 
 
-def flow(seen: Snapshot, width: int) -> RenderableType:
+def flow(seen: RunSnapshot, width: int) -> RenderableType:
     part, why = bottleneck(seen)
     lines: list[RenderableType] = []
     if part:
@@ -21,7 +20,7 @@ def flow(seen: Snapshot, width: int) -> RenderableType:
     return Group(*lines, _trainer(seen, width), Text(), _groups(seen), Text(), _producers(seen, width))
 
 
-def _trainer(seen: Snapshot, width: int) -> RenderableType:
+def _trainer(seen: RunSnapshot, width: int) -> RenderableType:
     shares = seen.shares
     if seen.trainer is None and shares is None:
         return Text(f"trainer: {_why_no_trainer(seen)}")
@@ -45,12 +44,12 @@ def _trainer(seen: Snapshot, width: int) -> RenderableType:
     return Group(head, line, *away)
 
 
-def _why_no_trainer(seen: Snapshot) -> str:
+def _why_no_trainer(seen: RunSnapshot) -> str:
     why = safe(seen.without_trainer or "no endpoint is known")
     return f"its metrics are away: {why}"
 
 
-def _groups(seen: Snapshot) -> RenderableType:
+def _groups(seen: RunSnapshot) -> RenderableType:
     if seen.redis is None:
         if seen.is_over:
             return Text("Redis has ended with the run", style="dim")
@@ -74,7 +73,7 @@ def _groups(seen: Snapshot) -> RenderableType:
     return table
 
 
-def _producers(seen: Snapshot, width: int) -> RenderableType:
+def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("producer", "policy", "lag", "tokens/s", "in flight", "pauses/min", "p50", "longest", "paused"):
         table.add_column(name, justify="left" if name == "producer" else "right", no_wrap=name != "producer")
@@ -108,7 +107,7 @@ def _producers(seen: Snapshot, width: int) -> RenderableType:
     return Group(table, total, *errors)
 
 
-def _queue(seen: Snapshot, width: int) -> str:
+def _queue(seen: RunSnapshot, width: int) -> str:
     depths = [float(update.queue_depth) for update in seen.updates if update.queue_depth is not None]
     course = sparkline(depths[-200:], max(0, width - 50))
     return f"queue {course} {count(depths[-1])}" if depths else ""

@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import redis
-
-from deploy.progress import Tail
-from deploy.redis_server import connect, external_url
-from deploy.run_access import own_url
-from deploy.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, current_line, place_evaluations
-from deploy.watch.endpoints import Endpoint, scrape, targets
-from deploy.watch.redis_view import look
-from deploy.watch.scraped import Scraped
-from deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, Snapshot
-from schemas.config import RunConfig
-from schemas.keys import Keys
+from penstock.deploy.launch.progress import Tail
+from penstock.deploy.launch.redis_server import connect, external_url
+from penstock.deploy.operate.run_access import own_url
+from penstock.deploy.report.telemetry import (
+    EvaluationPoint,
+    ProducerEvent,
+    Update,
+    WeightsLoaded,
+    current_line,
+    place_evaluations,
+)
+from penstock.deploy.watch.endpoints import MetricsEndpoint, scrape, targets
+from penstock.deploy.watch.redis_view import look
+from penstock.deploy.watch.scraped import Scraped
+from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
 
 _UPDATES_KEPT = 5000
 _PAUSES_KEPT = 2000
@@ -41,7 +47,7 @@ class Gatherer:
         self._files = _Files(folder) if folder is not None else None
         self._scraped = Scraped()
 
-    def gather(self) -> Snapshot:
+    def gather(self) -> RunSnapshot:
         if self._files is not None:
             self._files.read()
         seen, without_redis = self._look_at_redis()
@@ -53,7 +59,7 @@ class Gatherer:
         is_over = self._is_over(seen, updates)
         running = seen is not None and (seen.has_trainer or bool(seen.heartbeats))
         until_s = now_s if running or not updates else updates[-1].time_s
-        return Snapshot(
+        return RunSnapshot(
             name=self._name,
             config=self._config,
             redis=seen,
@@ -84,7 +90,7 @@ class Gatherer:
         self._known |= dict.fromkeys(seen.heartbeats)
         return seen, ""
 
-    def _look_at_endpoints(self, seen: RedisSeen | None) -> list[Endpoint]:
+    def _look_at_endpoints(self, seen: RedisSeen | None) -> list[MetricsEndpoint]:
         """The trainer's, those of producers without a file here, and those named by the caller."""
         by_role = targets(self._folder) if self._folder is not None else {}
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
@@ -139,7 +145,7 @@ class _Files:
             pauses.extend((event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded))
 
 
-def _with_role(endpoint: Endpoint) -> Endpoint:
+def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
     """An address that the caller has named says itself whose it is."""
     if endpoint.role or endpoint.samples is None:
         return endpoint._replace(role=endpoint.role or "trainer")

@@ -1,11 +1,10 @@
 """The view **Learning**: what the policy gains, and how hard it is pulled."""
 
+from penstock.deploy.watch.snapshot import RunSnapshot
+from penstock.deploy.watch.text import number, sparkline
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from deploy.watch.snapshot import Snapshot
-from deploy.watch.text import number, sparkline
 
 _ROWS = (
     ("reward", "reward"),
@@ -21,7 +20,7 @@ _BESIDE = 54
 """Columns beside a sparkline: the name, the latest number, the range."""
 
 
-def learning(seen: Snapshot, width: int) -> RenderableType:
+def learning(seen: RunSnapshot, width: int) -> RenderableType:
     if not seen.updates and not seen.evaluations:
         return Text("no batch has been trained yet")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -49,5 +48,5 @@ def learning(seen: Snapshot, width: int) -> RenderableType:
     return Group(table, Text(), *notes)
 
 
-def _course(seen: Snapshot, key: str) -> list[float]:
+def _course(seen: RunSnapshot, key: str) -> list[float]:
     return [update.metrics[key] for update in seen.updates if key in update.metrics]

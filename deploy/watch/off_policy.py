@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
+from penstock.deploy.report.telemetry import Update
+from penstock.deploy.watch.snapshot import RunSnapshot
+from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
+from penstock.schemas.metrics import LAG_LABELS, lag_key
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from deploy.telemetry import Update
-from deploy.watch.snapshot import Snapshot
-from deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
-from schemas.metrics import LAG_LABELS, lag_key
 
 LOW_ESS = 0.3
 """Below it a lag bucket hardly counts; the alert says the same."""
@@ -23,7 +22,7 @@ _COLUMNS = (
 )
 
 
-def off_policy(seen: Snapshot, width: int) -> RenderableType:
+def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
     recent = seen.recent
     if not recent:
         return Text("no batch has been trained yet")
@@ -92,12 +91,12 @@ def _warns(key: str, value: float | None) -> str:
     return "bold red" if key == "ess_fraction" and value is not None and value < LOW_ESS else ""
 
 
-def _mismatch(seen: Snapshot, width: int) -> Text:
+def _mismatch(seen: RunSnapshot, width: int) -> Text:
     """The engine's own part, beside its band: as the trainer has it, else what the run file's dtype allows."""
     gaps = [update.metrics["mismatch_lag0"] for update in seen.updates if "mismatch_lag0" in update.metrics]
     band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
     if band is None and seen.config is not None:
-        from consumers.parity.report import TOLERANCES
+        from penstock.consumers.parity.report import TOLERANCES
 
         band = TOLERANCES[seen.config.model.dtype].mean
     if not gaps:
@@ -115,7 +114,7 @@ def _mismatch(seen: Snapshot, width: int) -> Text:
     )
 
 
-def _courses(seen: Snapshot, width: int) -> list[Text]:
+def _courses(seen: RunSnapshot, width: int) -> list[Text]:
     lines = []
     for label, key in (("ESS before", "ess_fraction"), ("ESS applied", "applied_ess_fraction"), ("χ²", "chi2"),
                        ("weight", "weight_mean")):  # fmt: skip

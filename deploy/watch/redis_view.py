@@ -4,11 +4,10 @@ from typing import Any
 
 import msgspec
 import redis
-
-from deploy.producer_list import steps_behind
-from deploy.watch.snapshot import RedisSeen
-from schemas.heartbeat import Heartbeat, decode_heartbeat
-from schemas.keys import PRODUCERS_GROUP, Commit, Keys
+from penstock.deploy.operate.producer_list import steps_behind
+from penstock.deploy.watch.snapshot import RedisSeen
+from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 
 
 def look(client: redis.Redis, keys: Keys) -> RedisSeen:

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deploy.telemetry import EvaluationPoint, Update
-from deploy.watch.endpoints import Endpoint, Samples
-from schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
+from penstock.deploy.report.telemetry import EvaluationPoint, Update
+from penstock.deploy.watch.endpoints import MetricsEndpoint, Samples
+from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
 
 _KEPT = 5000
 
@@ -33,7 +33,7 @@ class Scraped:
         self._trainer: _Counters | None = None
         self._paused: dict[str, tuple[int, float]] = {}
 
-    def add(self, endpoints: Sequence[Endpoint], now_s: float) -> None:
+    def add(self, endpoints: Sequence[MetricsEndpoint], now_s: float) -> None:
         for role, _, samples, _ in endpoints:
             if samples is not None and role == "trainer":
                 self._add_trainer(samples, now_s)

@@ -1,19 +1,18 @@
 """One picture of a run: a head, and one of the three views or all of them."""
 
+from penstock.deploy.watch.flow import flow
+from penstock.deploy.watch.learning import learning
+from penstock.deploy.watch.off_policy import off_policy
+from penstock.deploy.watch.snapshot import RunSnapshot
+from penstock.deploy.watch.text import duration, joined, moment
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from deploy.watch.flow import flow
-from deploy.watch.learning import learning
-from deploy.watch.off_policy import off_policy
-from deploy.watch.snapshot import Snapshot
-from deploy.watch.text import duration, joined, moment
-
 VIEWS = {"Flow": flow, "Learning": learning, "Off-policy": off_policy}
 
 
-def head(seen: Snapshot) -> Text:
+def head(seen: RunSnapshot) -> Text:
     newest = seen.newest
     planned = f"/{seen.config.num_updates}" if seen.config is not None else ""
     words: list[Text | str] = [Text(seen.name, style="bold"), f"update {newest.update if newest else 0}{planned}"]
@@ -31,7 +30,7 @@ def head(seen: Snapshot) -> Text:
     return joined(words)
 
 
-def one_view(seen: Snapshot, number: int, width: int) -> RenderableType:
+def one_view(seen: RunSnapshot, number: int, width: int) -> RenderableType:
     """View 1, 2 or 3 with the keys that lead to the others."""
     tabs = Text()
     for place, name in enumerate(VIEWS, start=1):
@@ -40,7 +39,7 @@ def one_view(seen: Snapshot, number: int, width: int) -> RenderableType:
     return Group(head(seen), tabs, Text(), list(VIEWS.values())[number - 1](seen, width))
 
 
-def all_views(seen: Snapshot, width: int) -> RenderableType:
+def all_views(seen: RunSnapshot, width: int) -> RenderableType:
     parts: list[RenderableType] = [head(seen)]
     for name, view in VIEWS.items():
         parts += [Rule(name, align="left", style="dim"), view(seen, width)]

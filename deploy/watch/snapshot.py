@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from deploy.telemetry import EvaluationPoint, Update
-from deploy.watch.endpoints import Samples
-from schemas.config import RunConfig
-from schemas.heartbeat import Heartbeat
+from penstock.deploy.report.telemetry import EvaluationPoint, Update
+from penstock.deploy.watch.endpoints import Samples
+from penstock.schemas.config import RunConfig
+from penstock.schemas.heartbeat import Heartbeat
 
 RECENT = 20
 """Batches that shares, rates and lag are taken over."""
@@ -57,7 +57,7 @@ class Pauses:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """redis, trainer: None where they do not answer; `without_redis`, `without_trainer` then say why.
 
     updates, evaluations: on the line of the present policy, oldest first.

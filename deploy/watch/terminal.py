@@ -12,13 +12,12 @@ import tty
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from penstock.deploy.watch.gathering import Gatherer
+from penstock.deploy.watch.screen import VIEWS, one_view
+from penstock.deploy.watch.snapshot import RunSnapshot
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
-
-from deploy.watch.gathering import Gatherer
-from deploy.watch.screen import VIEWS, one_view
-from deploy.watch.snapshot import Snapshot
 
 _LOOK_S = 1.0
 _KEY_S = 0.1
@@ -29,7 +28,7 @@ class Looking:
     """Has a run looked at once a second by a thread of its own, so that keys never wait for a host that is away."""
 
     def __init__(self, gatherer: Gatherer) -> None:
-        self.latest: Snapshot | None = None
+        self.latest: RunSnapshot | None = None
         self.problem = ""
         self._gatherer = gatherer
         self._stop = threading.Event()

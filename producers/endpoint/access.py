@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from producers.endpoint.errors import ApiError
-from schemas.config import ConfigError, EndpointConfig
+from penstock.producers.endpoint.errors import ApiError
+from penstock.schemas.config import ConfigError, EndpointConfig
 
 KEY = "PENSTOCK_API_KEY"
 KEY_FILE = "PENSTOCK_API_KEY_FILE"

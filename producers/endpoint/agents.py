@@ -6,21 +6,19 @@ import time
 from collections import OrderedDict
 
 import msgspec
-
-from producers.cancellation import end
-from producers.claim import Claims
-from producers.endpoint.errors import ApiError
-from producers.endpoint.groups import AgentGroup, AgentRollout
-from producers.episode import Dead, DeadRollout
-from producers.in_flight import Claim, InFlightTable
-from producers.interfaces import Environment
-from producers.metrics import ProducerMetrics
-from producers.telemetry import Telemetry
-from producers.weights import Weights
-from producers.writer import Writer
-from schemas.config import RunConfig
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.interfaces import Environment
+from penstock.producers.observe.event_log import EventLog
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
+from penstock.producers.stream.writer import Writer
+from penstock.producers.weights.follower import WeightFollower
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +47,12 @@ class Agents:
         environment: Environment,
         claims: Claims,
         table: InFlightTable,
-        weights: Weights,
+        weights: WeightFollower,
         writer: Writer,
         fingerprint: EngineFingerprint,
         sampling: SamplingSettings,
         metrics: ProducerMetrics,
-        telemetry: Telemetry,
+        telemetry: EventLog,
     ) -> None:
         if config.endpoint is None:
             raise ValueError("a run without [endpoint] has no agents")
@@ -176,7 +174,7 @@ class Agents:
         claims of the others stay in the table, to be handed back."""
         self._is_closing = True
         if self._claiming is not None:
-            await end([self._claiming])
+            await cancel_and_wait([self._claiming])
         for group in list(self._groups):
             if append and group.num_finished >= LEAST_SHORT_GROUP:
                 self._close_group(group, "producer stopped")

@@ -7,11 +7,11 @@ import string
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from producers.endpoint.requests import ChatRequest
-from producers.interfaces import Completion
-from producers.token_ids import TOKEN_FIELDS
-from producers.turn_boundary import special_token_ids
-from schemas.rollout import unpack_floats, unpack_ids
+from penstock.producers.endpoint.requests import ChatRequest
+from penstock.producers.endpoint.token_ids import TOKEN_FIELDS
+from penstock.producers.endpoint.turn_boundary import special_token_ids
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import unpack_floats, unpack_ids
 
 log = logging.getLogger(__name__)
 

@@ -7,20 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
+from penstock.producers.endpoint.answers import Answers
+from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.errors import ApiError, bad_request
+from penstock.producers.endpoint.groups import AgentRollout
+from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
+from penstock.producers.endpoint.requests import ChatRequest
+from penstock.producers.interfaces import Completion, Engine, EngineError
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.sampling import sample
+from penstock.producers.stream.connection import RedisGoneError
+from penstock.producers.weights.follower import WeightFollower
+from penstock.schemas.rollout import pack_ids, unpack_ids
 from redis.exceptions import RedisError
-
-from producers.connection import RedisGoneError
-from producers.endpoint.answers import Answers
-from producers.endpoint.errors import ApiError, bad_request
-from producers.endpoint.groups import AgentRollout
-from producers.endpoint.ledger import Call
-from producers.endpoint.prompts import Prompts, RenderedPrompt
-from producers.endpoint.requests import ChatRequest
-from producers.interfaces import Completion, Engine, EngineError
-from producers.metrics import ProducerMetrics
-from producers.sampling import sample
-from producers.weights import Weights
-from schemas.rollout import pack_ids, unpack_ids
 
 Json = dict[str, Any]
 
@@ -46,7 +45,7 @@ class Calls:
         self,
         *,
         engine: Engine,
-        weights: Weights,
+        weights: WeightFollower,
         prompts: Prompts,
         answers: Answers,
         lag_bound: int,

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 import msgspec
-
-from producers.endpoint.ledger import Ledger
-from producers.episode import Dead
-from producers.in_flight import Claim
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import (
+from penstock.producers.endpoint.call_ledger import CallLedger
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     EngineFingerprint,
     Rollout,
@@ -24,7 +22,7 @@ from schemas.rollout import (
     Timings,
     one_line,
 )
-from schemas.segments import CallError, segments
+from penstock.schemas.segments import CallError, segments
 
 NO_TOKEN = "nothing_sampled"
 TOO_LARGE = "rollout_too_large"
@@ -41,7 +39,7 @@ class AgentRollout:
 
     id: str
     group: "AgentGroup"
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: CallLedger = field(default_factory=CallLedger)
     running: set[asyncio.Task] = field(default_factory=set)
     last_seen: float = field(default_factory=time.monotonic)
     reward: Reward | None = None
@@ -88,7 +86,7 @@ class AgentRollout:
     def _end(self) -> None:
         for task in self.running:
             task.cancel()
-        self.ledger = Ledger()
+        self.ledger = CallLedger()
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +126,7 @@ class AgentGroup:
         if not self.rollouts:
             self.deadline = time.monotonic() + self.deadline_s
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its metrics
-        rollout = AgentRollout(rollout_id(producer_id), self, Ledger(calls_bytes))
+        rollout = AgentRollout(rollout_id(producer_id), self, CallLedger(calls_bytes))
         self.rollouts.append(rollout)
         return rollout
 

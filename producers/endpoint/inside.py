@@ -4,16 +4,15 @@ import asyncio
 import math
 from typing import Any, Protocol
 
-from producers.endpoint.agents import Agents
-from producers.endpoint.calls import Calls
-from producers.endpoint.errors import ApiError
-from producers.endpoint.groups import AgentGroup, AgentRollout
-from producers.endpoint.requests import parse_chat
-from producers.episode import Dead
-from producers.in_flight import Claim
-from producers.interfaces import Environment
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
+from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.calls import Calls
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.endpoint.requests import parse_chat
+from penstock.producers.interfaces import Environment
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
 

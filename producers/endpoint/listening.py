@@ -2,7 +2,7 @@
 
 import socket
 
-from schemas.config import ConfigError
+from penstock.schemas.config import ConfigError
 
 PORTS_TRIED = 256
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from producers.endpoint.errors import bad_request
-from producers.endpoint.ledger import Call, Ledger
-from producers.endpoint.messages import for_template
-from producers.endpoint.requests import ChatRequest
-from producers.suffix_encoding import Encoded, SuffixEncoder
-from producers.token_ids import SpliceRefused
-from producers.turn_boundary import find_turn_boundary, special_token_ids
-from schemas.config import ConfigError
+from penstock.producers.endpoint.call_ledger import Call, CallLedger
+from penstock.producers.endpoint.errors import bad_request
+from penstock.producers.endpoint.messages import for_template
+from penstock.producers.endpoint.requests import ChatRequest
+from penstock.producers.endpoint.suffix_encoding import Encoded, SuffixEncoder
+from penstock.producers.endpoint.token_ids import SpliceRefused
+from penstock.producers.endpoint.turn_boundary import find_turn_boundary, special_token_ids
+from penstock.schemas.config import ConfigError
 
 Json = dict[str, Any]
 
@@ -64,11 +64,11 @@ class Prompts:
             ) from error
         self.is_alternate_stop = self._boundary.is_alternate_stop
 
-    def prompt(self, request: ChatRequest, ledger: Ledger) -> RenderedPrompt:
+    def prompt(self, request: ChatRequest, ledger: CallLedger) -> RenderedPrompt:
         """The ids for a request.
 
         Raises:
-            ApiError: 400, the template refuses the messages; see `Ledger.parent` as well.
+            ApiError: 400, the template refuses the messages; see `CallLedger.parent` as well.
         """
         found = ledger.parent(request.messages)
         messages = for_template(request.messages)

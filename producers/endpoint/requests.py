@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-
-from producers.endpoint.errors import bad_request
-from schemas.prompt import Reward
-from schemas.rollout import MAX_ITEMS, MAX_REWARD, SamplingSettings, one_line
+from penstock.producers.endpoint.errors import bad_request
+from penstock.schemas.prompt import Reward
+from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, SamplingSettings, one_line
 
 Json = dict[str, Any]
 

@@ -9,21 +9,20 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from penstock.producers.endpoint.access import check_access
+from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.answers import chunks, finish_reason, response
+from penstock.producers.endpoint.calls import FATAL, Calls
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.groups import AgentRollout, producer_of
+from penstock.producers.endpoint.listening import listen
+from penstock.producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import EndpointConfig
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import SamplingSettings
 from redis.exceptions import RedisError
-
-from producers.connection import Connection
-from producers.endpoint.access import check_access
-from producers.endpoint.agents import Agents
-from producers.endpoint.answers import chunks, finish_reason, response
-from producers.endpoint.calls import FATAL, Calls
-from producers.endpoint.errors import ApiError
-from producers.endpoint.groups import AgentRollout, producer_of
-from producers.endpoint.listening import listen
-from producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
-from schemas.config import EndpointConfig
-from schemas.heartbeat import decode_heartbeat
-from schemas.keys import Keys
-from schemas.rollout import SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ SHUTDOWN_S = 1.0
 LOOK_UP_S = 2.0
 
 
-class Server:
+class EndpointServer:
     """Serves `agents` and `calls` between `start` and `close`.
 
     key: what requests must carry; None: nothing.
@@ -57,7 +56,7 @@ class Server:
         calls: Calls,
         sampling: SamplingSettings,
         max_model_len: int,
-        connection: Connection,
+        connection: ProducerConnection,
         keys: Keys,
         producer_id: str,
     ) -> None:

@@ -3,12 +3,11 @@
 import logging
 from typing import Any
 
+from penstock.producers.endpoint.answers import ParsedAnswer
+from penstock.producers.endpoint.requests import ChatRequest
+from penstock.schemas.config import ConfigError, EndpointConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import Parser, ParserManager
-
-from producers.endpoint.answers import ParsedAnswer
-from producers.endpoint.requests import ChatRequest
-from schemas.config import ConfigError, EndpointConfig
 
 # A policy that learns to call tools writes broken calls at first, and each would be logged with its traceback.
 logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)

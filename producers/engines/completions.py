@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from producers.interfaces import Completion, EngineError
-from schemas.rollout import VersionSpan, pack_floats, pack_ids
+from penstock.producers.interfaces import Completion, EngineError
+from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids
 
 
 def pack(output: Any, request_id: str) -> Completion:

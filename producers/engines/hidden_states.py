@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
+from penstock.schemas import hidden_states as names
 from safetensors.torch import save_file
 from torch import Tensor, nn
-
-from schemas import hidden_states as names
 
 LOGITS_CHUNK_TOKENS = 64
 """Tokens whose logits exist at once."""
@@ -112,7 +111,7 @@ class _Recorder:
 
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        """Everything recorded, by the names of `schemas.hidden_states`. Every rank has to take part."""
+        """Everything recorded, by the names of `penstock.schemas.hidden_states`. Every rank has to take part."""
         num_tokens = len(self._token_ids)
         found = {name: torch.cat(parts) for name, parts in self._parts.items()}
         wrong = {name: len(tensor) for name, tensor in found.items() if len(tensor) != num_tokens}

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from producers.interfaces import EngineError
-from schemas.config import RunConfig
-from schemas.rollout import EngineFingerprint
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import EngineFingerprint
 
 FIELDS = {
     "model": "model.path",

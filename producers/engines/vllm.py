@@ -14,6 +14,16 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import vllm
+from penstock.producers.engines.completions import pack
+from penstock.producers.engines.parent_death import children_leashed
+from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
+from penstock.producers.engines.stale_kv import DROP_STALE_KV
+from penstock.producers.engines.weight_files import BaseModel, HeldFile, check
+from penstock.producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
+from penstock.producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
+from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -26,17 +36,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from producers.engines.completions import pack
-from producers.engines.leash import children_leashed
-from producers.engines.settings import engine_arguments, fingerprint, verify
-from producers.engines.stale_kv import DROP_STALE_KV
-from producers.engines.weight_files import BaseModel, HeldFile, check
-from producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
-from producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
-from schemas.config import RunConfig
-from schemas.policy import WeightManifest
-from schemas.rollout import EngineFingerprint, SamplingSettings
-
 PARAMS_KEPT = 256
 """Objects made for `generate`; agents' calls ask for any number of tokens up to the context."""
 DEAD = "vLLM's engine process has died; its own log says why"
@@ -44,7 +43,7 @@ MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size"
 
 
 class VllmEngine:
-    """One vLLM engine; see `producers.interfaces.Engine`. Built by `start`.
+    """One vLLM engine; see `penstock.producers.interfaces.Engine`. Built by `start`.
 
     max_model_len: the longest prompt plus completion, in tokens.
     """
@@ -151,7 +150,7 @@ class VllmEngine:
         return await asyncio.shield(asyncio.ensure_future(self._replace_weights(manifest, path)))
 
     async def capture(self, token_ids: list[int], path: str) -> None:
-        """Writes the hidden states of a replayed sequence to `path`; see `producers.interfaces.InspectableEngine`.
+        """Writes the hidden states of a replayed sequence to `path`; see `penstock.producers.interfaces.InspectableEngine`.
 
         Raises:
             ValueError: vLLM refuses the sequence.

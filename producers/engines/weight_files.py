@@ -5,8 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from producers.interfaces import EngineError, WeightLoadError
-from schemas.policy import TensorSpec, WeightManifest
+from penstock.producers.interfaces import EngineError, WeightLoadError
+from penstock.schemas.policy import TensorSpec, WeightManifest
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 LARGEST_HEADER_BYTES = 100_000_000

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 
-from schemas.prompt import Prompt, Reward
+from penstock.schemas.prompt import Prompt, Reward
 
 HELD_OUT_ONE_IN = 8
 """One pair of operands in so many is held out."""

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from schemas.prompt import Message, Prompt, Reward
+from penstock.schemas.prompt import Message, Prompt, Reward
 
 if TYPE_CHECKING:
-    from producers.endpoint.inside import Conversation
+    from penstock.producers.endpoint.inside import Conversation
 
 Json = dict[str, Any]
 

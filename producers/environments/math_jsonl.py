@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
-
-from schemas.prompt import Message, Prompt, Reward
+from penstock.schemas.prompt import Message, Prompt, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify, on a machine that is busy with other things."""
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a problem file; `source` is its file and line number."""
 
     text: str
@@ -86,12 +85,12 @@ class MathJsonl:
         correct = allowed and self._scorer.is_correct(prompt.answer, boxed + final)
         return Reward(value=float(correct), parts={"correct": float(correct)})
 
-    def _ask(self, problem: Problem) -> Prompt:
+    def _ask(self, problem: MathProblem) -> Prompt:
         system = (Message(role="system", content=self._system_prompt),) if self._system_prompt is not None else ()
         question = Message(role="user", content=problem.text)
         return Prompt(messages=(*system, question), answer=problem.answer, metadata={"source": problem.source})
 
-    def _without_held_out(self, problems: list[Problem], prompts_file: str) -> list[Problem]:
+    def _without_held_out(self, problems: list[MathProblem], prompts_file: str) -> list[MathProblem]:
         held_out = {problem.text for problem in self._evaluation}
         training = [problem for problem in problems if problem.text not in held_out]
         if not training:
@@ -107,7 +106,7 @@ class MathJsonl:
         return order
 
 
-def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Problem]:
+def _read_problems(file: str, problem_field: str, answer_field: str) -> list[MathProblem]:
     problems = []
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")
@@ -124,7 +123,7 @@ def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Pro
         if not isinstance(record, dict):
             raise ValueError(f"MathJsonl: {where}: {line[:80]!r}, expected an object")
         text, answer = _field(record, problem_field, where), _field(record, answer_field, where)
-        problems.append(Problem(text=text, answer=answer, source=where))
+        problems.append(MathProblem(text=text, answer=answer, source=where))
     if not problems:
         raise ValueError(f"MathJsonl: {file!r} holds no problem, expected one JSON object a line")
     return problems

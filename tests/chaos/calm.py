@@ -44,7 +44,7 @@ def _finish(storm: "Storm") -> None:
         return _stop_all(storm)
     # After a deep rollback far more is released than was trained: every index shall be used.
     num_updates = json.loads((storm.run_folder / "trainer.json").read_text())["num_updates"]
-    num_updates = max(num_updates, math.ceil(Notes(storm.notes).last_index / storm.config.groups_per_step))
+    num_updates = max(num_updates, math.ceil(Notes(storm.notes).last_index / storm.config.groups_per_batch))
     storm.config = msgspec.structs.replace(storm.config, num_updates=num_updates + storm.config.max_lag + 5)
     storm.trainers = storm.trainers[:1]
     for seat in [*storm.trainers, *storm.producers]:

@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from real_server import installed_servers
-from transformers import AutoTokenizer
-
-from deploy.make_model import ModelRecipe, make_model
-from schemas.config import (
+from penstock.deploy.demo.make_model import ModelRecipe, make_model
+from penstock.schemas.config import (
     CheckpointConfig,
     EngineConfig,
     EvaluationConfig,
@@ -26,6 +23,9 @@ from schemas.config import (
     SamplingConfig,
     TrainerConfig,
 )
+from transformers import AutoTokenizer
+
+from real_server import installed_servers
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.leg import Leg
 from tests.chaos.storm import Done, Storm
@@ -111,7 +111,7 @@ def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
         seed=leg.seed,
         num_updates=FOREVER,
         group_size=2,
-        groups_per_step=4,
+        groups_per_batch=4,
         max_lag=2,
         model=ModelConfig(path=str(model)),
         environment=Plug(path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(notes)}),

@@ -5,7 +5,7 @@ from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 
-from schemas.prompt import Prompt
+from penstock.schemas.prompt import Prompt
 
 
 class Fate(StrEnum):

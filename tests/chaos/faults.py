@@ -6,7 +6,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from cutting_proxy import When
-
 from tests.chaos.leg import Leg
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 
-from schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.storm import Storm
 from tests.chaos.witness import Chain, ChainError, digest_of_base, digest_of_checkpoint
@@ -120,9 +120,9 @@ def _judge_redis(verdict: Verdict, storm: Storm) -> None:
 
 def _audit(verdict: Verdict, storm: Storm) -> None:
     """`penstock audit`, where there is one, must agree."""
-    if importlib.util.find_spec("deploy.audit") is None:
+    if importlib.util.find_spec("penstock.deploy.operate.audit") is None:
         return
-    command = [sys.executable, "-m", "deploy.cli", "audit", storm.config.name, "--runs", str(storm.runs)]
+    command = [sys.executable, "-m", "penstock.deploy.cli", "audit", storm.config.name, "--runs", str(storm.runs)]
     environment = {**os.environ, "REDIS_URL": f"unix://{storm.server.socket}"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if shown.returncode:

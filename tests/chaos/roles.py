@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from scripted_engine import ScriptedEngine
+import penstock.consumers.__main__ as trainer_entry
+import penstock.producers.__main__ as producer_entry
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.release import Releaser
+from penstock.producers.interfaces import Completion
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process import logs
+from penstock.schemas.rollout import SamplingSettings
 
-import consumers.__main__ as trainer_entry
-import producers.__main__ as producer_entry
-from consumers.ledger import Ledger
-from consumers.reader import Reader
-from consumers.release import Releaser
-from producers.interfaces import Completion
-from schemas import logs
-from schemas.config import RunConfig
-from schemas.rollout import SamplingSettings
+from scripted_engine import ScriptedEngine
 from tests.chaos.witness import observed_learner
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from random import Random
 
 import redis
+from penstock.deploy.launch.child import Child
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-
-from deploy.child import Child
 
 WINDOW_S = 1.0
 """What a power loss may take under `everysec`: the server syncs its append-only file once a second."""

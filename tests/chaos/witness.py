@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock.consumers.learning.batch import Batch, MicroBatch
+from penstock.consumers.learning.learner import Learner, StepReport
+from penstock.deploy.demo.char_tokenizer import ALPHABET, build_tokenizer
+from penstock.schemas.config import RunConfig
 from safetensors.torch import load_file
 
-from consumers.batch import Batch, MicroBatch
-from consumers.learner import Learner, StepReport
-from deploy.char_tokenizer import ALPHABET, build_tokenizer
-from schemas.config import RunConfig
 from tests.chaos.environment import END, index_of
 
 FIRST_CHARACTER = build_tokenizer(16).convert_tokens_to_ids(ALPHABET[0])

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import penstock.consumers.__main__ as entry
 import pytest
+
 from lossy_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench
 from trainer_process import TrainerProcesses
-
-import consumers.__main__ as entry
 
 
 @pytest.fixture

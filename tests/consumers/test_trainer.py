@@ -3,16 +3,16 @@
 import threading
 import time
 
+import penstock.consumers.__main__ as entry
 import pytest
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
+
 from mini_producer import dead_fields, group_fields
 from real_server import RealServer
 from trainer_bench import KilledError, assert_balanced
-
-import consumers.__main__ as entry
-from consumers.settlement import RunFailedError
-from schemas.config import ConfigError
-from schemas.keys import Field, Keys
-from schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = pytest.mark.redis
 

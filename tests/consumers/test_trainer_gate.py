@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import penstock.consumers.__main__ as entry
 import pytest
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.parity.gate import Gate
+from penstock.schemas.keys import Commit
+
 from trainer_bench import Bench
 from training_groups import tiny_model
-
-import consumers.__main__ as entry
-from consumers.metrics import TrainerMetrics
-from consumers.parity.gate import Gate
-from schemas.keys import Commit
 
 pytestmark = pytest.mark.redis
 

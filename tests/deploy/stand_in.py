@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 import redis
-
-from schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, encode_heartbeat
-from schemas.keys import Commit, Keys
-from schemas.rollout import EngineFingerprint
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, encode_heartbeat
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.rollout import EngineFingerprint
 
 part, folder, behavior = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 keys = Keys(folder.name)

@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-from deploy.launcher import Launcher
-from deploy.live_view import open_view
-from deploy.producer_pool import PartDied
-from deploy.run_folder import RunFolder
-from schemas.config import ModelConfig, Plug, ProducersConfig, RunConfig
+from penstock.deploy.launch.launcher import Launcher
+from penstock.deploy.launch.live_view import open_view
+from penstock.deploy.launch.producer_pool import PartDied
+from penstock.deploy.launch.run_folder import RunFolder
+from penstock.schemas.config import ModelConfig, Plug, ProducersConfig, RunConfig
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
@@ -17,7 +17,7 @@ def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
         name=name,
         num_updates=5,
         model=ModelConfig(path="model"),
-        environment=Plug(path="producers.environments.arithmetic:Arithmetic"),
+        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic"),
         producers=ProducersConfig(count=2),
     )
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from deploy import cli
-from deploy.operator_commands import add_operator_commands
-from schemas.config import ConfigError
+from penstock.deploy import cli
+from penstock.deploy.operate.commands import add_operator_commands
+from penstock.schemas.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
@@ -72,7 +71,7 @@ def test_dry_run_checks_the_objective(capsys, model_folder):
 
 def test_an_environment_beside_the_run_file_is_found(capsys, model_folder, tmp_path):
     (tmp_path / "my_lab.py").write_text(
-        "from schemas.prompt import Prompt\n"
+        "from penstock.schemas.prompt import Prompt\n"
         "class Echo:\n"
         "    num_evaluation_prompts = 1\n"
         "    def __init__(self, *, seed): pass\n"
@@ -83,7 +82,7 @@ def test_an_environment_beside_the_run_file_is_found(capsys, model_folder, tmp_p
     (tmp_path / "run.toml").write_text(
         f'name = "echo"\n[model]\npath = "{model_folder}"\n[environment]\npath = "my_lab:Echo"\n'
     )
-    command = [sys.executable, "-m", "deploy.cli", "run", "run.toml", "--dry-run"]
+    command = [sys.executable, "-m", "penstock.deploy.cli", "run", "run.toml", "--dry-run"]
     shown = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -111,7 +110,7 @@ def test_a_run_name_that_exists_is_refused_with_both_ways_out(capsys, model_fold
 
 @pytest.mark.parametrize("part", ["trainer", "producer"])
 def test_a_part_without_a_redis_says_so(part, tmp_path, model_folder):
-    command = [sys.executable, "-m", "deploy.cli", part, DEMO, "--set", f"model.path={model_folder}"]
+    command = [sys.executable, "-m", "penstock.deploy.cli", part, DEMO, "--set", f"model.path={model_folder}"]
     shown = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -195,9 +194,7 @@ def test_a_surprise_keeps_its_traceback(monkeypatch):
 
 
 def test_the_command_itself_imports_neither_torch_nor_vllm():
-    program = (
-        "import sys, deploy.cli, deploy.launcher, deploy.live_view; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
-    )
+    program = "import sys, penstock.deploy.cli, penstock.deploy.launch.launcher, penstock.deploy.launch.live_view; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert shown.stdout.strip() == "[]"
 

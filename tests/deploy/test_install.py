@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from deploy.missing_requirements import missing_from_file, missing_requirements
+from penstock.deploy.missing_requirements import missing_from_file, missing_requirements
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("awk", "bash", "cat", "cp", "cut", "df", "dirname", "env", "grep", "head", "mkdir", "printf")
@@ -209,4 +208,4 @@ def test_makefile_has_every_target():
         text=True,
     )
     assert made.returncode == 0, made.stderr
-    assert "penstock" in made.stdout or "deploy.cli" in made.stdout
+    assert "penstock" in made.stdout or "penstock.deploy.cli" in made.stdout

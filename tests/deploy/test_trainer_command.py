@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from penstock.deploy import cli
+from penstock.deploy.launch.start_checks import check, check_server
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig
+from penstock.schemas.keys import Commit
+
 from real_server import RealServer
 from trainer_bench import Bench, wait_for
 from trainer_process import TrainerProcesses, with_learner
 
-from deploy import cli
-from deploy.start_checks import check, check_server
-from schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig
-from schemas.keys import Commit
-
 OFTEN = """
-import consumers.tenure
-consumers.tenure.STANDBY_LOG_S = 0.2
+import penstock.consumers.stream.leadership
+penstock.consumers.stream.leadership.STANDBY_LOG_S = 0.2
 Learner = ScriptedLearner
 """
 
@@ -89,7 +89,7 @@ def test_resume_and_standby_together_are_refused(tmp_path, capsys):
 
 @pytest.fixture
 def config(model_folder) -> RunConfig:
-    environment = Plug(path="producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
+    environment = Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
     return RunConfig(name="r", model=ModelConfig(path=str(model_folder)), environment=environment)
 
 
@@ -160,7 +160,7 @@ def test_run_and_trainer_refuse_a_real_server_that_evicts(evicting, tmp_path, mo
         file = tmp_path / "whole.toml"
         file.write_text(
             f'name = "whole"\n[model]\npath = "{model_folder}"\n'
-            '[environment]\npath = "producers.environments.arithmetic:Arithmetic"\nkwargs = { width = 2 }\n'
+            '[environment]\npath = "penstock.producers.environments.arithmetic:Arithmetic"\nkwargs = { width = 2 }\n'
         )
         assert cli.main(["run", str(file), "--runs", str(tmp_path)]) == 2
         shown = capsys.readouterr()
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_info_is_one_line(evicting, config, monkeypatch, t
     file = tmp_path / "run.toml"
     file.write_text(
         f'name = "whole"\n[model]\npath = "{config.model.path}"\n'
-        '[environment]\npath = "producers.environments.arithmetic:Arithmetic"\nkwargs = { width = 2 }\n'
+        '[environment]\npath = "penstock.producers.environments.arithmetic:Arithmetic"\nkwargs = { width = 2 }\n'
     )
     assert cli.main(["run", str(file), "--runs", str(tmp_path)]) == 1
     error = capsys.readouterr().err

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+
 from chat_templates import decode, encode
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

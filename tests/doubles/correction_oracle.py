@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from schemas.config import CorrectionConfig, Rejection
+from penstock.schemas.config import CorrectionConfig, Rejection
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from producers.engines.weight_transfer import EngineReport
+from penstock.producers.engines.weight_transfer import EngineReport
 
 
 class FaultyWorker(EngineReport):

@@ -4,11 +4,11 @@ import time
 from collections import Counter
 
 import redis
-from mini_producer import MiniProducer
+from penstock.schemas.keys import PRODUCERS_GROUP
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from schemas.keys import PRODUCERS_GROUP
+from mini_producer import MiniProducer
 
 _PASSING = ("NOGROUP", "UNBLOCKED", "MISCONF")
 

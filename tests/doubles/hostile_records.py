@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+
 import wire_examples
 
 encode = msgspec.msgpack.encode

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import msgspec
-import wire_examples
-from recorded_batches import header
+from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
+from penstock.schemas.prompt import Message, Prompt, Reward
+from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, SegmentFindings, encode_batch
+from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from consumers.record_files import SegmentFiles
-from deploy.run_folder import save_run_file
-from schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
-from schemas.prompt import Message, Prompt, Reward
-from schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, SegmentFindings, encode_batch
-from schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
+import wire_examples
+from recorded_batches import header
 
 NAME = "inspected"
 EOS = 256

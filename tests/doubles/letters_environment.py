@@ -2,7 +2,7 @@
 
 import random
 
-from schemas.prompt import Prompt
+from penstock.schemas.prompt import Prompt
 
 
 class Letters:

@@ -4,17 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from penstock.consumers.learning.interfaces import LossInputs
+from penstock.consumers.learning.objectives.cispo import Cispo
+from penstock.consumers.learning.objectives.dapo import Dapo
+from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
+from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.learning.objectives.gspo import Gspo
+from penstock.consumers.learning.objectives.reinforce import Reinforce
+from penstock.consumers.learning.objectives.sapo import Sapo
+from penstock.consumers.learning.objectives.terms import PolicyObjective
 from torch import Tensor
-
-from consumers.interfaces import LossInputs
-from consumers.objectives.cispo import Cispo
-from consumers.objectives.dapo import Dapo
-from consumers.objectives.decoupled_ppo import DecoupledPpo
-from consumers.objectives.grpo import Grpo
-from consumers.objectives.gspo import Gspo
-from consumers.objectives.reinforce import Reinforce
-from consumers.objectives.sapo import Sapo
-from consumers.objectives.terms import PolicyObjective
 
 WIDE: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
 

@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
-from wire_examples import FINGERPRINT
 
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_floats, pack_ids
+from wire_examples import FINGERPRINT
 
 
 @dataclass

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.check import check_parity
+from penstock.consumers.parity.layers import captured_version, compare_layers
+from penstock.consumers.parity.report import LayerGap, ParityReport
+from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, probe
+from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from consumers.model import PackedModel
-from consumers.parity.check import check_parity
-from consumers.parity.layers import captured_version, compare_layers
-from consumers.parity.report import LayerGap, ParityReport
-from producers.probe import PosedPrompt, WeightUpdate, probe
-from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig, TrainerConfig
-from schemas.policy import TensorSpec, WeightManifest
-from schemas.prompt import Prompt
-from schemas.rollout import RolloutGroup, SamplingSettings
 
 LETTERS = "abcdefg"
 MERGES = [(one, two) for one in LETTERS for two in LETTERS]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from schemas.config import RunConfig
+from penstock.schemas.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -20,8 +19,8 @@ import time
 from pathlib import Path
 import msgspec
 import scripted_engine
-from producers.__main__ import main
-from schemas.config import RunConfig
+from penstock.producers.__main__ import main
+from penstock.schemas.config import RunConfig
 config = msgspec.json.decode(sys.argv[1], type=RunConfig)
 sys.exit(main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3], engine_factory=scripted_engine.start))
 """

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from scripted_engine import ScriptedEngine
+from penstock.producers.loop import Producer
+from penstock.schemas.config import ProducersConfig, RunConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
+from penstock.schemas.prompt import Prompt
 
-from producers.loop import Producer
-from schemas.config import ProducersConfig, RunConfig
-from schemas.keys import PRODUCERS_GROUP, Field, Keys
-from schemas.prompt import Prompt
+from scripted_engine import ScriptedEngine
 
 KEYS = Keys("test")
 QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)

@@ -6,13 +6,13 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from scripted_engine import ScriptedEngine
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import RunConfig
+from penstock.schemas.prompt import Prompt
 
-from producers.connection import Connection
-from producers.loop import Producer
-from producers.metrics import ProducerMetrics
-from schemas.config import RunConfig
-from schemas.prompt import Prompt
+from scripted_engine import ScriptedEngine
 
 
 class Characters:
@@ -78,7 +78,7 @@ class ProducerThread(threading.Thread):
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         metrics, tasks = ProducerMetrics(), self._tasks
-        connection = Connection.open(self._url, outage_s=45.0, metrics=metrics)
+        connection = ProducerConnection.open(self._url, outage_s=45.0, metrics=metrics)
         try:
             producer = Producer(
                 self._config,

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import redis
-
-from deploy.server_binary import bundled_server
+from penstock.deploy.launch.server_binary import bundled_server
 
 
 def installed_servers() -> dict[str, Path]:

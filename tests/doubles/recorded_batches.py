@@ -3,12 +3,20 @@
 import random
 from pathlib import Path
 
-import wire_examples
+from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.schemas.config import RecordingConfig
+from penstock.schemas.record import (
+    FOLDER,
+    BatchHead,
+    GroupEntry,
+    RecordedGroup,
+    SegmentFindings,
+    SegmentHeader,
+    encode_batch,
+)
+from penstock.schemas.rollout import encode_group, pack_floats
 
-from consumers.record_files import SegmentFiles
-from schemas.config import RecordingConfig
-from schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, SegmentFindings, SegmentHeader, encode_batch
-from schemas.rollout import encode_group, pack_floats
+import wire_examples
 
 SMALLEST = RecordingConfig(max_mb=2, segment_mb=1)
 

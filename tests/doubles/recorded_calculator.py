@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from producers.environments.calculator import Calculator
-from schemas.prompt import Prompt, Reward
+from penstock.producers.environments.calculator import Calculator
+from penstock.schemas.prompt import Prompt, Reward
 
 
 class RecordedCalculator(Calculator):

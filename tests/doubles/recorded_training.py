@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training_groups import configuration, random_group
+from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.learner import Learner, StepReport
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.observe.record import RolloutRecorder, Taken
+from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
+from penstock.schemas.config import RunConfig, TrainerConfig
+from penstock.schemas.policy import make_version
 
-from consumers.batch import pack
-from consumers.checkpoints import Checkpoints, CheckpointState
-from consumers.learner import Learner, StepReport
-from consumers.record import Recorder, Taken
-from consumers.staleness import LagTable
-from schemas.config import RunConfig, TrainerConfig
-from schemas.policy import make_version
+from training_groups import configuration, random_group
 
 FIRST_VERSION = 7
 """`random_group` is of versions 3 to 7."""
@@ -22,7 +22,7 @@ GROUPS = 3
 def settings(model: Path, **changes: Any) -> RunConfig:
     """Two optimizer steps a batch, on the rising part of the learning rate."""
     trainer = TrainerConfig(device="cpu", learning_rate=5e-3, num_minibatches=2, warmup_steps=5)
-    return configuration(model, **{"record": True, "groups_per_step": GROUPS, "trainer": trainer, **changes})
+    return configuration(model, **{"record": True, "groups_per_batch": GROUPS, "trainer": trainer, **changes})
 
 
 class RecordedTraining:
@@ -47,7 +47,7 @@ class RecordedTraining:
         forks = dict.fromkeys(range(1, self._epoch + 1), FIRST_VERSION)
         current = make_version(self._epoch, 0) if self._epoch else FIRST_VERSION
         lag_of = LagTable(current, forks, {0: FIRST_VERSION})
-        recorder = Recorder(config, self.folder, self._epoch, self._taken, lag_of)
+        recorder = RolloutRecorder(config, self.folder, self._epoch, self._taken, lag_of)
         position = max(self._taken.values(), default=0)
         for update in range(position, position + num_updates):
             seed = seeds[update - position] if seeds else update

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from producers.interfaces import Completion, EngineError, WeightLoadError
-from schemas.config import RunConfig
-from schemas.policy import WeightManifest
-from schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
+from penstock.producers.interfaces import Completion, EngineError, WeightLoadError
+from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
 
 SETTINGS_VARIABLE = "SCRIPTED_ENGINE"
 FINGERPRINT = EngineFingerprint(
@@ -166,7 +166,7 @@ class ScriptedEngine:
 
 
 async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
-    """An engine factory for `producers.__main__.main`."""
+    """An engine factory for `penstock.producers.__main__.main`."""
     settings: dict[str, Any] = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
     return ScriptedEngine(**settings)
 

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-
-from consumers.batch import Batch
-from consumers.learner import NOTHING_TO_TRAIN, StepReport
-from schemas.config import RunConfig
+from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, StepReport
+from penstock.schemas.config import RunConfig
 
 
 class ScriptedLearner:

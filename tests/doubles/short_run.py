@@ -8,16 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mini_producer import MiniProducer
-from scripted_learner import ScriptedLearner
-
-import consumers.__main__ as entry
-from consumers.connection import Connection
-from consumers.metrics import TrainerMetrics
-from consumers.trainer import Trainer
-from deploy import cli
-from deploy.run_folder import save_run_file
-from schemas.config import (
+import penstock.consumers.__main__ as entry
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.trainer import Trainer
+from penstock.deploy import cli
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.config import (
     CheckpointConfig,
     EvaluationConfig,
     MetricsConfig,
@@ -26,7 +23,10 @@ from schemas.config import (
     Plug,
     RunConfig,
 )
-from schemas.keys import Keys
+from penstock.schemas.keys import Keys
+
+from mini_producer import MiniProducer
+from scripted_learner import ScriptedLearner
 
 
 class KilledError(Exception):
@@ -49,7 +49,7 @@ class ShortRun:
         fields: dict[str, Any] = {
             "name": "test",
             "num_updates": 12,
-            "groups_per_step": 4,
+            "groups_per_batch": 4,
             "group_size": 2,
             "model": ModelConfig(path="none"),
             "environment": Plug(path="none:None"),
@@ -68,7 +68,7 @@ class ShortRun:
         self._producers: list[MiniProducer] = []
 
     def trainer(self, *, resume: bool = False, fail_at: dict[int, Any] | None = None) -> Trainer:
-        connection = Connection(self.url, outage_s=20)
+        connection = TrainerConnection(self.url, outage_s=20)
         trainer = entry.open_trainer(self.config, self.runs, connection, TrainerMetrics(), resume=resume)
         assert trainer is not None
         trainer.learner.fail_at.update(fail_at or {})

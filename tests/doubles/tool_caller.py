@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas.prompt import Prompt, Reward
+from penstock.schemas.prompt import Prompt, Reward
 
 NUMBER = {"type": "number"}
 PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}}

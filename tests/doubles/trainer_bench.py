@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import penstock.consumers.__main__ as entry
 import redis
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.scripts import Scripts
+from penstock.consumers.trainer import Trainer
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.keys import Keys
+
 from cutting_proxy import CuttingProxy
 from hardy_producer import HardyProducer
 from mini_producer import MiniProducer
 
-import consumers.__main__ as entry
-from consumers.connection import Connection
-from consumers.metrics import TrainerMetrics
-from consumers.scripts import Scripts
-from consumers.trainer import Trainer
-from schemas.config import RunConfig, load_config
-from schemas.keys import Keys
-
 RUN_FILE = """
 name = "test"
 num_updates = 12
-groups_per_step = 4
+groups_per_batch = 4
 group_size = 2
 max_lag = 2
 [model]
@@ -57,7 +57,7 @@ class Bench:
         self.file.write_text(RUN_FILE)
         self.overrides: list[str] = []
         self.producers: list[MiniProducer] = []
-        self.connections: list[Connection] = []
+        self.connections: list[TrainerConnection] = []
         self.trainers: list[Trainer] = []
         self.metrics: TrainerMetrics | None = None
 
@@ -70,7 +70,7 @@ class Bench:
         return self.runs / "test"
 
     def trainer(self, *, resume: bool = False, standby: bool = False, url: str | None = None) -> Trainer:
-        connection = Connection(url or self.url, outage_s=45)
+        connection = TrainerConnection(url or self.url, outage_s=45)
         self.connections.append(connection)
         self.metrics = TrainerMetrics()
         trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)

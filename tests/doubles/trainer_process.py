@@ -20,8 +20,8 @@ _PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from scripted_learner import ScriptedLearner
-import consumers.__main__ as entry
-from deploy.cli import main
+import penstock.consumers.__main__ as entry
+from penstock.deploy.cli import main
 {learner}
 entry._load_learner = Learner
 sys.exit(main(sys.argv[1:]))
@@ -30,7 +30,7 @@ sys.exit(main(sys.argv[1:]))
 BARE = """
 import sys, time
 from pathlib import Path
-from deploy.cli import main
+from penstock.deploy.cli import main
 {setup}
 sys.exit(main(sys.argv[1:]))
 """

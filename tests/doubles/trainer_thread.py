@@ -2,7 +2,7 @@
 
 import threading
 
-from consumers.trainer import Trainer
+from penstock.consumers.trainer import Trainer
 
 
 class TrainerThread(threading.Thread):

@@ -5,12 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
-from wire_examples import FINGERPRINT
 
-from schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_floats, pack_ids
+from wire_examples import FINGERPRINT
 
 VOCABULARY = 23
 

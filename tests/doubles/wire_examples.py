@@ -1,7 +1,7 @@
 """The group whose encodings are kept as golden payloads: two siblings, the second of two turns."""
 
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import (
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
     EngineFingerprint,
     Rollout,
     RolloutGroup,

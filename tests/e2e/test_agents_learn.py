@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from markov_agent import MarkovAgent
 from tool_caller import TOOLS
 
@@ -25,7 +26,7 @@ RUN_FILE = """
 name = "agents"
 num_updates = {num_updates}
 group_size = 8
-groups_per_step = 4
+groups_per_batch = 4
 max_lag = 1
 model.path = "{model}"
 environment.path = "tool_caller:{environment}"
@@ -76,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
         MarkovAgent(tmp_path / "model")
         file = tmp_path / "run.toml"
         file.write_text(RUN_FILE.format(num_updates=NUM_UPDATES, model=tmp_path / "model", environment=environment))
-        command = [sys.executable, "-m", "deploy.cli", "run", str(file), "--runs", str(tmp_path / "runs")]
+        command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(file), "--runs", str(tmp_path / "runs")]
         variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"}
         with (tmp_path / "output").open("wb") as output:
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=variables))

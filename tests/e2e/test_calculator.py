@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from deploy.make_model import RECIPES, make_model
+from penstock.deploy.demo.make_model import RECIPES, make_model
 
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -60,9 +59,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def run_arguments(folder: Path, model: Path, **settings: object) -> list[str]:
-    settings |= {"model.path": model, "num_updates": NUM_UPDATES, "groups_per_step": 8, "evaluation.num_prompts": 0}
+    settings |= {"model.path": model, "num_updates": NUM_UPDATES, "groups_per_batch": 8, "evaluation.num_prompts": 0}
     settings |= {"metrics.port": 0, "endpoint.port": 0}
-    command = ["-m", "deploy.cli", "run", "deploy/runs/calculator.toml", "--name", folder.name]
+    command = ["-m", "penstock.deploy.cli", "run", "deploy/runs/calculator.toml", "--name", folder.name]
     command += ["--runs", str(folder.parent)]
     return [*command, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
 
@@ -104,7 +103,7 @@ def test_the_calculator_environment_learns_to_call_its_tool(
 def test_the_example_of_an_agent_outside_learns_the_same(
     start: Start, model: Path, folder: Path, tmp_path: Path
 ) -> None:
-    tasks = "producers.environments.calculator:CalculatorTasks"
+    tasks = "penstock.producers.environments.calculator:CalculatorTasks"
     process = start("run", *run_arguments(folder, model, **{"environment.path": tasks}))
     log, said = folder / "logs" / "producer-0.log", "agents are served at "
     deadline = time.monotonic() + RUN_S
@@ -112,7 +111,7 @@ def test_the_example_of_an_agent_outside_learns_the_same(
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "run").read_text()
         time.sleep(0.2)
     url = log.read_text().partition(said)[2].split()[0]
-    agent = start("agent", "deploy/examples/outside_agent.py", url)
+    agent = start("agent", "docs/examples/outside_agent.py", url)
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()
     assert agent.wait(60) == 0, (tmp_path / "agent").read_text()
     check(folder)

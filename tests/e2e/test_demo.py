@@ -10,9 +10,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
-from deploy.make_model import make_model
-from schemas.policy import VERSIONS_PER_EPOCH
+from penstock.deploy.demo.make_model import make_model
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,7 +27,7 @@ class Demo:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder / "runs" / "e2e"
         self._log = folder / "output"
-        self._command = [sys.executable, "-m", "deploy.cli", "run", "deploy/runs/demo.toml"]
+        self._command = [sys.executable, "-m", "penstock.deploy.cli", "run", "deploy/runs/demo.toml"]
         self._command += ["--name", "e2e", "--runs", str(self.folder.parent), "--set", f"model.path={model}"]
         self._command += ["--set", f"num_updates={NUM_UPDATES}", "--set", "checkpoint.every=10"]
         self._command += ["--set", "metrics.port=0"]

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
+from penstock.schemas.keys import Field, Keys, Kind
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
+
 from markov_agent import LETTERS, MarkovAgent
 from producer_run import Numbers, until
-
-from producers.connection import Connection
-from producers.loop import Producer
-from producers.metrics import ProducerMetrics
-from schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
-from schemas.keys import Field, Keys, Kind
-from schemas.policy import WeightManifest
-from schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
 @pytest.fixture
 async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[Run]:
-    from producers.engines.answer_parser import VllmAnswerParser
+    from penstock.producers.engines.answer_parser import VllmAnswerParser
 
     agent = MarkovAgent(tmp_path / "model")
     endpoint = EndpointConfig(port=0, tool_parser="hermes")
@@ -103,7 +103,7 @@ async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[R
     )
     engine = Recorder(await vllm_engine.start(config))
     metrics, environment = ProducerMetrics(), Numbers()
-    connection = Connection.open(redis_url, outage_s=30.0, metrics=metrics)
+    connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
     producer = Producer(
         config,
         runs=tmp_path,

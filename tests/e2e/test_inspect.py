@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, needs_browser
+from penstock.deploy.demo.make_model import make_model
+from penstock.schemas.record import sampled_tokens
+from penstock.schemas.record_reader import Record
 
-from deploy.make_model import make_model
-from schemas.record import sampled_tokens
-from schemas.record_reader import Record
+from browser import Browser, needs_browser
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ class Run:
         self.runs = folder / "runs"
         self.folder = self.runs / NAME
         self._log = folder / "output"
-        command = [sys.executable, "-m", "deploy.cli", "run", "deploy/runs/demo.toml", "--name", NAME]
+        command = [sys.executable, "-m", "penstock.deploy.cli", "run", "deploy/runs/demo.toml", "--name", NAME]
         command += ["--runs", str(self.runs)]
         for setting in (f"model.path={folder / 'model'}", f"num_updates={NUM_UPDATES}", "record=true",
                         "metrics.port=0", "evaluation.num_prompts=16", "producers.count=1"):  # fmt: skip
@@ -54,7 +54,17 @@ class Run:
     @contextmanager
     def inspected(self, *arguments: str) -> Iterator[str]:
         """The URL; the inspector ends cleanly at the end."""
-        command = [sys.executable, "-m", "deploy.cli", "inspect", NAME, "--runs", str(self.runs), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "penstock.deploy.cli",
+            "inspect",
+            NAME,
+            "--runs",
+            str(self.runs),
+            "--port",
+            "0",
+        ]
         with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None

@@ -3,13 +3,13 @@
 import time
 from pathlib import Path
 
+import penstock.consumers.__main__ as entry
 import pytest
+
 from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench, assert_settled_once, at_step, tracebacks
-
-import consumers.__main__ as entry
 
 AWAY_S = 30.0
 

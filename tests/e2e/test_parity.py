@@ -5,16 +5,16 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.learner import Learner
+from penstock.producers.interfaces import Completion
+from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
 from safetensors.torch import save_file
-from training_groups import tiny_model
 
-from consumers.batch import pack
-from consumers.learner import Learner
-from producers.interfaces import Completion
-from schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
-from schemas.policy import TensorSpec, WeightManifest
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
+from training_groups import tiny_model
 
 pytestmark = [
     pytest.mark.vllm,

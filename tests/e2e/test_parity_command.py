@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import probed_engine
 import pytest
+
+import probed_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -16,7 +17,7 @@ RUN_FILE = """
 name = "letters"
 num_updates = 2
 group_size = 8
-groups_per_step = 4
+groups_per_batch = 4
 [model]
 path = "{model}"
 [environment]
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
     return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *words],
+        [sys.executable, "-m", "penstock.deploy.cli", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

@@ -1,16 +1,12 @@
 """The parity check on the real vLLM: it names each fault that is injected, and finds none where there is none."""
 
 import msgspec
-import probed_engine
 import pytest
 import pytest_asyncio
-from parity_faults import LabelsOnly, bfloat16_head
-from probed_engine import PROMPTS, ProbedEngine
-
-from consumers.parity.report import TOLERANCES
-from consumers.parity.verdict import with_layers
-from producers.probe import batch_dependence
-from schemas.rollout import (
+from penstock.consumers.parity.report import TOLERANCES
+from penstock.consumers.parity.verdict import with_layers
+from penstock.producers.rollout.probe import batch_dependence
+from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
     Segment,
@@ -20,6 +16,10 @@ from schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
+
+import probed_engine
+from parity_faults import LabelsOnly, bfloat16_head
+from probed_engine import PROMPTS, ProbedEngine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -39,9 +39,9 @@ CHUNK = 128
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def changeable(vllm_engine, tmp_path_factory):
     """float32 and eager, so that a layer can be changed while it runs; prefix caching on, salted by version."""
-    from faulty_worker import FaultyWorker
+    from penstock.producers.engines import vllm
 
-    from producers.engines import vllm
+    from faulty_worker import FaultyWorker
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "EngineReport", FaultyWorker)
@@ -169,7 +169,7 @@ async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: Pr
 
 
 async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine, monkeypatch):
-    from producers.engines.stale_kv import DROP_STALE_KV
+    from penstock.producers.engines.stale_kv import DROP_STALE_KV
 
     begun_anew: list[int] = []
     core = sound.engine._llm.engine_core
@@ -325,7 +325,7 @@ async def test_a_bfloat16_head_in_the_engine_only_is_named(half_head: ProbedEngi
 
 async def test_a_bfloat16_head_in_the_trainer_only_is_named(sound: ProbedEngine, monkeypatch):
     groups = await sound.sample()
-    monkeypatch.setattr("consumers.scoring.selected_logprobs", bfloat16_head)
+    monkeypatch.setattr("penstock.consumers.learning.scoring.selected_logprobs", bfloat16_head)
     named(sound.check(groups), "trainer-head")
 
 

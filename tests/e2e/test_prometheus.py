@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from prometheus_server import PrometheusServer, free_port, needs_prometheus, wait_until_served
+from penstock.deploy.demo.make_model import make_model
+from penstock.deploy.grafana.__main__ import DASHBOARDS
+from penstock.deploy.prometheus.command import RULES
+from penstock.schemas.config import DEFAULT_OBJECTIVE
+from penstock.schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, TrainerMetric
+from penstock.schemas.process.redis_url import connection_file
 
-from deploy.grafana.__main__ import DASHBOARDS
-from deploy.make_model import make_model
-from deploy.prometheus.command import RULES
-from schemas.config import DEFAULT_OBJECTIVE
-from schemas.endpoint import connection_file
-from schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, TrainerMetric
+from prometheus_server import PrometheusServer, free_port, needs_prometheus, wait_until_served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
 
@@ -50,7 +50,7 @@ class Watched:
         self._log = folder / "output"
         self.began_s = time.time()
         make_model(folder / "model", progress=lambda line: None)
-        command = [sys.executable, "-m", "deploy.cli", "run", "deploy/runs/demo.toml", "--name", RUN]
+        command = [sys.executable, "-m", "penstock.deploy.cli", "run", "deploy/runs/demo.toml", "--name", RUN]
         command += ["--runs", str(folder / "runs"), "--set", f"model.path={folder / 'model'}"]
         command += ["--set", f"num_updates={NUM_UPDATES}", "--set", "checkpoint.every=20", "--set", "metrics.port=0"]
         command += ["--set", f"objective.path={DEFAULT_OBJECTIVE}", "--set", "objective.kwargs.kl_coefficient=0.001"]
@@ -64,7 +64,7 @@ class Watched:
         """To the end of the run."""
         self._wait_until(connection_file(self.folder).exists)
         address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "deploy.cli", "prometheus", str(self.folder)]
+        command = [sys.executable, "-m", "penstock.deploy.cli", "prometheus", str(self.folder)]
         command += ["--redis-exporter", address] if EXPORTER else []
         shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr

@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-from deploy.make_model import make_model
-from schemas.record import sampled_tokens
-from schemas.record_reader import Record
+from penstock.deploy.demo.make_model import make_model
+from penstock.schemas.record import sampled_tokens
+from penstock.schemas.record_reader import Record
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,7 +26,7 @@ class RecordedDemo:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder / "runs" / "e2e"
         self._log = folder / "output"
-        self._command = [sys.executable, "-m", "deploy.cli", "run", "deploy/runs/demo.toml", "--name", "e2e"]
+        self._command = [sys.executable, "-m", "penstock.deploy.cli", "run", "deploy/runs/demo.toml", "--name", "e2e"]
         self._command += ["--runs", str(self.folder.parent)]
         for setting in (
             f"model.path={model}",
@@ -120,7 +119,7 @@ def test_the_record_of_a_killed_and_continued_demo_gives_its_losses_again(demo):
             ]
     assert gaps and max(gaps) < 1e-4, "in a row at lag 0 the trainer finds what the engine found"
 
-    command = [sys.executable, "-m", "deploy.cli", "replay", str(demo.folder), "--name", "own"]
+    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(demo.folder), "--name", "own"]
     played = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert played.returncode == 0, played.stdout + played.stderr
     assert f"bit for bit, at all {NUM_UPDATES} updates" in played.stdout

@@ -5,18 +5,18 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import penstock.consumers.__main__ as entry
 import pytest
 import redis
+from penstock.consumers.stream.connection import SOCKET_TIMEOUT_S
+from penstock.producers.stream import claims as producer_claim
+from penstock.producers.stream import connection as producer_connection
+
 from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from slow_disk import SlowDisk
 from trainer_bench import Bench, assert_settled_once, at_step, tracebacks, wait_for
-
-import consumers.__main__ as entry
-from consumers.connection import SOCKET_TIMEOUT_S
-from producers import claim as producer_claim
-from producers import connection as producer_connection
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -122,7 +122,7 @@ def test_a_sync_that_takes_longer_than_an_answer_may_is_waited_out(scene, fsync,
     scene.assert_settled_once()
     stalling.join()
     client.close()
-    by_producer = [line.getMessage() for line in caplog.records if line.name == "producers.connection"]
+    by_producer = [line.getMessage() for line in caplog.records if line.name == "penstock.producers.stream.connection"]
     assert len(by_producer) == 2 and "is away (no answer in 10 s)" in by_producer[0] and "is back" in by_producer[1]
     assert not tracebacks(caplog)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from terminal import Terminal
+from penstock.deploy.demo.make_model import make_model
 
-from deploy.make_model import make_model
+from terminal import Terminal
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,7 +37,7 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, env=VARIABLES, stdout=output, stderr=output)
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "deploy.cli", *arguments, "--runs", str(self.runs)]
+        return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
 
     def ask(self, *arguments: str) -> str:
         done = subprocess.run(self.command(*arguments), env=VARIABLES, capture_output=True, text=True, timeout=120)

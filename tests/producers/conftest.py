@@ -12,18 +12,18 @@ import fakeredis
 import msgspec
 import pytest
 import redis
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import WeightManifest
+
 from producer_process import ProducerProcesses
 from producer_run import QUICK, Numbers, Run
 from real_server import RealServer, installed_servers
 from scripted_engine import ScriptedEngine
-
-from producers.connection import Connection
-from producers.episode import load_tokenizer
-from producers.loop import Producer
-from producers.metrics import ProducerMetrics
-from schemas.config import ModelConfig, Plug, RunConfig
-from schemas.keys import Field, Keys
-from schemas.policy import WeightManifest
 
 CHARACTERS = "0123456789+= -abcdefghijklmnopqrstuvwxyz"
 
@@ -69,7 +69,8 @@ def make_config(model_folder: Path) -> Callable[..., RunConfig]:
             "group_size": 4,
             "model": ModelConfig(path=str(model_folder)),
             "environment": Plug(
-                path="producers.environments.arithmetic:Arithmetic", kwargs={"width": 2, "num_evaluation_prompts": 64}
+                path="penstock.producers.environments.arithmetic:Arithmetic",
+                kwargs={"width": 2, "num_evaluation_prompts": 64},
             ),
         }
         config = RunConfig(**{**fields, **changes})
@@ -145,12 +146,12 @@ def metrics() -> ProducerMetrics:
 
 
 @pytest.fixture
-async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., Connection]]:
+async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., ProducerConnection]]:
     """`connect(server)` is a producer's connection to a real server; closed afterwards."""
-    opened: list[Connection] = []
+    opened: list[ProducerConnection] = []
 
-    def open_connection(server: RealServer, outage_s: float = 30.0) -> Connection:
-        opened.append(Connection.open(server.url, outage_s=outage_s, metrics=metrics))
+    def open_connection(server: RealServer, outage_s: float = 30.0) -> ProducerConnection:
+        opened.append(ProducerConnection.open(server.url, outage_s=outage_s, metrics=metrics))
         return opened[-1]
 
     yield open_connection
@@ -161,7 +162,7 @@ async def connect(metrics: ProducerMetrics) -> AsyncIterator[Callable[..., Conne
 class Streams(NamedTuple):
     """A producer's connection, and a plain client of the same data."""
 
-    connection: Connection
+    connection: ProducerConnection
     client: Any
 
     def count(self, stream: str) -> int:
@@ -176,12 +177,12 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
         if request.param not in installed_servers():
             pytest.skip(f"no {request.param} server on this machine")
         server = RealServer(installed_servers()[request.param])
-        connection = Connection.open(server.url, outage_s=30.0, metrics=metrics)
+        connection = ProducerConnection.open(server.url, outage_s=30.0, metrics=metrics)
         yield Streams(connection, server.client)
     else:
         fake = fakeredis.FakeServer()
         fakes = [fakeredis.FakeAsyncRedis(server=fake, protocol=2) for _ in range(2)]
-        connection = Connection(*fakes, outage_s=30.0, metrics=metrics)
+        connection = ProducerConnection(*fakes, outage_s=30.0, metrics=metrics)
         yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
     await connection.close()
     if server is not None:

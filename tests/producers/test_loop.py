@@ -4,14 +4,14 @@ import asyncio
 import logging
 
 import pytest
+from penstock.producers import loop as module
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import ProducersConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from penstock.schemas.rollout import decode_group
+
 from producer_run import KEYS, ids, until
 from scripted_engine import ScriptedEngine
-
-from producers import loop as module
-from producers.interfaces import EngineError
-from schemas.config import ProducersConfig
-from schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
-from schemas.rollout import decode_group
 
 pytestmark = pytest.mark.redis
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from producer_process import wait_for
+from penstock.schemas.config import ModelConfig, ProducersConfig
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from penstock.schemas.rollout import decode_group
 
-from schemas.config import ModelConfig, ProducersConfig
-from schemas.heartbeat import decode_heartbeat
-from schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
-from schemas.rollout import decode_group
+from producer_process import wait_for
 
 pytestmark = pytest.mark.redis
 

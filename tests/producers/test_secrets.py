@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.deploy.security.acl import acl_file, user_names
+from penstock.schemas.config import EvaluationConfig, RedisConfig
+from penstock.schemas.keys import Field
+
 from producer_process import ROOT, wait_for
 from real_server import RealServer
-
-from deploy.run_folder import save_run_file
-from deploy.security.acl import acl_file, user_names
-from schemas.config import EvaluationConfig, RedisConfig
-from schemas.keys import Field
 
 pytestmark = pytest.mark.redis
 
@@ -95,7 +95,15 @@ def _client(server: RealServer, user: str, password: str):
 
 def _trainer_output(runs: Path, url: str, environment: dict[str, str]) -> str:
     """What a trainer says that ends at once."""
-    command = [sys.executable, "-m", "deploy.cli", "trainer", str(runs / "test" / "run.toml"), "--runs", str(runs)]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.deploy.cli",
+        "trainer",
+        str(runs / "test" / "run.toml"),
+        "--runs",
+        str(runs),
+    ]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "REDIS_URL": url, **environment}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert ended.returncode in (1, 2), ended.stderr

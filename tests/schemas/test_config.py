@@ -4,9 +4,8 @@ import sys
 import types
 
 import pytest
-
-from schemas.config import ConfigError, Plug, load_config
-from schemas.plug import construct
+from penstock.schemas.config import ConfigError, Plug, load_config
+from penstock.schemas.process.plugins import construct
 
 MINIMAL = """
 name = "run-1"
@@ -28,16 +27,16 @@ def test_a_minimal_file_gets_every_default(run_file):
     config = load_config(run_file)
     assert config.engine.logprobs_mode == "processed_logprobs"
     assert config.engine.prefix_caching is False
-    assert config.credit == (config.max_lag + 1) * config.groups_per_step
+    assert config.credit == (config.max_lag + 1) * config.groups_per_batch
 
 
 def test_synchronous_mode_is_a_lag_bound_of_zero(run_file):
-    config = load_config(run_file, ["mode=synchronous", "max_lag=4", "groups_per_step=10"])
+    config = load_config(run_file, ["mode=synchronous", "max_lag=4", "groups_per_batch=10"])
     assert (config.lag_bound, config.credit) == (0, 10)
 
 
 def test_the_credit_is_the_batches_that_fit_within_the_lag_bound(run_file):
-    steps = ["trainer.num_epochs=2", "trainer.num_minibatches=2", "groups_per_step=10"]
+    steps = ["trainer.num_epochs=2", "trainer.num_minibatches=2", "groups_per_batch=10"]
     assert load_config(run_file, [*steps, "max_lag=4"]).credit == 20
     assert load_config(run_file, [*steps, "max_lag=11"]).credit == 30
     assert load_config(run_file, [*steps, "mode=synchronous"]).credit == 10
@@ -71,7 +70,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("sampling.logit_bias={5=1.0}", r"sampling.logit_bias = {'5': 1.0}: the trainer cannot reproduce"),
         ("sampling.beams=3", r"sampling.beams: unknown field"),
         ("engine.args.logits_processors=['a:B']", r"engine.args.logits_processors = \['a:B'\]: the trainer cannot"),
-        ("trainer.num_minibatches=33", r"num_minibatches = 33: expected at most groups_per_step = 32"),
+        ("trainer.num_minibatches=33", r"num_minibatches = 33: expected at most groups_per_batch = 32"),
         ("trainer.num_epochs=3", r"max_lag = 2 with 3 optimizer steps per batch .*expected at least 3, or mode ="),
         ("correction.max_lag=2", r"correction.max_lag = 2: the run has one bound; expected max_lag to be set"),
         ("sampling.top_p=0.9", r"sampling.top_p = 0.9: the trainer cannot reproduce"),

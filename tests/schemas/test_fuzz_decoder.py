@@ -10,12 +10,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import hostile_records
 import msgspec
 import pytest
-import wire_examples
-
-from schemas.rollout import (
+from penstock.schemas.rollout import (
     MAX_REASON_CHARACTERS,
     RecordError,
     decode_group,
@@ -23,6 +20,9 @@ from schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
+
+import hostile_records
+import wire_examples
 
 SEED = int(os.environ.get("FUZZ_SEED", 20250611))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", 400_000))

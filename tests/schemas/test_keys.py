@@ -2,9 +2,8 @@
 
 import msgspec
 import pytest
-
-from schemas.heartbeat import decode_heartbeat
-from schemas.keys import number_in
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import number_in
 
 
 @pytest.mark.parametrize("field", [b"0", b"7", b"007", b"9" * 18])

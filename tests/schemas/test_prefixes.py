@@ -2,9 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from schemas.prefixes import PrefixTrie, num_shared
-from schemas.rollout import pack_ids
+from penstock.schemas.prefixes import PrefixTrie, num_shared
+from penstock.schemas.rollout import pack_ids
 
 texts = st.text("ab", max_size=20)
 sequences = st.lists(st.sampled_from([0, 1, 256, 2**31 - 1]), max_size=8)

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recorded_batches import batch, write_segments
+from penstock.schemas import record as schema
+from penstock.schemas.config import ConfigError, load_config
+from penstock.schemas.record import FOLDER, BatchEntry, decode_blob, encode_batch, encode_end, sampled_tokens
+from penstock.schemas.record_reader import Record
+from penstock.schemas.recording import RecordingError, read_recording
 
-from schemas import record as schema
-from schemas.config import ConfigError, load_config
-from schemas.record import FOLDER, BatchEntry, decode_blob, encode_batch, encode_end, sampled_tokens
-from schemas.record_reader import Record
-from schemas.recording import RecordingError, read_recording
+from recorded_batches import batch, write_segments
 
 
 def positions(record: Record) -> list[int]:

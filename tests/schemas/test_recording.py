@@ -5,9 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import wire_examples
-
-from schemas.recording import (
+from penstock.schemas.recording import (
     MAGIC,
     SEGMENT_VERSION,
     RecordingError,
@@ -16,7 +14,9 @@ from schemas.recording import (
     read_recording,
     write_recording,
 )
-from schemas.rollout import RecordError
+from penstock.schemas.rollout import RecordError
+
+import wire_examples
 
 HEADER = RecordingHeader(
     run="run-1",

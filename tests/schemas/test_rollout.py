@@ -9,13 +9,10 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import hostile_records
 import msgspec
 import pytest
-import wire_examples
-
-from schemas.prompt import Prompt
-from schemas.rollout import (
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
     RecordError,
@@ -29,6 +26,9 @@ from schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
+
+import hostile_records
+import wire_examples
 
 WIRE = Path(__file__).parents[1] / "golden" / "wire"
 
@@ -255,7 +255,7 @@ def test_whatever_a_header_claims_memory_follows_the_bytes_that_are_there():
     """In a process that may have 1 GiB, where every claim is of 2 to 16 GiB."""
     program = """
 import resource, hostile_records, msgspec
-from schemas.rollout import RecordError, decode_group
+from penstock.schemas.rollout import RecordError, decode_group
 places = list(hostile_records.places(hostile_records.builtins()))
 payloads = [hostile_records.with_value(path, msgspec.Raw(claim))
             for path in [*places[1:], ("unknown",)] for claim in hostile_records.CLAIMS.values()]

@@ -3,16 +3,13 @@
 import random
 from collections import Counter
 
+import penstock.schemas.prefixes
 import pytest
-from golden_token_ids import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from wire_examples import group
-
-import schemas.prefixes
-from schemas.prompt import Reward
-from schemas.rollout import (
+from penstock.schemas.prompt import Reward
+from penstock.schemas.rollout import (
     Rollout,
     VersionSpan,
     decode_group,
@@ -22,7 +19,10 @@ from schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
-from schemas.segments import CallError, Chain, RecordedCall, segments
+from penstock.schemas.segments import CallError, Chain, RecordedCall, segments
+
+from golden_token_ids import cases
+from wire_examples import group
 
 
 def recorded(case: dict) -> list[RecordedCall]:
@@ -181,8 +181,8 @@ def test_a_linear_conversation_costs_as_much_as_its_prompts_are_long(monkeypatch
         compared += len(left)
         return shared(left, right)
 
-    shared = schemas.prefixes.num_shared
-    monkeypatch.setattr(schemas.prefixes, "num_shared", counting)
+    shared = penstock.schemas.prefixes.num_shared
+    monkeypatch.setattr(penstock.schemas.prefixes, "num_shared", counting)
     calls, ids = [], []
     for t in range(50):
         prompt = [*ids, *range(100)]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from penstock.consumers.parity.head import Contexts, engine_head_sign, equal_contexts, rounding_slope
+from penstock.consumers.parity.report import Gap
+from penstock.consumers.parity.sample import Sample, read_sample
+from penstock.schemas.rollout import SamplingSettings
+
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import PlayedEngine
-
-from consumers.parity.head import Contexts, engine_head_sign, equal_contexts, rounding_slope
-from consumers.parity.report import Gap
-from consumers.parity.sample import Sample, read_sample
-from schemas.rollout import SamplingSettings
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,16 @@
 """Which weights, keys, values and heads were behind the numbers: each wrong one is named."""
 
 import msgspec
+import penstock.consumers.learning.scoring
 import pytest
 import torch
 import torch.nn.functional as F
+from penstock.consumers.parity import versions
+from penstock.consumers.parity.replay import Replay, ReplayPlan
+from penstock.consumers.parity.report import ParityReport
+
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import spans
-
-import consumers.scoring
-from consumers.parity import versions
-from consumers.parity.replay import Plan, Replay
-from consumers.parity.report import ParityReport
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_stale_prefix_that_only_some_prompts_share_is_named(bench) -> None:
 
 def test_older_prefixes_are_tried_on_few_tokens_and_seldom_where_nothing_explains(bench, monkeypatch) -> None:
     monkeypatch.setattr(versions, "STALE_TOKENS", 600)
-    replayed: list[list[Plan]] = []
+    replayed: list[list[ReplayPlan]] = []
     logprobs = Replay.logprobs
 
     def recorded(replay, plans):
@@ -138,8 +138,8 @@ def bfloat16_logprobs(hidden, weight, targets, temperature=1.0, **_):
 def test_a_bfloat16_head_in_the_trainer_only_is_named(bench, low, dtype, monkeypatch) -> None:
     here = bench if dtype == "float32" else low
     groups = groups_of(here.engine().generate(prompts(12, 6), 4, 16, sampling=COLD))
-    monkeypatch.setattr(consumers.scoring, "selected_logprobs", bfloat16_logprobs)
-    assert_named(here.check(groups), "trainer-head", "consumers.fp32_head.selected_logprobs")
+    monkeypatch.setattr(penstock.consumers.learning.scoring, "selected_logprobs", bfloat16_logprobs)
+    assert_named(here.check(groups), "trainer-head", "penstock.consumers.learning.fp32_head.selected_logprobs")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from captured_states import capture_of
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.layers import captured_version, compare_layers
+from penstock.schemas import hidden_states as names
 from safetensors.torch import load_file, save_file
-from training_groups import tiny_model
 from transformers import AutoModelForCausalLM
 
-from consumers.model import PackedModel
-from consumers.parity.errors import ParityError
-from consumers.parity.layers import captured_version, compare_layers
-from schemas import hidden_states as names
+from captured_states import capture_of
+from training_groups import tiny_model
 
 IDS = [1, 5, 2, 9, 9, 3, 20, 0, 7, 11, 4, 6]
 PARTS = [

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from parity_bench import COLD, ParityBench, groups_of, prompts
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.policies import LoadedPolicy
+from penstock.schemas.policy import UnknownVersionError
+from penstock.schemas.rollout import unpack_floats, unpack_ids
 
-from consumers.model import PackedModel
-from consumers.parity.policies import LoadedPolicy
-from schemas.policy import UnknownVersionError
-from schemas.rollout import unpack_floats, unpack_ids
+from parity_bench import COLD, ParityBench, groups_of, prompts
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from penstock.consumers.learning.batch import pack, pack_segments
+from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.sample import read_sample
+
 from parity_bench import COLD, ParityBench, groups_of, prompts
 from training_groups import configuration, group_of, random_group, segment
-
-from consumers.batch import pack, pack_segments
-from consumers.parity.policies import Policies
-from consumers.parity.replay import Plan, Replay, as_labelled
-from consumers.parity.sample import read_sample
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,16 @@ def replay_of(bench: ParityBench, budget: int = 8192):
     answers = bench.engine().generate(prompts(3, 9), 3, 12, version=1, sampling=COLD)
     sample = read_sample(groups_of(answers), 48, lambda version: True)
     device = torch.device("cpu")
-    policies = Policies(configuration(bench.folder), bench.files.get, device)
+    policies = PolicyStore(configuration(bench.folder), bench.files.get, device)
     return sample, Replay(sample, policies, budget, device)
 
 
 def test_pieces_under_one_policy_are_the_whole(tmp_path) -> None:
     sample, replay = replay_of(ParityBench.make(tmp_path))
     whole = replay.logprobs(as_labelled(row) for row in sample.rows)
-    pieces = replay.logprobs(Plan(row, ((1, 0, 5), (1, 5, 6), (1, 6, int(row.sampled[-1])))) for row in sample.rows)
+    pieces = replay.logprobs(
+        ReplayPlan(row, ((1, 0, 5), (1, 5, 6), (1, 6, int(row.sampled[-1])))) for row in sample.rows
+    )
     torch.testing.assert_close(pieces, whole, rtol=0, atol=5e-6)
 
 
@@ -49,7 +51,7 @@ def test_the_budget_of_a_pass_changes_nothing(tmp_path) -> None:
     sample = read_sample(groups_of(answers), 48, lambda version: True)
     found = []
     for budget in (1, 50, 8192):
-        policies = Policies(configuration(bench.folder), bench.files.get, torch.device("cpu"))
+        policies = PolicyStore(configuration(bench.folder), bench.files.get, torch.device("cpu"))
         replay = Replay(sample, policies, budget, torch.device("cpu"))
         found.append(replay.logprobs(as_labelled(row) for row in sample.rows))
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=5e-6)
@@ -59,7 +61,7 @@ def test_the_budget_of_a_pass_changes_nothing(tmp_path) -> None:
 def test_what_is_not_wanted_is_not_there(tmp_path) -> None:
     sample, replay = replay_of(ParityBench.make(tmp_path))
     wanted = np.arange(12) % 3 == 0
-    found = replay.logprobs(Plan(row, as_labelled(row).spans, wanted) for row in sample.rows[:2])
+    found = replay.logprobs(ReplayPlan(row, as_labelled(row).spans, wanted) for row in sample.rows[:2])
     assert (~found.isnan()).nonzero()[:, 0].tolist() == [n for n in range(24) if n % 12 % 3 == 0]
 
 

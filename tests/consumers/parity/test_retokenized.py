@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_bench import COLD, ParityBench
-from played_engine import Completion, group_of
+from penstock.consumers.parity.errors import ParityError
+from penstock.schemas.rollout import RolloutGroup
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from consumers.parity.errors import ParityError
-from schemas.rollout import RolloutGroup
+from parity_bench import COLD, ParityBench
+from played_engine import Completion, group_of
 
 ALPHABET = "abcdef "
 MERGES = [("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "f"), ("b", "c"), ("d", "e"), (" ", "a"), ("f", "a")]

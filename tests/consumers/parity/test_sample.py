@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
+from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.replay import as_labelled
+from penstock.consumers.parity.sample import evenly, read_sample
+from penstock.schemas.policy import UNKNOWN_VERSION
+from penstock.schemas.rollout import RolloutGroup, Segment
 from safetensors.torch import load_file, save_file
-from training_groups import configuration, group_of, segment, tiny_model
 
-from consumers.parity.errors import ParityError
-from consumers.parity.policies import Policies
-from consumers.parity.replay import as_labelled
-from consumers.parity.sample import evenly, read_sample
-from schemas.policy import UNKNOWN_VERSION
-from schemas.rollout import RolloutGroup, Segment
+from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
+from training_groups import configuration, group_of, segment, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_weights_that_are_no_file_of_weights_are_an_error(bench, groups, tmp_pat
 def test_weights_that_go_during_the_check_are_an_error_that_says_so(bench, tmp_path) -> None:
     file = tmp_path / "v1.safetensors"
     shutil.copy(bench.files[1], file)
-    policies = Policies(configuration(bench.folder), {1: file}.get, torch.device("cpu"))
+    policies = PolicyStore(configuration(bench.folder), {1: file}.get, torch.device("cpu"))
     assert policies.has(1)
     file.unlink()
     with pytest.raises(ParityError, match=r"version 1 were deleted during the check .*weights\.keep_versions"):

@@ -1,11 +1,11 @@
 """The check is quick and small: a thousand rollouts in seconds, and never the logits of more than a chunk."""
 
 import pytest
+from penstock.consumers.parity import readings
+from penstock.deploy.demo.make_model import ModelRecipe, make_model
+
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import PlayedEngine, publish_perturbed
-
-from consumers.parity import readings
-from deploy.make_model import ModelRecipe, make_model
 
 
 def test_a_thousand_rollouts_of_the_demo_model_take_seconds(tmp_path) -> None:
@@ -57,7 +57,7 @@ def test_logits_exist_for_a_chunk_at_a_time_and_chunks_change_nothing(tmp_path, 
 
 def test_a_large_sample_is_read_in_part_and_says_so(tmp_path, logits_held, monkeypatch) -> None:
     bench = ParityBench.make(tmp_path)
-    monkeypatch.setattr("consumers.parity.meanings.MAX_TOKENS", 200)
+    monkeypatch.setattr("penstock.consumers.parity.meanings.MAX_TOKENS", 200)
     groups = groups_of(bench.engine().generate(prompts(12, 6), 4, 16, sampling=COLD))
     groups[:1] = with_logprobs(groups[:1], lambda siblings: [[b - 1.0 for b in own] for own in siblings])
     report = bench.check(groups)

@@ -4,9 +4,8 @@ import math
 
 import msgspec
 import pytest
-
-from consumers.parity.report import AS_SERVED, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
-from consumers.parity.verdict import _SAYS, MIN_TOKENS, Evidence, Finding, decide, with_layers
+from penstock.consumers.parity.report import AS_SERVED, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
+from penstock.consumers.parity.verdict import _SAYS, MIN_TOKENS, Evidence, Finding, decide, with_layers
 
 
 def gap(mean: float, num_tokens: int = 1000, spread: float = 3.0) -> Gap:

@@ -9,18 +9,18 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the endpoint's HTTP server comes with vLLM")
 
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.schemas.config import EndpointConfig, SamplingConfig
+from penstock.schemas.keys import Field, Kind
+from penstock.schemas.rollout import RolloutGroup, decode_group
+
 from agent_client import AgentClient, tool_user
 from chat_templates import tokenizer_of
 from producer_run import QUICK, Numbers, until
 from real_server import RealServer
 from scripted_engine import ScriptedEngine
 from tagged_calls import TaggedCalls
-
-from producers.loop import Producer
-from producers.metrics import ProducerMetrics
-from schemas.config import EndpointConfig, SamplingConfig
-from schemas.keys import Field, Kind
-from schemas.rollout import RolloutGroup, decode_group
 
 QUICK_ENDPOINT = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
 

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-from producers.endpoint.access import api_key, check_access
-from producers.endpoint.errors import ApiError
-from schemas.config import ConfigError, EndpointConfig
+from penstock.producers.endpoint.access import api_key, check_access
+from penstock.producers.endpoint.errors import ApiError
+from penstock.schemas.config import ConfigError, EndpointConfig
 
 OPEN = EndpointConfig(host="0.0.0.0")
 

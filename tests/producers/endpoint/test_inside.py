@@ -5,17 +5,17 @@ import contextlib
 import math
 
 import pytest
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
+from penstock.schemas.keys import Field, Kind
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import decode_group
+
 from agent_client import tool_user
 from producer_run import KEYS, until
 from scripted_engine import ScriptedEngine
 from tool_caller import ToolCaller
-
-from producers.endpoint.errors import ApiError
-from producers.interfaces import EngineError
-from schemas.config import ConfigError, EndpointConfig, EvaluationConfig
-from schemas.keys import Field, Kind
-from schemas.prompt import Prompt, Reward
-from schemas.rollout import decode_group
 
 pytestmark = pytest.mark.redis
 
@@ -306,7 +306,7 @@ async def test_a_reward_that_no_record_can_hold_costs_its_own_rollout_alone(serv
 
 
 async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.loop.GRACE_S", 0.2)
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
     engine = ScriptedEngine(script=tool_user(), token_s=5.0, max_model_len=4096)
     one = await serve(engine, environment=ToolCaller(), group_size=2)
     one.trainer.release(1, 2)

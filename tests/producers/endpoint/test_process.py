@@ -7,13 +7,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from penstock.schemas.config import EndpointConfig, ModelConfig
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import Field
+
 from agent_client import AgentClient
 from chat_templates import tokenizer_of
 from producer_run import KEYS, QUICK, until
-
-from schemas.config import EndpointConfig, ModelConfig
-from schemas.heartbeat import decode_heartbeat
-from schemas.keys import Field
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

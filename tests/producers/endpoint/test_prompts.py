@@ -3,15 +3,15 @@
 import copy
 
 import pytest
-from chat_templates import STYLES, decode, encode, render, tokenizer_of
+from penstock.producers.endpoint.answers import Answers, ParsedAnswer
+from penstock.producers.endpoint.call_ledger import Call, CallLedger
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
+from penstock.producers.endpoint.requests import ChatRequest, parse_chat
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
-from producers.endpoint.answers import Answers, ParsedAnswer
-from producers.endpoint.errors import ApiError
-from producers.endpoint.ledger import Call, Ledger
-from producers.endpoint.prompts import Prompts, RenderedPrompt
-from producers.endpoint.requests import ChatRequest, parse_chat
-from producers.interfaces import Completion
-from schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+from chat_templates import STYLES, decode, encode, render, tokenizer_of
 
 STYLE_NAMES = sorted(STYLES)
 ASKED = [{"role": "user", "content": "what is three plus four"}]
@@ -34,7 +34,7 @@ def letters(style: str, text: str) -> list[int]:
     return ids
 
 
-def answered(ledger: Ledger, prompt: RenderedPrompt, messages: list[dict], ids: list[int], reply: dict) -> Call:
+def answered(ledger: CallLedger, prompt: RenderedPrompt, messages: list[dict], ids: list[int], reply: dict) -> Call:
     """Records that the engine sampled `ids` after `prompt`."""
     completion = Completion(
         token_ids=pack_ids(ids),
@@ -66,14 +66,14 @@ def opening(style: str) -> list[int]:
 
 @pytest.mark.parametrize("style", STYLE_NAMES)
 def test_a_first_call_is_the_template_s_own_rendering(style: str) -> None:
-    prompt = prompts(style).prompt(request(ASKED), Ledger())
+    prompt = prompts(style).prompt(request(ASKED), CallLedger())
     assert (prompt.kind, prompt.reason, prompt.parent) == ("first", "", None)
     assert prompt.token_ids == render(style, ASKED, True)
 
 
 @pytest.mark.parametrize("style", STYLE_NAMES)
 def test_an_answer_sampled_otherwise_than_its_text_encodes_stays_as_sampled(style: str) -> None:
-    served, ledger = prompts(style), Ledger()
+    served, ledger = prompts(style), CallLedger()
     first = served.prompt(request(ASKED), ledger)
     sampled = [*opening(style), *letters(style, TEXT), *end(style)]
     call = answered(ledger, first, ASKED, sampled, {"role": "assistant", "content": TEXT})
@@ -87,7 +87,7 @@ def test_an_answer_sampled_otherwise_than_its_text_encodes_stays_as_sampled(styl
 
 
 def test_an_answer_as_the_template_writes_it_is_continued_without_drift() -> None:
-    served, ledger = prompts("chatml"), Ledger()
+    served, ledger = prompts("chatml"), CallLedger()
     sampled = [*encode("chatml", TEXT), *end("chatml")]
     answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
     messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
@@ -100,7 +100,7 @@ def test_reasoning_that_the_template_would_strip_stays_where_tokens_are_exact() 
     reply = {"role": "assistant", "content": TEXT, "reasoning": "three and four"}
     messages = [*ASKED, {"role": "assistant", "content": TEXT}, MORE]
     for exact, kind, reason in ((True, "drifted", ""), (False, "as_sent", "history_as_sent")):
-        served, ledger = prompts("qwen3", exact=exact), Ledger()
+        served, ledger = prompts("qwen3", exact=exact), CallLedger()
         first = served.prompt(request(ASKED), ledger)
         call = answered(ledger, first, ASKED, [*encode("qwen3", text), *end("qwen3")], reply)
         second = served.prompt(request(messages), ledger)
@@ -111,7 +111,7 @@ def test_reasoning_that_the_template_would_strip_stays_where_tokens_are_exact() 
 
 
 def test_as_sent_history_that_is_what_was_sampled_opens_no_segment() -> None:
-    served, ledger = prompts("chatml", exact=False), Ledger()
+    served, ledger = prompts("chatml", exact=False), CallLedger()
     sampled = [*encode("chatml", TEXT), *end("chatml")]
     answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
     second = served.prompt(request([*ASKED, {"role": "assistant", "content": TEXT}, MORE]), ledger)
@@ -127,7 +127,7 @@ def test_as_sent_history_that_is_what_was_sampled_opens_no_segment() -> None:
     ],
 )
 def test_a_history_that_nobody_sampled_is_sent_as_it_is_and_says_why(messages: list[dict], reason: str) -> None:
-    served, ledger = prompts("chatml"), Ledger()
+    served, ledger = prompts("chatml"), CallLedger()
     sampled = [*letters("chatml", TEXT), *end("chatml")]
     answered(ledger, served.prompt(request(ASKED), ledger), ASKED, sampled, {"role": "assistant", "content": TEXT})
     prompt = served.prompt(request(messages), ledger)
@@ -138,7 +138,7 @@ def test_a_history_that_the_template_renders_otherwise_is_refused_by_the_splice(
     """Other tools than before: the messages are the same, and what the model saw of them is not."""
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{%- if tools -%}{{ tools | tojson }}<|im_end|>{%- endif -%}" + tokenizer.chat_template
-    served, ledger = Prompts(tokenizer, exact=True, stop_token_ids=()), Ledger()
+    served, ledger = Prompts(tokenizer, exact=True, stop_token_ids=()), CallLedger()
     sampled = [*letters("chatml", TEXT), *end("chatml")]
     tools = [{"type": "function", "function": {"name": "add"}}]
     first = served.prompt(request(ASKED, tools=tools), ledger)
@@ -155,7 +155,7 @@ def test_a_template_that_refuses_the_messages_is_the_request_s_fault() -> None:
     tokenizer.chat_template = refusal + tokenizer.chat_template
     served = Prompts(tokenizer, exact=True, stop_token_ids=())
     with pytest.raises(ApiError, match=r"chat template refuses the messages: .*a tool cannot begin") as caught:
-        served.prompt(request([{"role": "tool", "content": "7"}]), Ledger())
+        served.prompt(request([{"role": "tool", "content": "7"}]), CallLedger())
     assert caught.value.status == 400
 
 
@@ -199,6 +199,6 @@ def test_mistrals_own_templates_take_an_answer_s_calls_back(version: str) -> Non
     (call,) = message.pop("tool_calls")
     said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
     said.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
-    ids = Prompts(tokenizer, exact=True, stop_token_ids=()).prompt(request(said, tools=tools), Ledger()).token_ids
+    ids = Prompts(tokenizer, exact=True, stop_token_ids=()).prompt(request(said, tools=tools), CallLedger()).token_ids
     assert call["id"] in decode("mistral", ids) or version == "v13"
     assert encode("mistral", "[TOOL_RESULTS]")[0] in ids

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-
-from producers.endpoint.errors import ApiError
-from producers.endpoint.requests import parse_chat, parse_finish, parse_json
-from schemas.rollout import SamplingSettings
+from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.requests import parse_chat, parse_finish, parse_json
+from penstock.schemas.rollout import SamplingSettings
 
 SAMPLING = SamplingSettings(temperature=0.8, max_tokens=64)
 MESSAGES = [{"role": "user", "content": "hello"}]

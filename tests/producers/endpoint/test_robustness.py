@@ -7,15 +7,15 @@ import time
 from collections import Counter
 
 import pytest
+from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.groups import AgentRollout
+from penstock.schemas.config import EndpointConfig, ProducersConfig, SamplingConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.rollout import decode_group
+
 from agent_client import ADD, AgentClient, as_plain_client, tool_user
 from producer_run import KEYS, until
 from scripted_engine import ScriptedEngine
-
-from producers.endpoint.groups import AgentRollout
-from producers.endpoint.ledger import Call
-from schemas.config import EndpointConfig, ProducersConfig, SamplingConfig
-from schemas.keys import PRODUCERS_GROUP, Field, Kind
-from schemas.rollout import decode_group
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -7,20 +7,20 @@ import time
 
 import msgspec
 import pytest
+from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
+from penstock.producers.endpoint.groups import AgentGroup
+from penstock.producers.interfaces import EngineError
+from penstock.producers.stream.in_flight import Claim
+from penstock.schemas.config import EndpointConfig, SamplingConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
+from penstock.schemas.segments import CallError
+
 from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
 from producer_run import KEYS, QUICK, Numbers, until
 from scripted_engine import ScriptedEngine
-
-from producers.endpoint.agents import GROUP_BYTES, Agents
-from producers.endpoint.groups import AgentGroup
-from producers.in_flight import Claim
-from producers.interfaces import EngineError
-from schemas.config import EndpointConfig, SamplingConfig
-from schemas.keys import PRODUCERS_GROUP, Field, Kind
-from schemas.prompt import Prompt
-from schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
-from schemas.segments import CallError
 
 pytestmark = pytest.mark.redis
 
@@ -328,7 +328,7 @@ async def test_evaluations_are_answered_beside_the_agents(serve) -> None:
 
 
 async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_to_others(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.loop.GRACE_S", 0.2)
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
     one = await serve(group_size=4)
     one.trainer.release(1, 2)
     rollouts = [await one.client.open() for _ in range(6)]
@@ -421,7 +421,7 @@ async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, 
 
 
 async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
     one = await serve(group_size=2)
     one.trainer.release(1, 1)
     rollouts = [await one.client.open(), await one.client.open()]
@@ -442,7 +442,7 @@ async def test_a_rollout_that_would_make_its_group_too_large_is_told_at_the_call
 
 
 async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 700)
+    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 700)
     engine = ScriptedEngine(num_tokens=1000, first_token=300, max_model_len=4096)
     one = await serve(engine, group_size=2)
     one.trainer.release(1, 1)
@@ -456,7 +456,7 @@ async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch)
 
 
 async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
-    monkeypatch.setattr("producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
     one = await serve(group_size=2)
     one.trainer.release(1, 1)
     rollouts = [await one.client.open(), await one.client.open()]
@@ -480,7 +480,7 @@ async def test_calls_that_contradict_themselves_cost_their_own_rollout_alone(ser
     for rollout in rollouts:
         await one.client.converse(rollout, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("producers.endpoint.groups.segments", refuse)
+        patch.setattr("penstock.producers.endpoint.groups.segments", refuse)
         status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", 1.0)
     assert (status, answer["error"]["code"]) == (400, "logprob_length_mismatch")
     await one.client.finish(rollouts[1], 0.5)

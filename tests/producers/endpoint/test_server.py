@@ -6,14 +6,14 @@ import json
 import threading
 
 import pytest
+from penstock.producers.endpoint.calls import Calls
+from penstock.producers.endpoint.requests import parse_json
+from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
+from penstock.schemas.config import ConfigError, EndpointConfig, SamplingConfig
+
 from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
 from producer_run import KEYS, until
 from scripted_engine import ScriptedEngine
-
-from producers.endpoint.calls import Calls
-from producers.endpoint.requests import parse_json
-from producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
-from schemas.config import ConfigError, EndpointConfig, SamplingConfig
 
 openai = pytest.importorskip("openai")
 web = pytest.importorskip("aiohttp.web")
@@ -249,7 +249,7 @@ async def test_a_large_body_is_parsed_beside_the_event_loop(serve, monkeypatch) 
         where.append(threading.current_thread() is threading.main_thread())
         return parse_json(body)
 
-    monkeypatch.setattr("producers.endpoint.server.parse_json", parse)
+    monkeypatch.setattr("penstock.producers.endpoint.server.parse_json", parse)
     one = await serve()
     one.trainer.release(1, 1)
     path = f"/r/{(await one.client.open())['id']}/v1/chat/completions"

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from penstock.producers.interfaces import Completion
+from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.rollout import SamplingSettings
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from producers.interfaces import Completion
-from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
-from schemas.policy import TensorSpec, WeightManifest
-from schemas.rollout import SamplingSettings
 
 VOCABULARY = 64
 CONTEXT = 512

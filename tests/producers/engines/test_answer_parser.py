@@ -4,13 +4,13 @@ import json
 import warnings
 
 import pytest
-from chat_templates import encode, tokenizer_of
+from penstock.producers.endpoint.answers import Answers
+from penstock.producers.endpoint.requests import parse_chat
+from penstock.producers.interfaces import Completion
+from penstock.schemas.config import ConfigError, EndpointConfig
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
-from producers.endpoint.answers import Answers
-from producers.endpoint.requests import parse_chat
-from producers.interfaces import Completion
-from schemas.config import ConfigError, EndpointConfig
-from schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
+from chat_templates import encode, tokenizer_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -21,7 +21,7 @@ CALL = '<tool_call>{"arguments":{"a":3,"b":4},"name":"add"}</tool_call>'
 @pytest.fixture(scope="module")
 def parser():
     with warnings.catch_warnings(action="ignore"):
-        from producers.engines.answer_parser import VllmAnswerParser
+        from penstock.producers.engines.answer_parser import VllmAnswerParser
     return lambda **names: VllmAnswerParser(tokenizer_of("qwen3"), EndpointConfig(**names))
 
 

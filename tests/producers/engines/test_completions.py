@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-
-from producers.engines.completions import pack
-from producers.interfaces import EngineError
-from schemas.rollout import VersionSpan, unpack_floats, unpack_ids
+from penstock.producers.engines.completions import pack
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.rollout import VersionSpan, unpack_floats, unpack_ids
 
 
 def output(

@@ -1,10 +1,9 @@
 """What is asked of vLLM, and how its answers are held against that."""
 
 import pytest
-
-from producers.engines.settings import engine_arguments, fingerprint, verify
-from producers.interfaces import EngineError
-from schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig
+from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig
 
 
 def config(**changes) -> RunConfig:

@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-
-from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

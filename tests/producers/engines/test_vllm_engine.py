@@ -9,11 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from process_family import MARK, command_lines, family
+from penstock.producers.interfaces import EngineError
+from penstock.producers.rollout.sampling import sample
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
-from producers.interfaces import EngineError
-from producers.sampling import sample
-from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from process_family import MARK, command_lines, family
 
 pytestmark = [
     pytest.mark.vllm,
@@ -178,8 +178,8 @@ import asyncio, sys
 
 async def main():
     # As in a producer, vLLM is not what the main module imports: the engine process begins with importing that.
-    from producers.engines.vllm import VllmEngine
-    from schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+    from penstock.producers.engines.vllm import VllmEngine
+    from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
 
     args = {"skip_tokenizer_init": True, "enforce_eager": True}
     config = RunConfig(

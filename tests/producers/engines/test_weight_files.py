@@ -6,11 +6,10 @@ import os
 import msgspec
 import pytest
 import torch
+from penstock.producers.engines.weight_files import BaseModel, HeaderError, HeldFile, check, read_header
+from penstock.producers.interfaces import EngineError, WeightLoadError
+from penstock.schemas.policy import TensorSpec, WeightManifest
 from safetensors.torch import save_file
-
-from producers.engines.weight_files import BaseModel, HeaderError, HeldFile, check, read_header
-from producers.interfaces import EngineError, WeightLoadError
-from schemas.policy import TensorSpec, WeightManifest
 
 WEIGHTS = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": torch.ones(4)}
 

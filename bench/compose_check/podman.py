@@ -1,0 +1,116 @@
+"""podman and podman-compose, called as this machine needs them called."""
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+COMPOSE_FILE = DEPLOY / "compose.yaml"
+PROJECT = "penstock-check"
+
+
+class CommandError(RuntimeError):
+    """A command failed; the message holds it and what it said."""
+
+
+class Podman:
+    """`PODMAN` (podman) and `PODMAN_COMPOSE` (podman-compose) are the programs, `COMPOSE_CHECK_BUILD_FLAGS` and
+    `COMPOSE_CHECK_RUN_FLAGS` what podman needs on this machine when it builds and when it runs.
+
+    settings: variables of the compose file.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._podman = os.environ.get("PODMAN", "podman")
+        self._compose = os.environ.get("PODMAN_COMPOSE", "podman-compose")
+        self._build_flags = shlex.split(os.environ.get("COMPOSE_CHECK_BUILD_FLAGS", ""))
+        self._run_flags = os.environ.get("COMPOSE_CHECK_RUN_FLAGS", "")
+        self._environment = {**os.environ, **settings}
+
+    def build(self, image: str, dockerfile: Path, context: Path, *options: str) -> None:
+        # One layer an image: there are storage drivers that copy every layer whole.
+        flags = ["--format=docker", "--layers=false", *self._build_flags]
+        self._do([self._podman, "build", *flags, *options, "--file", str(dockerfile), "--tag", image, str(context)])
+
+    def has_image(self, image: str) -> bool:
+        return subprocess.run([self._podman, "image", "exists", image]).returncode == 0
+
+    def compose(self, *arguments: str) -> None:
+        command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
+        if self._run_flags:
+            command.append(f"--podman-run-args={self._run_flags}")
+        self._do([*command, *arguments])
+
+    def run(self, service: str, *arguments: str) -> int:
+        """`docker compose run --rm SERVICE ARGUMENTS...`; returns the exit status and lets its output through."""
+        command = self._one_off("--rm", service, *arguments)
+        print(f"$ {shlex.join(command)}", flush=True)
+        return subprocess.run(command, env=self._environment).returncode
+
+    def start(self, name: str, publish: str, service: str, *arguments: str) -> None:
+        """`docker compose run --detach --name NAME --publish PUBLISH SERVICE ARGUMENTS...`."""
+        self._do(self._one_off("--detach", "--name", name, "--publish", publish, service, *arguments))
+
+    def _one_off(self, *arguments: str) -> list[str]:
+        command = [self._compose, "--podman-path", self._podman, "--project-name", PROJECT, "--file", str(COMPOSE_FILE)]
+        command += ["--profile", "tools", f"--podman-run-args={self._run_flags}"]
+        return [*command, "run", "-T", "--no-deps", *arguments]
+
+    def containers(self, service: str) -> dict[str, str]:
+        """Name to state (`running`, `exited`, ...) of a service's containers, by number."""
+        filters = [
+            f"--filter=label=com.docker.compose.service={service}",
+            f"--filter=label=com.docker.compose.project={PROJECT}",
+        ]
+        found = json.loads(self._ask([self._podman, "ps", "--all", "--format=json", *filters]))
+        names = sorted(((each["Names"][0], each["State"]) for each in found), key=lambda pair: _number(pair[0]))
+        return dict(names)
+
+    def exit_status(self, container: str) -> int:
+        return int(self._ask([self._podman, "inspect", "--format={{.State.ExitCode}}", container]))
+
+    def is_healthy(self, container: str) -> bool:
+        """Runs the container's health check once: podman leaves that to systemd, which need not be there."""
+        return subprocess.run([self._podman, "healthcheck", "run", container], capture_output=True).returncode == 0
+
+    def execute(self, container: str, *command: str) -> str:
+        return self._ask([self._podman, "exec", container, *command])
+
+    def stop(self, container: str, grace_s: int) -> None:
+        self._ask([self._podman, "stop", f"--time={grace_s}", container])
+
+    def remove(self, container: str) -> None:
+        self._ask([self._podman, "rm", container])
+
+    def remove_volumes(self) -> None:
+        """Those of the project, all of them: `podman-compose down --volumes` leaves some."""
+        for name in self._ask([self._podman, "volume", "ls", "--quiet"]).split():
+            if name.startswith(f"{PROJECT}_"):
+                self._ask([self._podman, "volume", "rm", name])
+
+    def logs(self, container: str) -> str:
+        done = subprocess.run(
+            [self._podman, "logs", container], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.stdout
+
+    def _do(self, command: Sequence[str]) -> None:
+        print(f"$ {shlex.join(command)}", flush=True)
+        done = subprocess.run(
+            command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode != 0:
+            raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {done.stdout[-4000:]}")
+
+    def _ask(self, command: Sequence[str]) -> str:
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise CommandError(f"{shlex.join(command)}: status {done.returncode}: {done.stderr[-4000:]}")
+        return done.stdout
+
+
+def _number(container: str) -> int:
+    return int(container.rpartition("_")[2])

@@ -1,0 +1,254 @@
+"""The two servers of the gateway row, each as its users start it: a producer with an endpoint, and vLLM's own."""
+
+import http.client
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.redis_server import RedisServer, connect
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.producers.engines.settings import OWN, engine_arguments
+from penstock.schemas.config import RunConfig
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import Keys
+
+from bench.feeder import make_manifest
+from bench.result import BenchError
+
+Json = dict[str, Any]
+
+PRODUCER_ID = "producer-0"
+BOOT_LIMIT_S = 300.0
+CALL_LIMIT_S = 300.0
+CREDIT_LIMIT_S = 60.0
+NO_KEYS = {"PENSTOCK_API_KEY": "", "PENSTOCK_API_KEY_FILE": "", "VLLM_API_KEY": ""}
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""What the producer's engine runs in on a CPU: vLLM's own choice there costs a small model a third of its time."""
+NEVER_PER_S = 1e-6
+
+
+class Answer(NamedTuple):
+    """seconds: from sending the request to having all of the response, which nobody has parsed by then.
+    message: as it came."""
+
+    seconds: float
+    message: Json
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+
+
+class ChatServer:
+    """One connection to an OpenAI-compatible server on this machine.
+
+    pid: of the server's process; its engine is a child of it.
+    """
+
+    def __init__(self, name: str, port: int, pid: int) -> None:
+        self.name = name
+        self._pid = pid
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_LIMIT_S)
+
+    def chat(self, path: str, request: Json) -> Answer:
+        """
+        Raises:
+            BenchError: no connection, or an answer that is none.
+        """
+        body = json.dumps(request).encode()
+        began = time.perf_counter()
+        status, answer = self._send("POST", path, body)
+        seconds = time.perf_counter() - began
+        found = json.loads(self._checked(status, answer))
+        message, usage = found["choices"][0]["message"], found["usage"]
+        return Answer(seconds, message, usage["prompt_tokens"], usage["completion_tokens"])
+
+    def open(self) -> str:
+        """A conversation: the path of its calls."""
+        return "/v1/chat/completions"
+
+    def finish(self, path: str) -> None:
+        """Ends a conversation."""
+
+    def processor_s(self) -> float:
+        """Processor seconds that the server's processes have taken; 0 where the system does not say."""
+        return _family_processor_s(self._pid)
+
+    def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        try:
+            self._connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise BenchError(f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def _checked(self, status: int, answer: bytes) -> bytes:
+        if status != 200:
+            raise BenchError(f"{self.name}: status {status}: {answer[:500].decode(errors='replace')}")
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class PenstockServer(ChatServer):
+    """The endpoint of a producer: a conversation is a rollout."""
+
+    def open(self) -> str:
+        """Waits for credit, as an agent does."""
+        deadline = time.monotonic() + CREDIT_LIMIT_S
+        while (found := self._send("POST", "/r"))[0] == 429 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return f"/r/{json.loads(self._checked(*found))['id']}/v1/chat/completions"
+
+    def finish(self, path: str) -> None:
+        self._checked(*self._send("POST", path.removesuffix("v1/chat/completions") + "finish", b"0.0"))
+
+
+class VllmServer(ChatServer):
+    """vLLM's own server."""
+
+    def is_ready(self) -> bool:
+        try:
+            return self._send("GET", "/health")[0] == 200
+        except BenchError:
+            return False
+
+
+@contextmanager
+def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]:
+    """A producer of `config`, with a Redis and a trainer that releases prompts and never updates.
+
+    Raises:
+        BenchError, ServerError: it does not come up.
+    """
+    folder.mkdir()
+    run_file, manifest_file = folder / "run.toml", folder / "manifest.json"
+    run_file.write_text(resolved_toml(config))
+    manifest_file.write_bytes(msgspec.json.encode(make_manifest(Path(config.model.path) / "model.safetensors")))
+    redis = RedisServer(folder / "redis", maxmemory_mb=512)
+    environment = {"REDIS_URL": redis.url, **NO_KEYS}
+    feed = ["-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+    produce = ["-m", "penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID]
+    children: list[Child] = []
+    try:
+        for name, command in (("feeder", [*feed, "--updates-per-s", str(NEVER_PER_S)]), ("penstock", produce)):
+            log = folder / f"{name}.log"
+            children.append(Child(name, [sys.executable, *command], log=log, environment=environment))
+        client = connect(redis.url)
+        key = Keys(config.name).producer(PRODUCER_ID)
+
+        def port() -> int:
+            data: Any = client.get(key)
+            return int(decode_heartbeat(data).endpoint.rpartition(":")[2] or 0) if data is not None else 0
+
+        _wait(children, port)
+        server = PenstockServer("penstock", port(), children[-1].pid)
+        client.close()
+        yield server
+        server.close()
+    finally:
+        _end(children)
+        redis.stop()
+
+
+@contextmanager
+def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
+    """vLLM's own server on the model and with the engine settings of `config`.
+
+    Raises:
+        BenchError: it does not come up.
+    """
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *serve_arguments(config, port)]
+    children = [Child("vllm", command, log=folder / "vllm.log", environment=serve_environment(config))]
+    try:
+        server = VllmServer("vllm", port, children[0].pid)
+        _wait(children, server.is_ready)
+        yield server
+        server.close()
+    finally:
+        _end(children)
+
+
+def serve_arguments(config: RunConfig, port: int) -> list[str]:
+    """The command line that asks for what the producer's engine is asked for."""
+    import torch
+
+    cpu = not torch.cuda.is_available()
+    asked = engine_arguments(config, config.seed, cpu=cpu, backend="", extension="")
+    model = asked.pop("model")
+    if cpu:
+        asked["distributed_executor_backend"] = UNIPROC
+    arguments = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in asked.items():
+        flag = name.replace("_", "-")
+        if name in OWN:
+            continue
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return arguments
+
+
+def serve_environment(config: RunConfig) -> dict[str, str]:
+    """What the producer's engine sets for itself, and patience with a connection that waits for its turn."""
+    return NO_KEYS | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(config.producers.num_threads),
+        "VLLM_USE_AOT_COMPILE": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(int(CALL_LIMIT_S)),
+    }
+
+
+def _family_processor_s(pid: int) -> float:
+    """Processor seconds of a process and of all running ones that descend from it."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        number = int(file.parent.name)
+        parents[number], ticks[number] = int(fields[1]), int(fields[11]) + int(fields[12])  # utime, stime
+    family, found = {pid}, 0
+    while len(family) > found:
+        found = len(family)
+        family |= {number for number, parent in parents.items() if parent in family}
+    return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait(children: Sequence[Child], is_ready: Callable[[], object]) -> None:
+    """Until the last of the children serves."""
+    deadline = time.monotonic() + BOOT_LIMIT_S
+    while not is_ready():
+        for child in children:
+            if child.poll() is not None:
+                status = describe_status(child.returncode or 0)
+                raise BenchError(f"{child.name} {status}; its log ends:\n{child.last_lines()}")
+        if time.monotonic() > deadline:
+            name = children[-1].name
+            raise BenchError(f"{name}: not up after {BOOT_LIMIT_S:g} s; its log ends:\n{children[-1].last_lines()}")
+        time.sleep(0.2)
+
+
+def _end(children: Sequence[Child]) -> None:
+    for child in children:
+        child.kill()
+    for child in children:
+        while child.poll() is None:
+            time.sleep(0.003)

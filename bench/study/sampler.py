@@ -1,0 +1,110 @@
+"""The study's engine: samples in this process, from whichever weights it is handed, a whole update in one batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+GREEDY_BELOW = 1e-5
+"""As in vLLM: a lower temperature takes the likeliest token, and logprobs are those of temperature 1."""
+
+
+class Sampled(NamedTuple):
+    """One completion: ids with the stop token where it was sampled, and the logprobs they were sampled with."""
+
+    token_ids: list[int]
+    behavior_logprobs: list[float]
+    finish_reason: FinishReason
+
+
+class StudySampler:
+    """transformers' own model class on CPU in float32, with a KV cache.
+
+    It shares no code with the trainer's packed forward pass: its logprobs agree with the trainer's on equal weights up
+    to rounding, and the tokens it labels with a version were sampled by that version alone.
+
+    Args:
+        path: folder of a transformers model.
+        stop_token_id: ends a completion.
+    """
+
+    def __init__(self, path: str, stop_token_id: int) -> None:
+        transformers_logging.disable_progress_bar()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._stop = stop_token_id
+        self.fingerprint = EngineFingerprint(
+            engine="in-process",
+            version=transformers.__version__,
+            model=path,
+            dtype="float32",
+            head_dtype="float32",
+            logprobs_mode="processed_logprobs",
+            prefix_caching=False,
+            async_scheduling=False,
+        )
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Samples from these weights from now on; the names are those of `Learner.published_weights`."""
+        self._model.load_state_dict(weights)
+
+    @torch.inference_mode()
+    def sample(
+        self, prompts: Sequence[Sequence[int]], num_siblings: int, settings: SamplingSettings, seed: int
+    ) -> list[list[Sampled]]:
+        """`num_siblings` completions of each prompt, one list a prompt.
+
+        The noise depends on `seed` and on a token's place in the batch alone: equal seeds give a policy that changed
+        little mostly the same tokens.
+
+        Raises:
+            ValueError: prompts of different lengths, which this batch without padding cannot hold, or top-k or top-p.
+        """
+        lengths = {len(prompt) for prompt in prompts}
+        if len(lengths) != 1:
+            raise ValueError(f"sample: prompts have {sorted(lengths)} tokens, expected one length for all")
+        if settings.top_k not in (0, -1) or settings.top_p != 1.0:
+            raise ValueError(f"sample: top_k {settings.top_k}, top_p {settings.top_p}: expected 0 and 1.0")
+        generator = torch.Generator().manual_seed(seed)
+        outputs = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        cache = outputs.past_key_values
+        cache.batch_repeat_interleave(num_siblings)
+        logits = outputs.logits[:, -1].repeat_interleave(num_siblings, dim=0)
+        ids: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        running = torch.ones(len(logits), dtype=torch.bool)
+        for position in range(settings.max_tokens):
+            if position:
+                outputs = self._model(input_ids=ids[-1][:, None], past_key_values=cache, use_cache=True)
+                logits = outputs.logits[:, -1]
+            chosen, logprob = _choose(logits, settings.temperature, generator)
+            ids.append(chosen)
+            logprobs.append(logprob)
+            running &= chosen != self._stop
+            if not running.any():
+                break
+        rows = [
+            _until_stop(row, values, self._stop)
+            for row, values in zip(torch.stack(ids, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+        ]
+        return [rows[first : first + num_siblings] for first in range(0, len(rows), num_siblings)]
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One token id a row of logits [B, V], and its logprob, [B] each."""
+    greedy = temperature < GREEDY_BELOW
+    logprobs = torch.log_softmax(logits.float() / (1.0 if greedy else temperature), dim=-1)
+    # multinomial takes the largest of p / e with e exponential noise: the coupling that `sample` promises.
+    chosen = logprobs.argmax(-1) if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+
+
+def _until_stop(ids: list[int], logprobs: list[float], stop: int) -> Sampled:
+    if stop not in ids:
+        return Sampled(ids, logprobs, "length")
+    length = ids.index(stop) + 1
+    return Sampled(ids[:length], logprobs[:length], "stop")

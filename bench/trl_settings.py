@@ -1,0 +1,78 @@
+"""A run file in TRL's terms.
+
+Everything that costs time and that the run does not need is off: logging, checkpoints, the reference model (beta 0),
+gradient checkpointing, mixed precision, data-loader workers. One batch is generated and trained in one piece.
+"""
+
+from datasets import Dataset
+from penstock.producers.interfaces import Environment
+from penstock.schemas.config import ConfigError, RunConfig
+from trl import GRPOConfig
+
+GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
+
+
+def training_rows(environment: Environment, num_rows: int) -> Dataset:
+    """The tasks 1, 2, .. in the order in which Penstock releases them."""
+    prompts = [environment.prompt(index) for index in range(1, num_rows + 1)]
+    if any(prompt.text is None for prompt in prompts):
+        raise ConfigError("environment: this benchmark takes prompts of plain text, not chat messages")
+    rows = {"prompt": [prompt.text for prompt in prompts], "answer": [prompt.answer for prompt in prompts]}
+    return Dataset.from_dict(rows)
+
+
+def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRPOConfig:
+    """The run file in TRL's terms.
+
+    Raises:
+        ConfigError: a setting has no counterpart.
+    """
+    objective = dict(config.objective.kwargs)
+    if config.objective.path != GRPO_PATH:
+        raise ConfigError(f"objective.path = {config.objective.path!r}: this benchmark compares {GRPO_PATH} only")
+    if config.advantage.leave_one_out:
+        raise ConfigError("advantage.leave_one_out = True: TRL's GRPOTrainer has no such baseline")
+    if config.reward is not None:
+        raise ConfigError(f"reward.path = {config.reward.path!r}: this benchmark takes the environment's own reward")
+    clip_low = objective.get("clip_low", 0.2)
+    trainer = config.trainer
+    return GRPOConfig(
+        output_dir=output_folder,
+        seed=config.seed,
+        max_steps=config.num_updates if trainer.decay == "linear" else max_updates,
+        # One batch, one piece: as many rollouts as Penstock trains in one optimizer step.
+        per_device_train_batch_size=config.group_size * config.groups_per_batch,
+        gradient_accumulation_steps=1,
+        num_generations=config.group_size,
+        num_iterations=1,
+        max_completion_length=config.sampling.max_tokens,
+        temperature=config.sampling.temperature,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        # TRL's "dapo" is the mean over the batch's tokens, its "grpo" the mean of each rollout's mean.
+        loss_type="dapo" if objective.get("aggregation", "token") == "token" else "grpo",
+        epsilon=clip_low,
+        epsilon_high=objective.get("clip_high", 0.2),
+        delta=objective.get("dual_clip"),
+        entropy_coef=objective.get("entropy_coefficient", 0.0),
+        scale_rewards="group" if config.advantage.normalize_std else "none",
+        learning_rate=trainer.learning_rate,
+        adam_beta1=trainer.betas[0],
+        adam_beta2=trainer.betas[1],
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        warmup_steps=trainer.warmup_steps,
+        lr_scheduler_type="linear" if trainer.decay == "linear" else "constant_with_warmup",
+        optim="adamw_torch_fused",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )

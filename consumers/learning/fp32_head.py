@@ -1,0 +1,260 @@
+"""The language-model head in float32: logprobs and entropies of chosen tokens, without ever holding all the logits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from penstock.consumers.learning.head_kernels import Grads, Head, Results, TokenGrads
+from penstock.schemas.config import ConfigError
+from torch import Tensor
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the engine samples greedily and its logprobs are those of temperature 1."""
+ONEDNN_MAX_ERROR = 1e-5
+"""Of a product, relative to its largest element: float32 stays below 1e-6, TF32 comes to 3e-4, bfloat16 to 2e-3."""
+
+
+def selected_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    support: Tensor | None = None,
+    token_grads: TokenGrads | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
+
+    Works through tiles of tokens by vocabulary with a running log-normalizer (Milakov & Gimelshein, "Online normalizer
+    calculation for softmax", 2018), so that [N, V] never exists. With z the logits over the temperature, y the target,
+    p = softmax(z) and H its entropy:
+
+        logprob = z_y - log sum_v exp(z_v)                 d logprob / d z_v = [v = y] - p_v
+        H = -sum_v p_v log p_v                             d H / d z_v = -p_v (log p_v + H)
+
+    Both results are differentiable in hidden and weight, once. Backward computes the tiles again, which keeps O(N·H)
+    alive between the two. `token_grads` saves that second pass where the loss is a sum over tokens: forward asks it
+    for the loss's derivatives of a slice of tokens and computes the gradients at once, which keeps a weight's gradient
+    too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling) and a rounding
+    error of the largest derivative, and computes the gradients again where it does not hold.
+
+    Matmuls: float32 operands in float32, except that bfloat16 hidden and weight on CUDA are multiplied as they are and
+    accumulated in float32, with the gradient of the logits rounded to bfloat16 in backward. Float32 matmuls follow
+    torch's global precision, which a process must not lower to TF32 or bfloat16 where it needs what this file promises.
+
+    Args:
+        hidden: [N, H], any float type.
+        weight: [V, H], any float type; the head's own or the tied embedding's.
+        targets: [N] int64 in [0, V).
+        temperature: scalar or [N], finite and >= 0, without gradient; below 1e-5 counts as 1, as in vLLM.
+        support: [N, V] bool, True where the token could be sampled; None means everywhere. Normalizer and entropy are
+            over the support. Rows may be expanded views.
+        token_grads: called with (slice of tokens, their logprobs, their entropies), detached, for slices in ascending
+            order that cover [0, N); returns d loss / d logprobs and d loss / d entropy (or None), of the slice's shape.
+            Not called where no gradient is wanted.
+
+    Returns:
+        logprobs [N] and entropy [N] in nats, float32 (float64 where hidden or weight is float64).
+
+    Raises:
+        ValueError: an argument's shape, dtype, device or value does not fit; the message names it.
+    """
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    _check_shapes(hidden, weight, targets, support)
+    scale = _check_temperature(temperature, targets, dtype)
+    is_one = _check_values(weight, targets, scale, support)
+    greedy = scale < GREEDY_TEMPERATURE
+    inverse = None if is_one else torch.where(greedy, torch.ones_like(scale), scale).reciprocal().expand(targets.shape)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _SelectedLogprobs.apply(
+            hidden, weight, targets, inverse, support, token_grads if torch.is_grad_enabled() else None
+        )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Tensor | None) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"selected_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
+            f"{tuple(targets.shape)}; expected [N, H], [V, H], [N]"
+        )
+    if not len(weight):
+        raise ValueError("selected_logprobs: weight has no rows, expected a vocabulary of 1 or more")
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"selected_logprobs: {name} is {tensor.dtype}, expected a float type")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"selected_logprobs: targets is {targets.dtype}, expected torch.int64")
+    if support is not None and (support.dtype != torch.bool or support.shape != (len(hidden), len(weight))):
+        raise ValueError(
+            f"selected_logprobs: support is {support.dtype} {tuple(support.shape)}, expected torch.bool "
+            f"{(len(hidden), len(weight))}"
+        )
+    for name, other in (("weight", weight), ("targets", targets), ("support", support)):
+        if other is not None and other.device != hidden.device:
+            raise ValueError(f"selected_logprobs: {name} is on {other.device}, expected hidden's {hidden.device}")
+
+
+def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The temperature as a tensor, scalar or [N]."""
+    if not isinstance(temperature, Tensor | float | int):
+        raise ValueError(f"selected_logprobs: temperature = {temperature!r}, expected a number or a tensor")
+    if isinstance(temperature, Tensor) and temperature.requires_grad:
+        raise ValueError("selected_logprobs: temperature requires a gradient, which this function does not compute")
+    scale = torch.as_tensor(temperature, dtype=dtype, device=targets.device)
+    if scale.ndim and scale.shape != targets.shape:
+        raise ValueError(
+            f"selected_logprobs: temperature {tuple(scale.shape)}, expected a scalar or {tuple(targets.shape)}"
+        )
+    return scale
+
+
+def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Tensor | None) -> bool:
+    """Raises ValueError where a value cannot be used; returns whether every temperature is 1. Waits for CUDA once."""
+    vocabulary = len(weight)
+    outside = (targets < 0) | (targets >= vocabulary)
+    bad_scale = ~(torch.isfinite(scale) & (scale >= 0))
+    findings = [outside.any(), bad_scale.any(), ((scale == 1) | (scale < GREEDY_TEMPERATURE)).all()]
+    if support is not None:
+        # A supported target is at once the proof that the row is not empty.
+        unsupported = ~support.gather(1, targets.clamp(0, vocabulary - 1)[:, None])[:, 0]
+        findings.append(unsupported.any())
+    has_outside, has_bad_scale, is_one, *has_unsupported = torch.stack(findings).tolist()
+    if has_outside:
+        row = int(outside.nonzero()[0])
+        raise ValueError(
+            f"selected_logprobs: targets[{row}] = {int(targets[row])}, expected a token in [0, {vocabulary})"
+        )
+    if has_bad_scale:
+        value = float(scale[bad_scale][0] if scale.ndim else scale)
+        raise ValueError(f"selected_logprobs: temperature = {value}, expected a finite number of 0 or more")
+    if any(has_unsupported):
+        row = int(unsupported.nonzero()[0])
+        raise ValueError(
+            f"selected_logprobs: support[{row}] is False at its target {int(targets[row])} (or everywhere), expected "
+            "every target inside the support"
+        )
+    return is_one
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        inverse_temperature: Tensor | None,
+        support: Tensor | None,
+        token_grads: TokenGrads | None,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(hidden, weight, targets, inverse_temperature, support)
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        ctx.promise = None
+        if token_grads is not None and any(needs):
+            results, ctx.promise = head.forward_with_gradients(token_grads, needs)
+        else:
+            results = head.forward()
+        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, support, *results)
+        ctx.set_materialize_grads(False)
+        return results.logprobs, results.entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, logprobs, entropy, log_normalizer = ctx.saved_tensors
+        # Kept for one backward only: its gradients are handed out as they are, a second backward computes its own.
+        promise, ctx.promise = ctx.promise, None
+        nothing = (None,) * 4
+        if grad_logprobs is None and grad_entropy is None:
+            return None, None, *nothing
+        grads = Grads(grad_logprobs, grad_entropy)
+        factor = None if promise is None else _common_factor(promise.grads, grads)
+        if promise is not None and factor is not None:
+            pairs = zip((promise.hidden, promise.weight), inputs, strict=False)
+            return *(None if grad is None else _scaled(grad, factor).to(like.dtype) for grad, like in pairs), *nothing
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        with torch.autocast(logprobs.device.type, enabled=False):
+            found = Head(*inputs).backward(grads, Results(logprobs, entropy, log_normalizer), needs)
+        return *found, *nothing
+
+
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1.0 else gradient.mul_(factor)
+
+
+def _common_factor(promised: Grads, arrived: Grads) -> float | None:
+    """The c with arrived = c * promised to within rounding; None where there is none. Waits for CUDA once."""
+    present = next(grad for grad in arrived if grad is not None)
+    if not present.numel():
+        return 1.0
+
+    def flat(grads: Grads) -> Tensor:
+        return torch.cat([torch.zeros_like(present) if grad is None else grad for grad in grads])
+
+    want, got = flat(promised), flat(arrived)
+    largest = want.abs().argmax()
+    factor = torch.where(want[largest] == 0, 0.0, got[largest] / want[largest])
+    expected, eps = want * factor, torch.finfo(want.dtype).eps
+    # The second term is for derivatives that are small by cancellation.
+    allowed = 16 * eps * expected.abs() + eps * expected.abs().max()
+    holds, value = torch.stack([((got - expected).abs() <= allowed).all(), factor]).tolist()
+    return value if holds else None
+
+
+def enable_onednn_matmul() -> None:
+    """Makes this process run float32 matmuls on CPU with oneDNN instead of torch's default library.
+
+    Worth it where the default is MKL on a processor that MKL is slow on. Torch's only switch is
+    `torch.set_float32_matmul_precision`: "medium" and "high" send matmuls to oneDNN and allow it bfloat16 and TF32,
+    which it takes where the processor has them. So each is tried with products of the head's three layouts against
+    float64, and the first that keeps float32's accuracy stays; on CUDA the same switch allows TF32, so this is for runs
+    on CPU.
+
+    Raises:
+        ConfigError: neither keeps the accuracy here, or neither changes anything.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    default, exact = _products(), _products(torch.float64)
+    reasons = []
+    for precision in ("medium", "high"):
+        torch.set_float32_matmul_precision(precision)
+        products = _products()
+        error = max(_matmul_error(*pair) for pair in zip(products, exact, strict=True))
+        if not error <= ONEDNN_MAX_ERROR:
+            reasons.append(f"{precision!r} computes with an error of {error:.1e}, above {ONEDNN_MAX_ERROR:.0e}")
+        elif all(torch.equal(*pair) for pair in zip(products, default, strict=True)):
+            reasons.append(f"{precision!r} changes no bit, so the default library stays in charge")
+        else:
+            return
+    torch.set_float32_matmul_precision(before)
+    raise ConfigError(f"float32 matmuls cannot be handed to oneDNN on this processor: {'; '.join(reasons)}")
+
+
+@contextmanager
+def onednn_matmul() -> Iterator[None]:
+    """`enable_onednn_matmul` for the length of a block.
+
+    Raises:
+        ConfigError: as it does.
+    """
+    before = torch.get_float32_matmul_precision()
+    enable_onednn_matmul()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _products(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Products of the layouts that the head uses: logits, gradient of the hidden states, gradient of the weight."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, logits = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((192, 512), (640, 512), (192, 640))
+    )
+    return [hidden @ weight.t(), logits @ weight, logits.t() @ hidden]
+
+
+def _matmul_error(product: Tensor, exact: Tensor) -> float:
+    return float((product.double() - exact).abs().max() / exact.abs().max())

@@ -1,0 +1,146 @@
+"""The trained model: a transformers model run over packed rows, on the values that are published."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, OwnAttention, PackedLayout
+from penstock.consumers.learning.batch import MicroBatch
+from penstock.schemas.config import ConfigError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging as transformers_logging
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PackedModel:
+    """A causal language model with float32 masters.
+
+    The forward pass runs on the masters rounded to `dtype`, what the engines serve; gradients pass straight through the
+    rounding. The language-model head is not part of it: `forward` returns its weight instead.
+
+    Args:
+        path: folder of a transformers model.
+        dtype: "float32" or "bfloat16", of the published weights and of the body's arithmetic.
+
+    Raises:
+        ConfigError: no such model, incomplete weights, or a head that is not one linear map.
+    """
+
+    def __init__(self, path: str, dtype: str, device: torch.device, *, gradient_checkpointing: bool = False) -> None:
+        self._path = path
+        self._dtype = DTYPES[dtype]
+        self.module: Any = _load(path).to(device)
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                # The trainer must reproduce the policy that sampled, which knows no dropout.
+                module.p = 0.0
+        if gradient_checkpointing:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Checkpointing acts in training mode only; without dropout the modes are otherwise the same.
+        self.module.train()
+        head = self.module.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ConfigError(f"model.path = {path!r}: expected a linear language-model head without bias")
+        self.vocabulary: int = head.weight.shape[0]
+        """Token ids are below this."""
+        self._num_layers: int = self.module.config.get_text_config().num_hidden_layers
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The masters, tied ones once."""
+        return list(self.module.parameters())
+
+    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, H] and the head's weight [V, H], both in `dtype`: the published values.
+
+        Raises:
+            ConfigError: some layer goes around the packed attention, so that rows would see each other.
+        """
+        return self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+
+    def run(
+        self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` of [N] tokens over any layout."""
+        calls = AttentionCalls()
+        body: nn.Module = getattr(self.module, self.module.base_model_prefix)
+        arguments = {
+            "input_ids": token_ids[None],
+            "position_ids": position_ids[None],
+            "use_cache": False,
+            "layout": layout,
+            "calls": calls,
+        }
+        head: Tensor = self.module.get_output_embeddings().weight
+        if self._dtype is torch.float32:
+            outputs = body(**arguments)
+        else:
+            rounded = {name: p.to(self._dtype) for name, p in body.named_parameters()}
+            outputs = torch.func.functional_call(body, rounded, kwargs=arguments)
+            head = head.to(self._dtype)
+        if calls.count < self._num_layers:
+            raise ConfigError(
+                f"model.path = {self._path!r}: {type(self.module).__name__} has {self._num_layers} layers and called "
+                f"the packed attention {calls.count} times; expected softmax attention in every layer"
+            )
+        return outputs.last_hidden_state[0], head
+
+    def published_weights(self) -> dict[str, Tensor]:
+        """Copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory."""
+        state = remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
+        state = revert_weight_conversion(self.module, state)
+        return {
+            name: tensor.detach()
+            .to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            .contiguous()
+            for name, tensor in state.items()
+        }
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the float32 masters in transformers' format."""
+        self.module.save_pretrained(folder)
+
+    def load(self, folder: Path | str) -> None:
+        """Replaces the masters by those in `folder`, in place.
+
+        Raises:
+            ConfigError: no model there, or one of other shapes.
+        """
+        try:
+            self.module.load_state_dict(_load(str(folder)).state_dict())
+        except RuntimeError as error:
+            raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `trainer.device` means here.
+
+    Raises:
+        ConfigError: "cuda" without a CUDA device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device = 'cuda': torch finds no CUDA device; expected 'auto' or 'cpu' here")
+    return torch.device(name)
+
+
+def _load(path: str) -> Any:
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path = {path!r}: expected a folder with a transformers model (no config.json there)")
+    # A run has a view of its own; bars from within would tear it apart.
+    transformers_logging.disable_progress_bar()
+    try:
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.path = {path!r}: transformers cannot load it: {error}") from error
+    model, loaded = loading
+    if loaded["missing_keys"]:
+        # transformers would go on with random values in their place.
+        raise ConfigError(f"model.path = {path!r}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
+    return model

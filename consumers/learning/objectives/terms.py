@@ -1,0 +1,178 @@
+"""What every objective here shares: aggregation, the KL to a reference, the entropy bonus, the treatment of the mask.
+
+Formula, over the sampled tokens t, with the gain g_t of the objective's own file and the importance weight w_t::
+
+    loss = aggregate(-w_t * g_t)  +  kl_coefficient * aggregate(kl_t)  -  entropy_coefficient * aggregate(H_t)
+
+An objective of your own needs none of this: it may be any callable LossInputs -> LossOutputs (consumers/learning/interfaces.py).
+
+Aggregation. All three denominators are counted before anything is masked, so that masking never inflates what is left;
+verl, ms-swift and TRL divide by what a mask left over, which is the same where nothing is masked.
+
+    token     sum_t / tokens of the optimizer step: every token alike (DAPO, verl's token-mean)
+    sequence  sum_t (. / tokens of t's rollout) / rollouts: every rollout alike (GRPO's paper, seq-mean-token-mean)
+    constant  sum_t / (rollouts * constant_denominator): no length in it (Dr. GRPO, arXiv 2503.20783; TRL's dr_grpo with
+              constant_denominator = max_completion_length, verl's seq-mean-token-sum-norm)
+
+KL to the reference, with x = reference - current of the sampled token (Schulman, "Approximating KL divergence", 2020).
+As a value each estimates KL(current || reference); as a loss term each gives a gradient of its own::
+
+    k1 = -x            gradient  grad log p            zero in expectation: noise, offered as the peers offer it
+    k2 = x^2 / 2       gradient  -x * grad log p       in expectation that of KL(current || reference)
+    k3 = e^x - x - 1   gradient  (1 - e^x) grad log p  in expectation that of KL(reference || current); GRPO's (eq. 4)
+
+These expectations are over the current policy; the term carries no importance weight, as in the peers. x is clamped to
++-20, beyond which its gradient is 0. The entropy bonus is exact at each token, and unweighted likewise.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
+from penstock.consumers.learning.rows import clamped
+from torch import Tensor
+
+AGGREGATIONS = ("token", "sequence", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective(ABC):
+    """An objective that is a gain per token; the subclass says which.
+
+    Raises:
+        ValueError: on construction, an argument out of range; when called, a KL term without reference logprobs.
+    """
+
+    aggregation: str = "token"
+    """"token", "sequence" or "constant"."""
+    constant_denominator: float | None = None
+    """The number of tokens every rollout counts as, for aggregation "constant"; e.g. sampling.max_tokens."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the reference model; 0 needs none."""
+    kl_estimator: str = "k3"
+    """"k1", "k2" or "k3"."""
+    entropy_coefficient: float = 0.0
+    """Share of the token entropy that is subtracted from the loss."""
+
+    @property
+    def token_level(self) -> bool:
+        return True
+
+    @property
+    def reads_behavior(self) -> bool:
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
+
+    def __post_init__(self) -> None:
+        self.require_choice("aggregation", AGGREGATIONS)
+        self.require_choice("kl_estimator", KL_ESTIMATORS)
+        self.require_number("kl_coefficient", at_least=0)
+        self.require_number("entropy_coefficient", at_least=0)
+        if self.aggregation == "constant":
+            self.require_number("constant_denominator", above=0)
+        elif self.constant_denominator is not None:
+            raise self.refusal("constant_denominator", f"None with aggregation {self.aggregation!r}")
+
+    @abstractmethod
+    def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the update raises, per token, before the importance weight.
+
+        Args:
+            inputs: every tensor but `row_ids` and `rollout_tokens` is 0 where masked.
+
+        Returns:
+            [M] under gradient; and metrics, detached sums over the unmasked tokens.
+        """
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        inputs = _zero_under_mask(inputs)
+        gain, metrics = self.gain(inputs)
+        loss = -self.aggregate(inputs.importance_weights * gain, inputs)
+        if inputs.reference_logprobs is not None:
+            divergence = reference_kl(inputs.current_logprobs, inputs.reference_logprobs, self.kl_estimator)
+            metrics["reference_kl"] = divergence.detach().sum()
+            if self.kl_coefficient:
+                loss = loss + self.kl_coefficient * self.aggregate(divergence, inputs)
+        elif self.kl_coefficient:
+            raise ValueError(
+                f"{type(self).__name__}: reference_logprobs is None with kl_coefficient = {self.kl_coefficient}, "
+                "expected the reference model's logprobs"
+            )
+        if self.entropy_coefficient:
+            loss = loss - self.entropy_coefficient * self.aggregate(inputs.entropy, inputs)
+        return LossOutputs(loss=loss, metrics=metrics)
+
+    def aggregate(self, values: Tensor, inputs: LossInputs) -> Tensor:
+        """values [M], 0 where masked, as this micro-batch's share of the optimizer step; a scalar."""
+        if self.aggregation == "token":
+            return values.sum() / inputs.denominator
+        if self.aggregation == "sequence":
+            return (values / inputs.rollout_tokens).sum() / inputs.num_rollouts
+        assert self.constant_denominator is not None
+        return values.sum() / (inputs.num_rollouts * self.constant_denominator)
+
+    def require_number(
+        self, name: str, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+    ) -> None:
+        """Raises ValueError unless the argument is a finite number within the bounds given."""
+        value = getattr(self, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if number and value > above and at_least <= value <= at_most:
+            return
+        bounds = {f"more than {above}": above, f"at least {at_least}": at_least, f"at most {at_most}": at_most}
+        stated = [text for text, bound in bounds.items() if math.isfinite(bound)]
+        raise self.refusal(name, " and ".join(["a finite number", *stated]))
+
+    def require_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        """Raises ValueError unless the argument is one of the choices."""
+        if getattr(self, name) not in choices:
+            raise self.refusal(name, " or ".join(map(repr, choices)))
+
+    def refusal(self, name: str, expected: str) -> ValueError:
+        return ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}, expected {expected}")
+
+
+def policy_ratio(inputs: LossInputs) -> Tensor:
+    """exp(current - proximal) [M] under gradient, of the clamped logarithm."""
+    return bounded_exp(inputs.current_logprobs - inputs.proximal_logprobs)
+
+
+def bounded_exp(logarithm: Tensor) -> Tensor:
+    """exp of the logarithm clamped to +-20: finite always, and without gradient beyond the bound."""
+    return clamped(logarithm).exp()
+
+
+def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
+    """The estimator (module's docstring) of each token's KL(current || reference); shapes alike, under gradient."""
+    x = clamped(reference_logprobs - current_logprobs)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return x.square() / 2
+    return torch.expm1(x) - x
+
+
+def _zero_under_mask(inputs: LossInputs) -> LossInputs:
+    """Selected before any arithmetic: what lies under the mask reaches neither the loss nor a gradient."""
+    mask = inputs.loss_mask
+
+    def selected(values: Tensor) -> Tensor:
+        return torch.where(mask, values, values.new_zeros(()))
+
+    return replace(
+        inputs,
+        current_logprobs=selected(inputs.current_logprobs),
+        proximal_logprobs=selected(inputs.proximal_logprobs),
+        behavior_logprobs=selected(inputs.behavior_logprobs),
+        importance_weights=selected(inputs.importance_weights),
+        advantages=selected(inputs.advantages),
+        entropy=selected(inputs.entropy),
+        reference_logprobs=None if inputs.reference_logprobs is None else selected(inputs.reference_logprobs),
+        lag=None if inputs.lag is None else selected(inputs.lag),
+    )

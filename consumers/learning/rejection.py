@@ -1,0 +1,91 @@
+"""Masks beside the importance weight: which tokens and rows are too far off-policy to be trained on at all.
+
+Each of them keeps a NaN: what cannot be judged is not hidden, it reaches the loss, and the step is skipped and counted.
+"""
+
+import torch
+from penstock.consumers.learning.rows import Rows, clamped
+from penstock.schemas.config import Rejection
+from torch import Tensor
+
+
+def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
+    """True where the rejection masks a token.
+
+    verl's rollout rejection (rollout_rs), with l = proximal - behavior, c its clamped value, and Schulman's estimators
+    of a KL divergence ("Approximating KL Divergence", 2020) k1 = -c, k2 = c^2 / 2, k3 = e^c - c - 1. A token is judged
+    by its own value, or by its row's sum, mean or maximum. `upper` bounds k2 and k3 themselves; for k1 the exponential
+    has to lie in [lower, upper], where `lower` None means 1 / upper, or no bound for seq_max_k1.
+
+    Args:
+        log_ratios: [M] float64, unclamped, 0 where masked.
+
+    Returns:
+        [M] bool; False in a row without an unmasked token, unless its every token is masked anyway.
+    """
+    scope, _, estimator = rejection.mode.rpartition("_")
+    if estimator == "k1":
+        # A sum of clamped terms would hide a far token behind many near ones of the other sign: clamped only at last.
+        values = torch.exp(clamped(_over(scope, -log_ratios, rows)))
+        if rejection.lower is not None:
+            lower = rejection.lower
+        else:
+            lower = 0.0 if rejection.mode == "seq_max_k1" else 1.0 / rejection.upper
+        return (values > rejection.upper) | (values < lower)
+    bounded = clamped(log_ratios)
+    values = bounded.square() / 2 if estimator == "k2" else torch.expm1(bounded) - bounded
+    return _over(scope, values, rows) > rejection.upper
+
+
+def beyond_m2_budget(log_ratios: Tensor, candidates: Tensor, budget: float) -> Tensor:
+    """True on the candidates to drop, largest clamped l^2 first, until the mean l^2 of the rest is below the budget.
+
+    M2PO (arXiv 2510.01161) as AReaL has it: the smallest is kept even where it is above the budget. Equal values go or
+    stay together, so that the order of the tokens does not matter (AReaL's sort cuts between them).
+
+    Args:
+        log_ratios: [M] float64, of the whole batch.
+        candidates: [M] bool, the tokens that may be kept.
+    """
+    squares = clamped(log_ratios).square()
+    # On CPU, where a running sum has one order and thus the same bits every time.
+    ordered = squares[candidates].cpu().sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, dtype=ordered.dtype)
+    num_kept = int((means < budget).sum())
+    if num_kept == len(ordered):
+        return torch.zeros_like(candidates)
+    smallest, first_dropped = ordered[0].item(), ordered[num_kept].item()
+    beyond = squares >= first_dropped if first_dropped > smallest else squares > smallest
+    return candidates & beyond
+
+
+def off_policy_rows_kept(
+    behavior_logprobs: Tensor,
+    current_logprobs: Tensor,
+    loss_mask: Tensor,
+    advantages: Tensor,
+    row_ids: Tensor,
+    delta: float,
+) -> Tensor:
+    """Off-policy sequence masking: False on rows that drifted and would be pushed further down.
+
+    With D the mean of behavior - current over the row's unmasked tokens, a row is dropped where D > delta and the
+    advantage is negative, both strictly. Source: DeepSeek-V3.2 (arXiv 2512.02556, "Off-Policy Sequence Masking");
+    ms-swift, TRL and slime agree.
+
+    Args:
+        behavior_logprobs, current_logprobs, advantages: [M] float; values under the mask are never read.
+        loss_mask: [M] bool.
+        row_ids: [M] int64, ascending.
+
+    Returns:
+        [M] bool, detached; False under the mask.
+    """
+    drift = Rows(row_ids, loss_mask).mean(behavior_logprobs.detach().double() - current_logprobs.detach().double())
+    return loss_mask & ~((drift > delta) & (advantages.detach() < 0))
+
+
+def _over(scope: str, values: Tensor, rows: Rows) -> Tensor:
+    if scope == "token":
+        return values
+    return {"seq_sum": rows.sum, "seq_mean": rows.mean, "seq_max": rows.max}[scope](values)

@@ -1,0 +1,264 @@
+"""From packed tokens to a loss: the policy's logprobs, the correction of the behavior policy, the objective."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
+from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.importance import Correction, correct_packed, off_policy_rows_kept
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective
+from penstock.consumers.learning.model import PackedModel
+from penstock.schemas.config import ConfigError, RunConfig
+from torch import Tensor
+
+TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class StepConstants:
+    """What stays as it was when a batch was first read, of one micro-batch; [M] float32 each.
+
+    proximal_logprobs: None where one optimizer step is all, since the current policy is the proximal one then.
+    reference_logprobs: None for an objective without a KL term.
+    correction: None where it can be computed from the micro-batch alone.
+    """
+
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    correction: Correction | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The detached per-token results of one micro-batch; M sampled tokens.
+
+    proximal_logprobs: of the trainer's policy when the batch was first read, in bypass mode too.
+    """
+
+    loss: Tensor
+    proximal_logprobs: Tensor
+    current_logprobs: Tensor
+    entropy: Tensor
+    correction: Correction
+    metrics: dict[str, Tensor]
+
+
+class TokenScorer:
+    """Turns micro-batches into losses.
+
+    `weight = f(proximal / behavior)` and `ratio = current / proximal` are kept apart: the first is the correction's,
+    the second the objective's. In bypass mode the objective sees the behavior policy in the proximal one's place, and
+    weights of 1.
+
+    Raises:
+        ConfigError: settings that would count the gap between engine and trainer twice, or ask for a reference model
+            that nothing reads.
+    """
+
+    def __init__(self, config: RunConfig, model: PackedModel, objective: Objective, device: torch.device) -> None:
+        check_objective(config, objective)
+        self.objective = objective
+        self._model = model
+        self._device = device
+        self._steps_per_batch = config.steps_per_batch
+        self._correction = replace(config.correction, max_lag=config.lag_bound)
+        self._reference: PackedModel | None = None
+        if getattr(objective, "needs_reference", False):
+            self._reference = PackedModel(config.model.reference or config.model.path, config.model.dtype, device)
+            for parameter in self._reference.parameters():
+                parameter.requires_grad_(False)
+            if self._reference.vocabulary != model.vocabulary:
+                raise ConfigError(
+                    f"model.reference = {config.model.reference!r}: a vocabulary of {self._reference.vocabulary}, "
+                    f"expected the model's {model.vocabulary}"
+                )
+
+    @torch.no_grad()
+    def read(self, batch: Batch) -> list[list[StepConstants]]:
+        """What must be known of a batch before its first optimizer step, by mini-batch and micro-batch."""
+        config = self._correction
+        needs_proximal = config.is_batch_level or self._steps_per_batch > 1
+        reads: list[StepConstants] = []
+        for cpu_microbatch in batch.microbatches if needs_proximal or self._reference else ():
+            microbatch = cpu_microbatch.to(self._device)
+            reads.append(
+                StepConstants(
+                    self.logprobs(microbatch)[0] if needs_proximal else None,
+                    self.logprobs(microbatch, self._reference)[0] if self._reference else None,
+                )
+            )
+        if not reads:
+            return [[StepConstants()] * len(minibatch.microbatches) for minibatch in batch.minibatches]
+        if config.is_batch_level:
+            reads = self._corrected(batch.microbatches, reads)
+        remaining = iter(reads)
+        return [[next(remaining) for _ in minibatch.microbatches] for minibatch in batch.minibatches]
+
+    def score(self, microbatch: MicroBatch, minibatch: MiniBatch, read: StepConstants) -> tuple[Tensor, Scored]:
+        """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values."""
+
+        def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Correction]:
+            return self._outputs(microbatch, minibatch, read, part, current, entropy)
+
+        token_level = getattr(self.objective, "token_level", False) and self._correction.is_token_level
+        token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
+        current, entropy = self.logprobs(microbatch, token_grads=token_grads)
+        result, proximal, correction = outputs(_ALL, current, entropy)
+        scored = Scored(result.loss.detach(), proximal, current.detach(), entropy.detach(), correction, result.metrics)
+        return result.loss, scored
+
+    def logprobs(
+        self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
+        return head_logprobs(*(model or self._model).forward(microbatch), microbatch, token_grads=token_grads)
+
+    def _outputs(
+        self,
+        microbatch: MicroBatch,
+        minibatch: MiniBatch,
+        read: StepConstants,
+        part: slice,
+        current: Tensor,
+        entropy: Tensor,
+    ) -> tuple[LossOutputs, Tensor, Correction]:
+        """The objective over the tokens of `part`; `current` and `entropy` are of those tokens."""
+        proximal = current.detach() if read.proximal_logprobs is None else read.proximal_logprobs[part]
+        correction = self._correct(microbatch, read, part, proximal, current.detach())
+        behavior = microbatch.behavior_logprobs[part]
+        inputs = LossInputs(
+            current_logprobs=current,
+            proximal_logprobs=behavior if self._correction.bypass else proximal,
+            behavior_logprobs=behavior,
+            importance_weights=correction.weights,
+            advantages=microbatch.advantages[part],
+            loss_mask=correction.keep_mask,
+            entropy=entropy,
+            row_ids=microbatch.row_ids[part],
+            rollout_tokens=microbatch.rollout_tokens[part],
+            denominator=float(minibatch.num_tokens),
+            num_rollouts=minibatch.num_rollouts,
+            reference_logprobs=None if read.reference_logprobs is None else read.reference_logprobs[part],
+            lag=microbatch.lag[part],
+        )
+        return self.objective(inputs), proximal, correction
+
+    def _correct(
+        self, microbatch: MicroBatch, read: StepConstants, part: slice, proximal: Tensor, current: Tensor
+    ) -> Correction:
+        """Over every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
+        advantages, row_ids = microbatch.advantages[part], microbatch.row_ids[part]
+        behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
+        if read.correction is None:
+            return correct_packed(
+                proximal,
+                behavior,
+                sampled,
+                microbatch.lag[part],
+                row_ids,
+                self._correction,
+                advantages=advantages,
+                current_logprobs=current,
+            )
+        if self._correction.off_policy_delta is None:
+            return read.correction
+        # The weights are those of the first read; how far off-policy a row is depends on the policy of this step.
+        kept = off_policy_rows_kept(behavior, current, sampled, advantages, row_ids, self._correction.off_policy_delta)
+        whole = read.correction
+        return Correction(
+            torch.where(kept, whole.weights, whole.weights.new_zeros(())),
+            whole.keep_mask & kept,
+            whole.metrics,
+            whole.corrected_mask | ~kept,
+        )
+
+    def _corrected(self, microbatches: Sequence[MicroBatch], reads: list[StepConstants]) -> list[StepConstants]:
+        """The correction of the whole batch at once, for statistics that no micro-batch has alone.
+
+        Off-policy rows are left for `_correct`, which judges them anew at each step.
+        """
+        parts = [microbatch.to(self._device) for microbatch in microbatches]
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in parts])
+
+        first_row, row_ids = 0, []
+        for part in parts:
+            row_ids.append(part.row_ids + first_row)
+            first_row += int(part.row_ids[-1]) + 1
+        whole = correct_packed(
+            torch.cat([read.proximal_logprobs for read in reads if read.proximal_logprobs is not None]),
+            joined("behavior_logprobs"),
+            torch.ones_like(joined("loss_mask")),
+            joined("lag"),
+            torch.cat(row_ids),
+            replace(self._correction, off_policy_delta=None),
+            advantages=joined("advantages"),
+        )
+        sizes = [len(part.targets) for part in parts]
+        split = (each.split(sizes) for each in (whole.weights, whole.keep_mask, whole.corrected_mask))
+        return [
+            StepConstants(read.proximal_logprobs, read.reference_logprobs, Correction(weights, keep, {}, corrected))
+            for read, weights, keep, corrected in zip(reads, *split, strict=True)
+        ]
+
+
+class SampledTokens(Protocol):
+    """The part of a `MicroBatch` that the head needs."""
+
+    @property
+    def predicting(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def temperature(self) -> Tensor: ...
+    @property
+    def support(self) -> Support | None: ...
+
+
+def head_logprobs(
+    hidden: Tensor, head: Tensor, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the sampled tokens and entropies, [M] float32 each, from what `PackedModel.forward` returns."""
+    support = sampled.support
+    return selected_logprobs(
+        F.embedding(sampled.predicting, hidden),
+        head,
+        sampled.targets,
+        sampled.temperature,
+        support=None if support is None else support.mask(len(head)),
+        token_grads=token_grads,
+    )
+
+
+def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:
+    """The loss's derivatives by logprob and entropy of a slice of tokens, for the head to use in its forward pass."""
+
+    def grads(part: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        with torch.enable_grad():
+            leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+            found = torch.autograd.grad(outputs(part, *leaves)[0].loss, leaves, allow_unused=True)
+        return torch.zeros_like(logprobs) if found[0] is None else found[0], found[1]
+
+    return grads
+
+
+def check_objective(config: RunConfig, objective: Objective) -> None:
+    """Raises ConfigError where objective and correction do not go together, or a reference model is set for nothing."""
+    correction = config.correction
+    if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
+        setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"
+        raise ConfigError(
+            f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "
+            "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
+        )
+    if config.model.reference is not None and not getattr(objective, "needs_reference", False):
+        raise ConfigError(
+            f"model.reference = {config.model.reference!r}: the objective {config.objective.path!r} has no KL term "
+            "that reads it; expected it to be left out, or a KL coefficient above 0"
+        )

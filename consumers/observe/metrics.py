@@ -1,0 +1,157 @@
+"""The trainer's Prometheus metrics."""
+
+import errno
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from penstock.schemas.config import MetricsConfig, RunConfig
+from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
+from penstock.schemas.metrics import TrainerMetric as M
+from penstock.schemas.process.redis_url import register_metrics_port, unregister_metrics_port
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Metric as Family
+
+log = logging.getLogger(__name__)
+
+PORTS_TO_TRY = 100
+
+_SECONDS = ("wait_s", "step_s", "publish_s")
+_LINE_FLOATS = frozenset(("time_s", *_SECONDS))
+"""What a line of updates.jsonl holds in floats beside metrics."""
+
+
+class LabelledRegistry(CollectorRegistry):
+    """A registry that puts the same labels on every sample."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__()
+        self._every = dict(labels)
+
+    def collect(self) -> Iterator[Family]:
+        for family in super().collect():
+            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
+            yield family
+
+
+class TrainerMetrics:
+    """Every metric of the trainer under the names of `penstock.schemas.metrics.TrainerMetric`.
+
+    labels: what each of its samples says of this process, such as `run="demo"`.
+    """
+
+    def __init__(self, **labels: str) -> None:
+        self.registry = LabelledRegistry(labels)
+        self._closing = ExitStack()
+        self._gauges = {key: self._make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set(math.nan)
+        self._by_lag = {name: self._make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
+        self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
+        self._objective = self._make(Gauge, M.OBJECTIVE)
+        self._objective_names: set[str] = set()
+        self._lag = self._make(Histogram, M.TOKEN_LAG)
+        self._tokens_trained = self._make(Counter, M.TOKENS_TRAINED)
+        self._tokens_masked = self._make(Counter, M.TOKENS_MASKED)
+        self._updates = self._make(Counter, M.UPDATES)
+        self._last_update = self._make(Gauge, M.LAST_UPDATE)
+        self._credit = self._make(Gauge, M.CREDIT)
+        self._lag_bound = self._make(Gauge, M.LAG_BOUND)
+        self._optimizer_steps = self._make(Counter, M.OPTIMIZER_STEPS)
+        self._steps_skipped = self._make(Counter, M.STEPS_SKIPPED)
+        self._seconds = self._make(Histogram, M.STEP_SECONDS)
+        self.accuracy = self._make(Gauge, M.ACCURACY)
+        self.accuracy.set(math.nan)
+        self.groups_settled = self._make(Counter, M.GROUPS_SETTLED)
+        self.groups_released = self._make(Counter, M.GROUPS_RELEASED)
+        self.groups_open = self._make(Gauge, M.GROUPS_OPEN)
+        self.groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)
+        self.duplicates = self._make(Counter, M.DUPLICATES)
+        self.prompts_open = self._make(Gauge, M.PROMPTS)
+        self.weight_bytes = self._make(Counter, M.WEIGHT_BYTES)
+        self.parity_alert = self._make(Gauge, M.PARITY_ALERT)
+        self.mismatch_band = self._make(Gauge, M.MISMATCH_BAND)
+        self.mismatch_mean = self._make(Gauge, M.MISMATCH_MEAN)
+        self.mismatch_mean.set(math.nan)
+        self.checkpoint_seconds = self._make(Histogram, M.CHECKPOINT_SECONDS)
+        self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
+        self.sink_errors = self._make(Counter, M.SINK_ERRORS)
+
+    def begin(self, config: RunConfig) -> None:
+        """Takes over what the run file fixes. From now on there is a time to count from to the next update."""
+        self._credit.set(config.credit)
+        self._lag_bound.set(config.lag_bound)
+        self._last_update.set_to_current_time()
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Takes over one line of updates.jsonl. A number that this line has not is taken back, not left as it was."""
+        self._set_gauges(line)
+        for lag, num_tokens in line["lag_histogram"].items():
+            # One observation per token, without a call per token.
+            self._lag._sum.inc(float(lag) * num_tokens)
+            for bound, bucket in zip(self._lag._upper_bounds, self._lag._buckets, strict=True):
+                if float(lag) <= bound:
+                    bucket.inc(num_tokens)
+                    break
+        self._tokens_trained.inc(line["num_tokens_trained"] - line["num_tokens_rejected"])
+        self._tokens_masked.labels("lag").inc(line["num_tokens_masked_lag"])
+        self._tokens_masked.labels("correction").inc(line["num_tokens_rejected"])
+        self._updates.inc()
+        self._last_update.set(line["time_s"])
+        self._optimizer_steps.inc(line["num_optimizer_steps"])
+        for reason, num_steps in line["steps_skipped"].items():
+            self._steps_skipped.labels(reason).inc(num_steps)
+        for phase in _SECONDS:
+            self._seconds.labels(phase.removesuffix("_s")).observe(line[phase])
+
+    def _set_gauges(self, line: dict[str, Any]) -> None:
+        for key, gauge in self._gauges.items():
+            value = line.get(key)
+            gauge.set(math.nan if value is None else value)
+        for name, gauge in self._by_lag.items():
+            for label in LAG_LABELS:
+                value = line.get(lag_key(name, label))
+                if value is None:
+                    gauge.remove(label)
+                else:
+                    gauge.labels(label).set(value)
+        known = self._gauges.keys() | self._lag_keys | _LINE_FLOATS
+        found = {key: value for key, value in line.items() if isinstance(value, float) and key not in known}
+        for key, value in found.items():
+            self._objective.labels(key).set(value)
+        for key in self._objective_names - found.keys():
+            self._objective.remove(key)
+        self._objective_names = set(found)
+
+    def serve(self, config: MetricsConfig, run_folder: Path) -> int:
+        """Serves `/metrics` on the first free port from `config.port` on; returns the port."""
+        for port in range(config.port, config.port + (PORTS_TO_TRY if config.port else 1)):
+            try:
+                server, thread = start_http_server(port, addr=config.host, registry=self.registry)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            port = server.server_port
+            register_metrics_port(run_folder, "trainer", config.host, port)
+            self._closing.callback(thread.join)
+            self._closing.callback(server.server_close)
+            self._closing.callback(server.shutdown)
+            self._closing.callback(unregister_metrics_port, run_folder, "trainer", config.host, port)
+            log.info("metrics at http://%s:%d/metrics", config.host, port)
+            return port
+        raise OSError(f"metrics.port = {config.port}: {PORTS_TO_TRY} ports from there are in use")
+
+    def close(self) -> None:
+        """Ends the serving, if there is one."""
+        self._closing.close()
+
+    def _make(self, kind: Any, metric: Metric) -> Any:
+        options = {"buckets": metric.buckets} if metric.buckets else {}
+        made = kind(metric.name, metric.help, metric.labels, registry=self.registry, **options)
+        for value in metric.values:
+            made.labels(value)
+        return made

@@ -1,0 +1,234 @@
+"""Keeps what the trainer took and what it found, batch by batch. What is recorded the training does not depend on."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import time
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from penstock.consumers.learning.advantages import group_advantages, has_variance
+from penstock.consumers.learning.batch import Batch, KnownLags, Place, known_lags, span_lags
+from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.schemas.config import RunConfig
+from penstock.schemas.record import (
+    FOLDER,
+    BatchHead,
+    GroupEntry,
+    Outcome,
+    RecordedGroup,
+    SegmentFindings,
+    SegmentHeader,
+    encode_batch,
+)
+from penstock.schemas.recording import model_digest
+from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
+
+log = logging.getLogger(__name__)
+
+
+class Taken(NamedTuple):
+    """A batch that the trainer took. position: its number along the line of policies, from 0.
+
+    num_batches: updates made before it. lag_of: as it was then."""
+
+    position: int
+    num_batches: int
+    groups: Sequence[RolloutGroup]
+    batch: Batch
+    report: StepReport
+    lag_of: LagTable
+
+
+class RolloutRecorder:
+    """Writes the record of one trainer epoch (`penstock.schemas.record`).
+
+    Compressing and writing go on in a thread while the trainer goes on; it waits only where one batch is not written
+    yet when the next one comes, and in `sync`.
+
+    One who begins, records nothing and only syncs has noted where the epochs before were cut.
+
+    taken: the positions at which the epochs before this one were cut, by epoch.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_folder: Path,
+        epoch: int,
+        taken: Mapping[int, int],
+        lag_of: LagTable,
+    ) -> None:
+        self._config = config
+        header = SegmentHeader(
+            run=config.name,
+            epoch=epoch,
+            number=0,
+            line=dict(taken),
+            forks=lag_of.forks,
+            announced=lag_of.announced,
+            config=msgspec.to_builtins(config),
+            model_digest=model_digest(Path(config.model.path)),
+        )
+        self._files = SegmentFiles(run_folder / FOLDER, header, config.recording)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._writing: Future[None] | None = None
+        self._failure: RunFailedError | None = None
+
+    def add(self, taken: Taken) -> None:
+        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer goes on.
+
+        Raises:
+            RunFailedError: the batch before it cannot be recorded, room or not.
+        """
+        self._wait()
+        lag_of = LagTable(taken.lag_of.current, taken.lag_of.forks, taken.lag_of.announced)  # as it is now
+        self._writing = self._thread.submit(self._append, taken._replace(lag_of=lag_of))
+
+    def sync(self) -> None:
+        """Returns once everything is on the disk. Raises OSError where it cannot be, RunFailedError as `add` does."""
+        self._wait()
+        self._files.sync()
+
+    def close(self) -> None:
+        """Raises nothing: it may be an error that ends the run, and is not to be hidden by another."""
+        try:
+            if self._writing is not None:
+                self._wait()
+        except RunFailedError as error:
+            log.error("%s", error)
+        finally:
+            try:
+                self._files.close()
+            except Exception as error:
+                log.error("the record of rollouts is not closed: %s", error)
+            finally:
+                self._thread.shutdown()
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result()
+            except Exception as error:
+                self._failure = RunFailedError(
+                    f"record = true: a batch cannot be recorded: {type(error).__name__}: {one_line(str(error))}; "
+                    "continued with --resume and record = false the run goes on without"
+                )
+                self._failure.__cause__ = error
+        if self._failure is not None:
+            raise self._failure
+
+    def _append(self, taken: Taken) -> None:
+        self._files.append(*encode_batch(*records_of(taken, self._config)))
+
+
+def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[RecordedGroup]]:
+    """What is recorded of a batch, its groups in their order. Of one that made no update only the dead ones are."""
+    report = taken.report
+    counts = report.skipped_reason in (None, NOTHING_TO_TRAIN)
+    groups = [group for group in taken.groups if counts or group.index in report.failed]
+    scores = _scores(taken)
+    lag = known_lags(taken.lag_of)
+    recorded = [_recorded(group, scores, lag, config.lag_bound) for group in groups]
+    head = BatchHead(
+        position=taken.position,
+        update=taken.num_batches + counts,
+        policy_version=taken.lag_of.current,
+        counts=counts,
+        time_s=time(),
+        skipped_reason=report.skipped_reason,
+        num_optimizer_steps=report.num_optimizer_steps,
+        metrics=report.metrics,
+        lag_histogram=report.lag_histogram,
+        groups=tuple(
+            _entry(group, each, report.failed.get(group.index), config)
+            for group, each in zip(groups, recorded, strict=True)
+        ),
+    )
+    return head, recorded
+
+
+class _Scores(NamedTuple):
+    """Of one segment's sampled tokens."""
+
+    proximal: bytes
+    weights: bytes
+    kept: bytes
+
+
+def _scores(taken: Taken) -> dict[Place, _Scores]:
+    """What the learner found, by segment."""
+    rollouts = {group.index: group.rollouts for group in taken.groups}
+    found: dict[Place, _Scores] = {}
+    for n, minibatch in enumerate(taken.batch.minibatches):
+        for places, findings in zip(minibatch.places, taken.report.findings.get(n, ()), strict=False):
+            columns = (findings.proximal_logprobs, findings.importance_weights, findings.kept)
+            proximal, weights, kept = (column.numpy().tobytes() for column in columns)
+            start = 0
+            for place in places:
+                end = start + rollouts[place.group][place.rollout].segments[place.segment].num_sampled_tokens
+                found[place] = _Scores(proximal[4 * start : 4 * end], weights[4 * start : 4 * end], kept[start:end])
+                start = end
+    return found
+
+
+def _recorded(group: RolloutGroup, scores: dict[Place, _Scores], lag: KnownLags, lag_bound: int) -> RecordedGroup:
+    return RecordedGroup(
+        encode_group(group),
+        tuple(
+            tuple(
+                SegmentFindings(span_lags(segment, lag, lag_bound), *scores.get(Place(group.index, r, s), ()))
+                for s, segment in enumerate(rollout.segments)
+            )
+            for r, rollout in enumerate(group.rollouts)
+        ),
+    )
+
+
+def _entry(group: RolloutGroup, recorded: RecordedGroup, failure: str | None, config: RunConfig) -> GroupEntry:
+    rewards = tuple(rollout.reward.value for rollout in group.rollouts)
+    num_tokens = tuple(rollout.num_sampled_tokens for rollout in group.rollouts)
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    findings = [found for of_rollout in recorded.findings for found in of_rollout]
+    versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
+    lags = {lag for found in findings for lag in found.lags}
+    kept = b"".join(found.kept for found in findings)
+    outcome: Outcome = "dead" if failure else "trained" if has_variance(group) else "skipped"
+    return GroupEntry(
+        index=group.index,
+        outcome=outcome,
+        reason=failure or "",
+        producer_id=group.producer_id,
+        rewards=rewards,
+        advantages=tuple(group_advantages(np.array(rewards), config.advantage).tolist()),
+        finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
+        num_sampled_tokens=num_tokens,
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+        min_lag=min(lags, default=0),
+        max_lag=max(lags, default=0),
+        num_masked=sum(num_tokens) - kept.count(1) if kept else None,
+        ess_fraction=_ess_fraction(segments, findings) if kept else None,
+        max_weight=_finite(max(unpack_floats(b"".join(f.importance_weights for f in findings)))) if kept else None,
+    )
+
+
+def _ess_fraction(segments: list[Segment], findings: list[SegmentFindings]) -> float | None:
+    """(sum w)^2 / (N sum w^2) of w = exp(proximal - behavior), clamped as the correction clamps it."""
+    proximal = b"".join(found.proximal_logprobs for found in findings)
+    behavior = b"".join(s.behavior_logprobs for s, found in zip(segments, findings, strict=True) if found.kept)
+    log_ratio = np.frombuffer(proximal, np.float32).astype(np.float64) - np.frombuffer(behavior, np.float32)
+    weights = np.exp(np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    return _finite(float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,186 @@
+"""Every sink of a run, fed without a wait."""
+
+import contextlib
+import importlib.util
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.consumers.observe.sinks.points import Sink, SinkPoint, numbers_of
+from penstock.schemas.config import ConfigError, MetricsConfig, RunConfig, WandbConfig
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1000
+"""Points kept for a sink that is slower than training; what does not fit is dropped and counted."""
+CLOSE_S = 30.0
+"""How long the end of a trainer waits for a sink."""
+FIRST_RETRY_S = 30.0
+"""How long a sink that has failed is left alone; twice as long after each failure in a row, up to `LAST_RETRY_S`."""
+LAST_RETRY_S = 600.0
+
+
+def check_sinks(config: MetricsConfig) -> None:
+    """Raises ConfigError for a sink whose package is not installed."""
+    wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
+    for package in (package for package, is_wanted in wanted.items() if is_wanted):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # a folder of that name in the working directory is no package
+            raise ConfigError(
+                f"metrics.{package} is set: the package {package} is not installed; expected the extra: "
+                f"pip install 'penstock[{package}]'"
+            )
+
+
+class Sinks:
+    """Every sink of the run file, each fed by a thread of its own. One that fails is logged once, and counted; it is
+    opened again later, and what comes meanwhile is dropped and counted.
+
+    start: the update that this trainer continues after; what a sink already has of later ones is not there any more.
+    on_error: called with the sink's name at each failure and at each point dropped.
+
+    Raises:
+        ConfigError: see `check_sinks`.
+    """
+
+    def __init__(self, config: RunConfig, run_folder: Path, start: int, on_error: Callable[[str], None]) -> None:
+        metrics = config.metrics
+        check_sinks(metrics)
+        self._last_update = start
+        self._feeders: list[_Feeder] = []
+        if metrics.tensorboard:
+            folder = run_folder / "tensorboard"
+            self._feeders.append(
+                _Feeder("tensorboard", lambda again: _tensorboard(folder, None if again else start), on_error)
+            )
+        if metrics.wandb is not None:
+            wandb = metrics.wandb
+            self._feeders.append(_Feeder("wandb", lambda _: _wandb(wandb, config, run_folder), on_error))
+
+    def update(self, line: Mapping[str, Any]) -> None:
+        """Takes a line of updates.jsonl. One of a batch that made no update repeats a number, and is passed over."""
+        if line["update"] > self._last_update:
+            self._last_update = line["update"]
+            self._feed("updates", line)
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        self._feed("evaluations", line)
+
+    def close(self) -> None:
+        """Waits until everything is written, for `CLOSE_S` at most. More than once is once."""
+        for feeder in self._feeders:
+            feeder.end()
+        for feeder in self._feeders:
+            feeder.join()
+        self._feeders = []
+
+    def _feed(self, kind: str, line: Mapping[str, Any]) -> None:
+        if self._feeders:
+            point = SinkPoint(kind, line["update"], line["time_s"], numbers_of(line))
+            for feeder in self._feeders:
+                feeder.put(point)
+
+
+class _Feeder:
+    """Opens a sink and hands it points, in a thread of its own: waits for a point, `put` or `end` unblocks it.
+
+    open_sink: gets whether this feeder has had it open before.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[bool], Sink], on_error: Callable[[str], None]) -> None:
+        self._name = name
+        self._open_sink = open_sink
+        self._sink: Sink | None = None
+        self._has_opened = False
+        self._retry_s = FIRST_RETRY_S
+        self._next_try_s = 0.0
+        self._on_error = on_error
+        self._has_told = False
+        self._points: queue.Queue[SinkPoint | None] = queue.Queue(MAX_WAITING)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, point: SinkPoint) -> None:
+        try:
+            self._points.put_nowait(point)
+        except queue.Full:
+            self._failed("it does not keep up, points are dropped")
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def join(self) -> None:
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._failed(f"it has not taken the last points within {CLOSE_S:.0f} s")
+
+    def _run(self) -> None:
+        self._open()
+        while (point := self._next()) is not None:
+            if self._sink is None and time.monotonic() >= self._next_try_s and not self._ended.is_set():
+                self._open()
+            if self._sink is None:
+                self._failed("points are dropped until it is open again")
+            else:
+                self._write(self._sink, point)
+        try:
+            if self._sink is not None:
+                self._sink.close()
+        except Exception as error:
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _open(self) -> None:
+        try:
+            self._sink = self._open_sink(self._has_opened)
+            self._has_opened = True
+        except Exception as error:  # the isolation boundary: what a sink does never reaches training
+            self._failed(f"it cannot be opened: {type(error).__name__}: {error}")
+            self._leave_alone()
+
+    def _write(self, sink: Sink, point: SinkPoint) -> None:
+        try:
+            sink.write(point)
+            self._retry_s = FIRST_RETRY_S
+        except Exception as error:
+            self._failed(f"{type(error).__name__}: {error}")
+            self._sink = None
+            with contextlib.suppress(Exception):  # counted already
+                sink.close()
+            self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        self._next_try_s = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    def _next(self) -> SinkPoint | None:
+        """The next point; None once there is none and no more will come."""
+        while True:
+            is_last = self._ended.is_set()
+            try:
+                return self._points.get(timeout=0 if is_last else 0.2)
+            except queue.Empty:
+                if is_last:
+                    return None
+
+    def _failed(self, why: str) -> None:
+        self._on_error(self._name)
+        if not self._has_told:
+            self._has_told = True
+            log.warning("metrics.%s: %s; training goes on, later failures are counted only", self._name, why)
+
+
+def _tensorboard(folder: Path, start: int | None) -> Sink:
+    from penstock.consumers.observe.sinks.tensorboard import TensorBoard  # its package is an extra
+
+    return TensorBoard(folder, start)
+
+
+def _wandb(wandb: WandbConfig, config: RunConfig, run_folder: Path) -> Sink:
+    from penstock.consumers.observe.sinks.weights_and_biases import WeightsAndBiases
+
+    return WeightsAndBiases(wandb, config, run_folder)

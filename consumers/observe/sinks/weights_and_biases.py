@@ -1,0 +1,173 @@
+"""A run at Weights & Biases, by a process of its own.
+
+The package changes what the process around it does when it ends: hooks around `sys.exit`, a wait without a limit for
+a server that is away. A trainer is to end when it has ended.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from penstock.consumers.observe.sinks.points import SinkPoint
+from penstock.schemas.config import RunConfig, WandbConfig
+from penstock.schemas.process import logs
+
+FINISH_S = 30.0
+"""How long W&B may take to upload the last points, with or without the trainer."""
+
+
+class WandbError(RuntimeError):
+    """What W&B's process could not do."""
+
+
+class WeightsAndBiases:
+    """One W&B run for the whole life of a run: its id is kept in `wandb.json`. The step is the update.
+
+    Online, W&B keeps what it has: updates that a resume repeats are not sent again. Offline nobody knows what it has:
+    every trainer leaves a folder of its own under `wandb/`, all with one id, which hold repeated updates each.
+
+    Raises:
+        WandbError: no key, no server.
+    """
+
+    def __init__(self, wandb: WandbConfig, config: RunConfig, run_folder: Path) -> None:
+        run_id = _run_id(run_folder / "wandb.json")
+        logs.hand_down()
+        context = multiprocessing.get_context("spawn")
+        self._connection, far_end = context.Pipe()
+        # A daemon is ended with this process at the latest.
+        self._process = context.Process(
+            target=_serve, args=(far_end, wandb, config, run_folder, run_id, FINISH_S), daemon=True
+        )
+        self._process.start()
+        far_end.close()
+        self._answer()
+
+    def write(self, point: SinkPoint) -> None:
+        self._connection.send(point)
+        self._answer()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        if not self._connection.poll(FINISH_S):
+            self._process.terminate()
+            raise WandbError(f"it has not taken the last points within {FINISH_S:.0f} s")
+        self._answer()
+
+    def _answer(self) -> None:
+        """Waits for what came of the last message; that, or the end of the process, unblocks it."""
+        try:
+            problem = self._connection.recv()
+        except EOFError:
+            raise WandbError("its process has ended") from None
+        if problem is not None:
+            raise WandbError(problem)
+
+
+def _run_id(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["id"])
+    except (FileNotFoundError, ValueError, KeyError):
+        new = uuid.uuid4().hex[:8]
+        partial = file.with_suffix(".json.partial")
+        partial.write_text(json.dumps({"id": new}))
+        partial.replace(file)
+        return new
+
+
+def _serve(
+    connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str, finish_s: float
+) -> None:
+    """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Each message is
+    answered: None, or what went wrong. Ends `finish_s` after the trainer at the latest."""
+    threading.Thread(target=_end_after_parent, args=(finish_s,), name="parent", daemon=True).start()
+    os.environ["WANDB_SILENT"] = "true"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then says that it ends
+    logs.inherit("wandb")
+    try:
+        run = _Run(wandb, config, run_folder, run_id)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(None)
+    while (point := _next(connection)) is not None:
+        connection.send(_problem(run.write, point))
+    problem = _problem(run.finish)
+    if not connection.closed:
+        connection.send(problem)
+
+
+def _end_after_parent(finish_s: float) -> None:
+    """Waits for the end of the trainer. W&B waits for a server that is away without a limit, and nobody is left to
+    end this process."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    time.sleep(finish_s)
+    os._exit(1)
+
+
+def _next(connection: Connection) -> SinkPoint | None:
+    try:
+        point: SinkPoint | None = connection.recv()
+        return point
+    except EOFError:  # the trainer was killed; what W&B has taken is its own by now
+        connection.close()
+        return None
+
+
+def _problem(call: Any, *arguments: Any) -> str | None:
+    try:
+        call(*arguments)
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class _Run:
+    def __init__(self, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str) -> None:
+        import wandb as package
+
+        logging.getLogger("wandb").setLevel(logging.WARNING)  # it would log the whole configuration
+        self._run = package.init(
+            project=wandb.project,
+            entity=wandb.entity,
+            name=config.name,
+            id=run_id,
+            # Offline nothing can be asked of the server, and `wandb sync` goes by the id.
+            resume="allow" if wandb.mode == "online" else None,
+            mode=wandb.mode,
+            dir=run_folder,
+            config=msgspec.to_builtins(config),
+            settings=package.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
+        )
+        self._run.define_metric("evaluation/*", step_metric="evaluation/update")
+        self._step: int = self._run.step
+        """W&B takes no step below it."""
+        self._last_update = self._step - 1
+        """The last update that W&B has."""
+
+    def write(self, point: SinkPoint) -> None:
+        if point.kind == "evaluations":
+            # It comes in later than its update's own line, and W&B takes steps in order: it has an axis of its own.
+            named = {f"evaluation/{name}": value for name, value in point.numbers.items()}
+            self._log({**named, "evaluation/update": point.update}, point.update)
+        elif point.update > self._last_update:
+            self._last_update = point.update
+            self._log(point.numbers, point.update)
+
+    def _log(self, numbers: dict[str, float], update: int) -> None:
+        self._step = max(self._step, update)
+        self._run.log(numbers, step=self._step)
+
+    def finish(self) -> None:
+        self._run.finish()

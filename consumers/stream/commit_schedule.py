@@ -1,0 +1,66 @@
+"""When a checkpoint is due."""
+
+import time
+from collections.abc import Callable
+
+from penstock.consumers.stream.connection import TrainerConnection
+
+MEMORY_HIGH = 0.7
+"""Share of Redis' maxmemory at which a checkpoint is due, since only a commit trims the stream."""
+MEMORY_COMMIT_SHARE = 0.1
+"""Share of the time that such checkpoints may take where they free nothing: something else fills the memory."""
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 30.0
+"""A checkpoint that could not be written is tried again, after twice the time for each further failure."""
+
+
+class CommitSchedule:
+    """Every `every` updates, when memory is high, and after one that could not be written."""
+
+    def __init__(self, connection: TrainerConnection, every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = connection
+        self._every = every
+        self._clock = clock
+        self._for_memory = self._freed_nothing = False
+        self._took_s = self._ended_at = 0.0
+        self._retry_at: float | None = None
+        self._next_delay_s = FIRST_RETRY_S
+        self._num_settled = -1
+        self.num_batches = -1
+        """Of the last commit; -1 before the first."""
+
+    def is_due(self, num_batches: int, num_settled: int, *, busy: bool) -> bool:
+        """busy: training goes on meanwhile; a trainer that waits for rollouts has nothing better to do."""
+        now = self._clock()
+        self._for_memory = False
+        if self._retry_at is not None:
+            return now >= self._retry_at
+        if num_batches % self._every == 0 and num_batches != self.num_batches:
+            return True
+        if num_settled == self._num_settled:
+            return False  # nothing to trim
+        if busy and self._freed_nothing and now - self._ended_at < self._took_s / MEMORY_COMMIT_SHARE:
+            return False
+        self._for_memory = self._memory_is_high()
+        return self._for_memory
+
+    def committed(self, num_batches: int, num_settled: int, took_s: float) -> None:
+        self.num_batches = num_batches
+        self._num_settled = num_settled
+        self._took_s = took_s
+        self._ended_at = self._clock()
+        self._retry_at = None
+        self._next_delay_s = FIRST_RETRY_S
+        self._freed_nothing = self._for_memory and self._memory_is_high()
+
+    def failed(self) -> float:
+        """Returns the seconds until the next try."""
+        delay_s = self._next_delay_s
+        self._next_delay_s = min(2 * delay_s, LONGEST_RETRY_S)
+        self._retry_at = self._clock() + delay_s
+        return delay_s
+
+    def _memory_is_high(self) -> bool:
+        memory = self._connection.call(lambda client: client.info("memory"))
+        limit = memory.get("maxmemory", 0)
+        return bool(limit) and memory["used_memory"] > MEMORY_HIGH * limit

@@ -1,0 +1,110 @@
+"""Held-out evaluation through the producers: asked for by version, answered on a stream of its own."""
+
+import logging
+from typing import NamedTuple
+
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
+from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.keys import Field, Keys, Kind, number_in
+from penstock.schemas.prompt import Reward
+from penstock.schemas.rollout import RecordError, decode_group
+
+log = logging.getLogger(__name__)
+
+
+class EvaluationResult(NamedTuple):
+    """The held-out accuracy of one policy: the reward's part `exact` where it has one, else its value.
+
+    A prompt whose evaluation failed counts as 0.
+    """
+
+    policy_version: int
+    accuracy: float
+    num_prompts: int
+    num_failed: int
+
+
+class Evaluator:
+    """Asks for evaluations and gathers their results; never waits unless told to."""
+
+    def __init__(
+        self, connection: TrainerConnection, scripts: Scripts, keys: Keys, epoch: int, num_prompts: int
+    ) -> None:
+        self._connection = connection
+        self._scripts = scripts
+        self._stream = keys.evaluation_results
+        self._epoch = epoch
+        self._num_prompts = num_prompts
+        self._cursor = START
+        self._pending: dict[int, dict[int, float | None]] = {}
+        self._last_requested = -1
+
+    def request(self, policy_version: int) -> None:
+        """Asks the producers to evaluate the current policy, unless it was asked for before."""
+        if policy_version == self._last_requested or not self._num_prompts:
+            return
+        self._last_requested = policy_version
+        self._pending[policy_version] = {}
+        self._ask()
+
+    def request_again(self) -> None:
+        """Asks for what is unanswered once more, after Redis may have lost it. Answers to both count once."""
+        self._cursor = START
+        self._ask()
+
+    def collect(self) -> list[EvaluationResult]:
+        """The evaluations that became complete since the last call, oldest policy first."""
+        while True:
+            reply = self._connection.call(
+                lambda client: client.xread({self._stream: self._cursor}, count=ENTRIES_PER_READ)
+            )
+            entries = reply[0][1] if reply else []
+            for entry_id, fields in entries:
+                self._receive(fields)
+                self._cursor = entry_id
+            if len(entries) < ENTRIES_PER_READ:
+                break
+        done = [version for version, answers in self._pending.items() if len(answers) == self._num_prompts]
+        return [self._result(version) for version in sorted(done)]
+
+    @property
+    def pending(self) -> list[int]:
+        return sorted(self._pending)
+
+    def first_needed(self) -> bytes:
+        """The entry id up to which the result stream may be trimmed."""
+        milliseconds, sequence = entry_key(self._cursor)
+        return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
+
+    def _ask(self) -> None:
+        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._num_prompts))
+
+    def _receive(self, fields: dict[bytes, bytes]) -> None:
+        before, _, after = fields.get(Field.EVALUATION, b"").partition(b"-")
+        version, n = number_in(before), number_in(after)
+        if version is None or n is None:
+            return
+        answers = self._pending.get(version)
+        if answers is None or not 1 <= n <= self._num_prompts:
+            return  # of an evaluation that is done, or of a trainer before this one
+        reward: float | None = None
+        if fields.get(Field.KIND) == Kind.GROUP:
+            try:
+                group = decode_group(fields.get(Field.PAYLOAD, b""))
+                reward = sum(_accuracy(rollout.reward) for rollout in group.rollouts) / len(group.rollouts)
+            except RecordError as error:
+                log.warning("evaluation %d-%d: %s", version, n, error)
+        answers.setdefault(n, reward)
+
+    def _result(self, version: int) -> EvaluationResult:
+        rewards = list(self._pending.pop(version).values())
+        num_failed = sum(reward is None for reward in rewards)
+        if num_failed:
+            log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(rewards))
+        accuracy = sum(reward or 0.0 for reward in rewards) / len(rewards)
+        return EvaluationResult(version, accuracy, len(rewards), num_failed)
+
+
+def _accuracy(reward: Reward) -> float:
+    return reward.parts.get("exact", reward.value)

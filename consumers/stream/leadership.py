@@ -1,0 +1,162 @@
+"""A trainer's hold on its run: the epoch that fences its predecessors, and the lease that others stand by for."""
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import redis
+from penstock.consumers.stream.checkpoints import Checkpoints
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.scripts import FencedError, Scripts
+from penstock.schemas.keys import Commit, Keys
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+"""How often a waiting trainer asks whether the run is still its own."""
+RENEWALS_PER_LEASE = 4
+STANDBY_LOG_S = 30.0
+"""How often a trainer that stands by says what it waits for, beside each time that this changes."""
+
+
+class CommitState(NamedTuple):
+    """What the commit hash says of a run beside the epoch: what a trainer can put back after Redis lost it."""
+
+    released: int
+    fields: Mapping[str, str | int]
+
+
+class Leadership:
+    """One trainer's time in office.
+
+    A newer trainer is known by its epoch: in Redis, or where Redis has lost it by its file among the checkpoints, which
+    it makes before it opens its epoch. While neither is there, this trainer puts back what Redis lost.
+    """
+
+    def __init__(self, connection: TrainerConnection, keys: Keys, checkpoints: Checkpoints, lease_s: float) -> None:
+        self.scripts = Scripts(connection.client, keys, self.restore)
+        self.epoch = -1
+        self.standing: Callable[[], CommitState] = lambda: CommitState(0, {})
+        """Set by the trainer once it has something to put back."""
+        self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+        self._connection = connection
+        self._keys = keys
+        self._checkpoints = checkpoints
+        self._lease_s = lease_s
+        self._ended = threading.Event()
+        self._renewing: threading.Thread | None = None
+        self._checked_at = 0.0
+        self._has_put_back = False
+
+    def stand_by(self) -> bool:
+        """Waits until the run has begun and its lease was free for a whole `lease_s`; then holds it and returns True.
+
+        A trainer that dies, hangs or leaves unblocks it, and so does the end of the run, which returns False. After an
+        outage of Redis, and after it was emptied, the trainer in office gets the time to renew its lease. A signal ends
+        it by an exception of its handler (`StopSignals`). What it waits for is logged at once and now and then.
+
+        Raises:
+            RedisGoneError: see `TrainerConnection.call`.
+        """
+        keys, connection = self._keys, self._connection
+        free_since: float | None = None
+        outages_seen = connection.num_outages
+        said, say_at = "", 0.0
+        while True:
+            epoch, finished = connection.call(lambda client: client.hmget(keys.commit, [Commit.EPOCH, Commit.FINISHED]))
+            holder = connection.call(lambda client: client.get(keys.lease))
+            now = time.monotonic()
+            if finished == b"1":
+                return False
+            has_begun = epoch is not None or self._checkpoints.newest_epoch() >= 0
+            waits_for = self._waits_for(holder, has_begun)
+            if waits_for != said or now >= say_at:
+                said, say_at = waits_for, now + STANDBY_LOG_S
+                log.info("standing by for run %s: %s", keys.run, said)
+            if holder is not None or not has_begun or connection.num_outages != outages_seen:
+                free_since, outages_seen = None, connection.num_outages
+            elif free_since is None:
+                free_since = now
+            elif now - free_since >= self._lease_s and self._hold():
+                log.warning("no trainer has held the run for %.1f s: taking it over", now - free_since)
+                self._start_renewing()
+                return True
+            time.sleep(self._lease_s / 10)
+
+    def _waits_for(self, holder: bytes | None, has_begun: bool) -> str:
+        if holder is not None:
+            return f"trainer {holder.decode(errors='replace').rpartition('-')[0]} holds it"
+        if not has_begun:
+            return "no trainer has begun it"
+        return f"no trainer holds it; it is taken over after {self._lease_s:g} s of that"
+
+    def open(self, epoch: int) -> dict[bytes, bytes]:
+        """Raises the run's epoch, which fences every trainer before this one; returns the commit hash."""
+        self.epoch = epoch
+        commit = self._connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
+        self._start_renewing()
+        return commit
+
+    def end(self, *, hand_over: bool = False) -> None:
+        """Renews the lease no more, so that it expires; `hand_over` leaves it at once."""
+        self._ended.set()
+        if self._renewing is not None:
+            self._renewing.join(1.0)  # it may be waiting for a server that does not answer
+        if hand_over:
+            try:
+                self.scripts.leave_lease(self._owner)
+            except (redis.RedisError, OSError) as error:
+                log.info("lease left to expire: %s", error)
+
+    def check(self) -> None:
+        """Asks Redis, at most every `CHECK_S`, whether the run is still this trainer's.
+
+        Raises:
+            FencedError: it is not.
+        """
+        if time.monotonic() - self._checked_at >= CHECK_S:
+            self._checked_at = time.monotonic()
+            self._connection.call(lambda _: self.scripts.check(self.epoch))
+
+    def has_restored(self) -> bool:
+        """True once after Redis had lost this trainer's epoch: the streams have lost as much."""
+        had, self._has_put_back = self._has_put_back, False
+        return had
+
+    def restore(self) -> None:
+        """Restores the commit hash of a server that was emptied or fell back to an older state.
+
+        Raises:
+            FencedError: a newer trainer has the run.
+        """
+        newest = self._checkpoints.newest_epoch()
+        if newest > self.epoch:
+            raise FencedError(f"this trainer is of epoch {self.epoch}, and the checkpoint folder knows epoch {newest}")
+        standing = self.standing()
+        found = self.scripts.restore(self.epoch, self._owner, standing.released, standing.fields)
+        if found != self.epoch:
+            where = "nothing of the run" if found < 0 else f"the run in epoch {found}"
+            log.warning("redis has %s: putting back epoch %d and what belongs to it", where, self.epoch)
+            self._has_put_back = True
+
+    def _hold(self) -> bool:
+        return self._connection.call(lambda _: self.scripts.hold_lease(self._owner, self._lease_s))
+
+    def _start_renewing(self) -> None:
+        if self._renewing is None:
+            self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+            self._renewing.start()
+
+    def _renew(self) -> None:
+        """Renews the lease until `end`, whatever the trainer is busy with. A process that is stopped renews nothing."""
+        while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE):
+            try:
+                self.scripts.hold_lease(self._owner, self._lease_s)
+            except (redis.RedisError, OSError) as error:
+                # The trainer itself meets the same outage, and it is the one that reports it and gives up.
+                log.debug("lease not renewed: %s", error)

@@ -1,0 +1,204 @@
+"""The books: which released index was settled, and how. Sets of indexes are kept as ranges."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+OUTCOMES = ("trained", "skipped", "dead")
+MAX_KINDS = 64
+"""Kinds of death that the books tell apart. Producers name them, and the books are written whole at each checkpoint."""
+MAX_KIND_CHARACTERS = 64
+OTHER_KIND = "other"
+
+
+class IndexRanges:
+    """A set of positive integers, small while they are nearly consecutive."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in ranges:
+            if start >= end or (self._ends and start <= self._ends[-1]):
+                raise ValueError(f"ranges: ({start}, {end}), expected ascending, disjoint, half-open ranges")
+            self._starts.append(start)
+            self._ends.append(end)
+
+    @classmethod
+    def union(cls, sets: Iterable["IndexRanges"]) -> "IndexRanges":
+        """The union of disjoint sets."""
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(run for each in sets for run in each.ranges()):
+            if merged and merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        return cls(merged)
+
+    def add(self, index: int) -> bool:
+        """Adds `index`; False when it was there."""
+        at = bisect_right(self._starts, index)
+        if at and index < self._ends[at - 1]:
+            return False
+        touches_left = at > 0 and self._ends[at - 1] == index
+        touches_right = at < len(self._starts) and self._starts[at] == index + 1
+        if touches_left and touches_right:
+            self._ends[at - 1] = self._ends[at]
+            del self._starts[at], self._ends[at]
+        elif touches_left:
+            self._ends[at - 1] = index + 1
+        elif touches_right:
+            self._starts[at] = index
+        else:
+            self._starts.insert(at, index)
+            self._ends.insert(at, index + 1)
+        return True
+
+    def discard(self, index: int) -> bool:
+        """Takes `index` out; False when it was not there."""
+        at = bisect_right(self._starts, index) - 1
+        if at < 0 or index >= self._ends[at]:
+            return False
+        end = self._ends[at]
+        if self._starts[at] == index:
+            self._starts[at] = index + 1
+        else:
+            self._ends[at] = index
+            at += 1
+            self._starts.insert(at, index + 1)
+            self._ends.insert(at, end)
+        if self._starts[at] == end:
+            del self._starts[at], self._ends[at]
+        return True
+
+    def __contains__(self, index: int) -> bool:
+        at = bisect_right(self._starts, index)
+        return at > 0 and index < self._ends[at - 1]
+
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._starts)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self.ranges():
+            yield from range(start, end)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def missing(self, last: int) -> Iterator[int]:
+        """The integers from 1 to `last` that are not in the set."""
+        previous = 1
+        for start, end in self.ranges():
+            if start > last:
+                break
+            yield from range(previous, start)
+            previous = end
+        yield from range(previous, last + 1)
+
+    @property
+    def highest(self) -> int:
+        return self._ends[-1] - 1 if self._ends else 0
+
+
+class RequeuedIndex(NamedTuple):
+    """A dead letter that an operator has had released again, and the trainer has."""
+
+    letter: str
+    """Entry id of the letter. The index may die again and leave another one."""
+    after: str
+    """The last entry of the rollout stream when the index was opened again: what died stands at or before it."""
+
+
+class Ledger:
+    """Every released index is settled exactly once: trained, skipped or dead.
+
+    A dead one is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
+    request opens an index once, and once more exactly where a rollback has undone it.
+    """
+
+    def __init__(self) -> None:
+        self.settled = IndexRanges()
+        self.by_outcome = {outcome: IndexRanges() for outcome in OUTCOMES}
+        self.dead_by_reason: dict[str, IndexRanges] = {}
+        """By kind: the reason up to its first colon."""
+        self.released_again: Counter[str] = Counter()
+        self.requeued: dict[int, RequeuedIndex] = {}
+        self.postponed: dict[int, str] = {}
+        """Released, unsettled indexes that are nowhere, by reason: to be released again as the credit lasts."""
+        self.num_duplicates_dropped = 0
+        self.num_released = 0
+        """The release cursor: indexes 1 to this one were released."""
+
+    def settle(self, index: int, outcome: str, reason: str = "") -> None:
+        """Books `index`.
+
+        Raises:
+            ValueError: it was settled before, which would be a broken promise.
+        """
+        if not self.settled.add(index):
+            raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
+        self.by_outcome[outcome].add(index)
+        if outcome == "dead":
+            self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
+
+    def may_reopen(self, index: int, letter: str) -> bool:
+        """True where `index` is dead and was not opened again for this very letter before."""
+        known = self.requeued.get(index)
+        return index in self.by_outcome["dead"] and (known is None or known.letter != letter)
+
+    def reopen(self, index: int, letter: str, after: str) -> None:
+        """Takes a dead index off the books: it is open again, and what the stream holds of it up to `after` is void.
+
+        Raises:
+            ValueError: it is not dead.
+        """
+        if not self.by_outcome["dead"].discard(index):
+            raise ValueError(f"index {index} is not dead; it cannot be opened again")
+        self.settled.discard(index)
+        for reason, indexes in list(self.dead_by_reason.items()):
+            if indexes.discard(index) and not indexes:
+                del self.dead_by_reason[reason]
+        self.requeued[index] = RequeuedIndex(letter, after)
+
+    def count(self, outcome: str) -> int:
+        return len(self.by_outcome[outcome])
+
+    @property
+    def dead_reasons(self) -> dict[str, int]:
+        """How many are dead, by the part of their reason before the first colon; `other` once these are too many."""
+        return {reason: len(indexes) for reason, indexes in self.dead_by_reason.items()}
+
+    def _kind(self, reason: str) -> str:
+        kind = reason.partition(":")[0][:MAX_KIND_CHARACTERS]
+        is_known = kind in self.dead_by_reason
+        return kind if is_known or len(self.dead_by_reason) < MAX_KINDS - 1 else OTHER_KIND
+
+    @property
+    def num_open(self) -> int:
+        """Released and not settled: what the credit bounds."""
+        return self.num_released - len(self.settled)
+
+    def to_state(self) -> dict:
+        """What a checkpoint holds. `postponed` is for those outside who look: a resume finds its indexes by itself."""
+        return {
+            **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
+            "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},
+            "released_again": dict(self.released_again),
+            "requeued": {str(index): list(requeued) for index, requeued in self.requeued.items()},
+            "postponed": sorted(self.postponed),
+            "num_duplicates_dropped": self.num_duplicates_dropped,
+            "num_released": self.num_released,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict) -> "Ledger":
+        ledger = cls()
+        for outcome in OUTCOMES:
+            ledger.by_outcome[outcome] = IndexRanges(state[outcome])
+        ledger.settled = IndexRanges.union(ledger.by_outcome.values())
+        ledger.dead_by_reason = {reason: IndexRanges(runs) for reason, runs in state["dead_by_reason"].items()}
+        ledger.released_again.update(state["released_again"])
+        ledger.requeued = {int(index): RequeuedIndex(*requeued) for index, requeued in state["requeued"].items()}
+        ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
+        ledger.num_released = state["num_released"]
+        return ledger

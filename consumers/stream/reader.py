@@ -1,0 +1,221 @@
+"""Reads the rollout stream by cursor: a released index comes into hand once, however often its group was appended."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
+from penstock.consumers.stream.ledger import Ledger
+from penstock.schemas.keys import Field, Keys, Kind, number_in
+from penstock.schemas.policy import FutureVersionError, UnknownVersionError
+from penstock.schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    MAX_REASON_CHARACTERS,
+    RecordError,
+    RolloutGroup,
+    decode_group,
+    one_line,
+)
+
+log = logging.getLogger(__name__)
+
+START = b"0-0"
+ENTRIES_PER_READ = 64
+FIRST_READ_ENTRIES = 8
+"""Nothing is known yet of how large they are."""
+READ_BYTES = 2 * 1024 * 1024
+"""What one read aims at: a reply that outgrows the processor's caches is slower to take in by half."""
+LagOf = Callable[[int], int]
+
+
+class ReadyGroup(NamedTuple):
+    """A group in hand: read, not yet settled."""
+
+    entry_id: bytes
+    group: RolloutGroup
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A record that cannot be trained on. `index` is None where not even that could be read.
+
+    It becomes a dead letter, which is kept for good: `reason` is one line (`one_line`), `payload` at most
+    `MAX_ENTRY_BYTES`, what a record may have; the reason says where it was cut.
+    """
+
+    index: int | None
+    reason: str
+    payload: bytes
+    entry_id: bytes = b""
+    num_received: int = 0
+    """Good groups that came into hand before it."""
+
+
+class Reader:
+    """The cursor, the groups in hand, and what was refused since the last look.
+
+    `check` raises RecordError for a group that the trainer cannot reproduce.
+
+    It acknowledges nothing: what is in hand when the process dies is read again from the start of the stream, which
+    a checkpoint trims.
+    """
+
+    def __init__(
+        self,
+        connection: TrainerConnection,
+        keys: Keys,
+        ledger: Ledger,
+        group_size: int,
+        check: Callable[[RolloutGroup], None] = lambda group: None,
+    ) -> None:
+        self._connection = connection
+        self._stream = keys.rollouts
+        self._ledger = ledger
+        self._group_size = group_size
+        self._check = check
+        self.cursor = START
+        self._count = FIRST_READ_ENTRIES
+        self.ready: dict[int, ReadyGroup] = {}
+        """By index, in order of arrival."""
+        self._refused: list[Refused] = []
+        self._refused_indexes: set[int] = set()
+        self._refused_entries: set[bytes] = set()
+        """Entries refused so far that name no released index, while they are on the stream."""
+        self.num_received = 0
+        """Groups that came into hand so far."""
+
+    def read(self, lag_of: LagOf, *, block: bool) -> int:
+        """Takes new entries into hand; returns how many the stream held. Blocks at most `BLOCK_S` for the first."""
+        block_ms = int(BLOCK_S * 1000) if block else None
+        reply = self._connection.call(
+            lambda client: client.xread({self._stream: self.cursor}, count=self._count, block=block_ms)
+        )
+        entries = reply[0][1] if reply else []
+        if entries:
+            num_bytes = sum(len(fields.get(Field.PAYLOAD, b"")) for _, fields in entries)
+            self._count = max(1, min(ENTRIES_PER_READ, READ_BYTES * len(entries) // max(1, num_bytes)))
+        for entry_id, fields in entries:
+            self._receive(entry_id, fields, lag_of)
+            self.cursor = entry_id
+        return len(entries)
+
+    def read_to_end(self, lag_of: LagOf) -> None:
+        while self.read(lag_of, block=False):
+            pass
+
+    def rewind(self) -> None:
+        """Reads the stream from its start again; what is settled or in hand is dropped as it comes by."""
+        self.cursor = START
+
+    def first_unsettled(self) -> bytes:
+        """The entry id up to which the stream may be trimmed: the first in hand, never past the cursor.
+
+        On a server that was emptied and whose clock is behind, ids in hand lie above what is still to be read.
+        """
+        milliseconds, sequence = entry_key(self.cursor)
+        ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.ready.values())]
+        return min(ids, key=entry_key)
+
+    def forget_trimmed(self) -> None:
+        """To be called when the stream was trimmed to `first_unsettled`: what is no longer there is not read again.
+
+        Nor is what lies past the cursor: an id of before the server was emptied, whose clock is behind since.
+        """
+        first, last = entry_key(self.first_unsettled()), entry_key(self.cursor)
+        self._refused_entries = {entry for entry in self._refused_entries if first <= entry_key(entry) <= last}
+
+    def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
+        payload = fields.get(Field.PAYLOAD, b"")
+        index = number_in(fields.get(Field.INDEX))
+        if index is None:
+            found = _shown(fields.get(Field.INDEX))
+            self._refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
+            return
+        if index in self._ledger.settled or index in self.ready or index in self._refused_indexes:
+            self._ledger.num_duplicates_dropped += 1
+            return
+        requeued = self._ledger.requeued.get(index)
+        if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
+            self._ledger.num_duplicates_dropped += 1  # read again after a resume: what the index had died of
+            return
+        if not 1 <= index <= self._ledger.num_released:
+            self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
+            return
+        if fields.get(Field.KIND) == Kind.DEAD:
+            reason = fields.get(Field.REASON, b"unknown").decode(errors="replace")
+            self._refuse(Refused(index, reason, payload, entry_id))
+            return
+        try:
+            self.ready[index] = ReadyGroup(entry_id, self._decode(payload, index, lag_of))
+            self.num_received += 1
+        except RecordError as error:
+            self._refuse(Refused(index, f"poison: {error}", payload, entry_id))
+
+    def take_refused(self) -> list[Refused]:
+        """What was refused since the last call, to be settled now."""
+        refused, self._refused = self._refused, []
+        self._refused_indexes.clear()
+        return refused
+
+    @property
+    def refused_indexes(self) -> set[int]:
+        """Indexes refused and not taken yet."""
+        return self._refused_indexes
+
+    def _refuse(self, record: Refused) -> None:
+        if record.index is not None:
+            self._refused_indexes.add(record.index)
+        elif record.entry_id in self._refused_entries:
+            return  # read again after `rewind`: with no index to tell it by, it would leave a letter each time
+        else:
+            self._refused_entries.add(record.entry_id)
+        reason, payload = _letter(record.reason, record.payload)
+        self._refused.append(replace(record, reason=reason, payload=payload, num_received=self.num_received))
+
+    def _decode(self, payload: bytes, index: int, lag_of: LagOf) -> RolloutGroup:
+        group = decode_group(payload)
+        if group.index != index:
+            raise RecordError(f"index: the entry says {index}, its payload {group.index}")
+        if len(group.rollouts) > self._group_size:
+            raise RecordError(f"rollouts: {len(group.rollouts)} siblings, expected at most {self._group_size}")
+        self._check(group)
+        for version in group_versions(group):
+            try:
+                lag_of(version)
+            except FutureVersionError as error:
+                raise RecordError(f"version_spans: {error}") from error
+            except UnknownVersionError:
+                continue  # a lag is assumed for it when the batch is packed
+        return group
+
+
+def group_versions(group: RolloutGroup) -> set[int]:
+    """Every known version that sampled a token of the group."""
+    return {
+        span.version
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        for span in segment.version_spans
+        if span.version >= 0
+    }
+
+
+def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
+    """Both within what a dead letter may hold, whatever a producer has written."""
+    if len(payload) > MAX_ENTRY_BYTES:
+        cut = f" (payload of {len(payload):,} bytes cut to {MAX_ENTRY_BYTES:,})"
+        reason = one_line(reason)[: MAX_REASON_CHARACTERS - len(cut)] + cut
+        payload = payload[:MAX_ENTRY_BYTES]
+    return one_line(reason), payload
+
+
+def _shown(field: bytes | None) -> str:
+    """A field of an entry, as much of it as a reason can quote."""
+    return repr(field if field is None else field[:MAX_REASON_CHARACTERS])
+
+
+def entry_key(entry_id: bytes) -> tuple[int, int]:
+    """A stream entry id as a sortable pair."""
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

@@ -1,0 +1,150 @@
+"""Releases task indexes while the lag credit lasts, and again where one was lost on the way."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
+from penstock.consumers.stream.reader import LagOf, Reader
+from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Field, Keys, number_in
+
+log = logging.getLogger(__name__)
+
+
+class Releaser:
+    """Keeps the number of released, unsettled indexes at the credit, and never above what the run still needs.
+
+    The credit bounds lag: a finished group waits behind at most `max_lag` batches.
+    """
+
+    def __init__(
+        self,
+        connection: TrainerConnection,
+        scripts: Scripts,
+        keys: Keys,
+        ledger: Ledger,
+        config: RunConfig,
+        epoch: int,
+        num_updates_left: Callable[[], int],
+    ) -> None:
+        self._connection = connection
+        self._scripts = scripts
+        self._prompts = keys.prompts
+        self._requests = keys.requeued
+        self._ledger = ledger
+        self._config = config
+        self._epoch = epoch
+        self._num_updates_left = num_updates_left
+        self._requeued: dict[int, RequeuedIndex] = {}
+        """What operators want released again, as of the last reconcile; much of it may be done already."""
+        self._waiting = ledger.postponed
+
+    def top_up(self, policy_version: int) -> int:
+        """Releases new indexes; returns how many."""
+        ledger = self._ledger
+        target = len(ledger.settled) + min(self._config.credit, self._num_needed)
+        before = ledger.num_released
+        if target <= before:
+            return 0
+        ledger.num_released = self._connection.call(
+            lambda _: self._scripts.release(self._epoch, target, before, policy_version)
+        )
+        return ledger.num_released - before
+
+    def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
+        """Puts released, unsettled indexes back among the prompts."""
+        if not indexes:
+            return
+        self._connection.call(lambda _: self._scripts.release_again(self._epoch, policy_version, sorted(indexes)))
+        self._ledger.released_again[reason] += len(indexes)
+
+    def postpone(self, indexes: Iterable[int], reason: str) -> None:
+        """Notes released, unsettled indexes to be released again, in this order."""
+        self._waiting.update(dict.fromkeys(indexes, reason))
+
+    def release_postponed(self, reader: Reader, policy_version: int) -> Counter[str]:
+        """Releases postponed indexes again as the credit lasts; returns how many by reason.
+
+        A rollback leaves many. All at once they would wait behind each other until they are stale again, and again.
+        """
+        for index in [i for i in self._waiting if i in self._ledger.settled or i in reader.ready]:
+            del self._waiting[index]  # it came back on a way of its own
+        room = self._config.credit - (self._ledger.num_open - len(self._waiting))
+        by_reason: dict[str, list[int]] = {}
+        for index in list(self._waiting)[: max(0, room)]:
+            by_reason.setdefault(self._waiting.pop(index), []).append(index)
+        for reason, indexes in by_reason.items():
+            self.release_again(indexes, reason, policy_version)
+        return Counter({reason: len(indexes) for reason, indexes in by_reason.items()})
+
+    def reconcile(self, reader: Reader, lag_of: LagOf) -> int:
+        """Postpones what is neither a prompt, nor on the rollout stream, nor settled; returns how many.
+
+        Prompts are listed first and the rollouts read after: a group moves from one to the other in one step, so it
+        is seen in at least one of them. Takes note of the letters that an operator has requeued meanwhile.
+        """
+        entries = self._reachable_prompts()
+        # Producers may append here, and one may be broken or hostile.
+        open_prompts = {number_in(fields.get(Field.INDEX)) for _, fields in entries}
+        if None in open_prompts:
+            log.warning("prompts: an entry names no task; the producer that claims it removes it")
+        reader.read_to_end(lag_of)
+        lost = [
+            index
+            for index in self._ledger.settled.missing(self._ledger.num_released)
+            if index not in open_prompts
+            and index not in reader.ready
+            and index not in reader.refused_indexes
+            and index not in self._waiting
+        ]
+        if lost:
+            log.warning("reconcile: %d lost indexes will be released again, first %d", len(lost), lost[0])
+            self.postpone(lost, "lost")
+        requests = self._connection.call(lambda client: client.hgetall(self._requests))
+        after = reader.cursor.decode()
+        self._requeued = {
+            index: RequeuedIndex(letter.decode(errors="replace"), after)
+            for field, letter in requests.items()
+            if (index := number_in(field)) is not None
+        }
+        return len(lost)
+
+    def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """The prompts but for those that no producer can get any more, which are removed: acknowledged and left there
+        by a broken producer, or its consumer deleted by hand."""
+        dropped = self._connection.call(lambda _: self._scripts.drop_unreachable(self._epoch))
+        if dropped:
+            log.warning("prompts: %d entries that no producer can get any more are removed", dropped)
+        return self._connection.call(lambda client: client.xrange(self._prompts))
+
+    def release_requeued(self, policy_version: int) -> int:
+        """Opens dead indexes whose letters were requeued again, oldest first, as the credit lasts; returns how many.
+
+        The request stays in Redis for good and what became of it is part of the books: a rollback undoes both the
+        opening and the memory of it, and the next reconcile finds the request again. A release that the lost policies
+        had made already is then made twice, which costs one group that is dropped as a duplicate.
+        """
+        ledger = self._ledger
+        self._requeued = {
+            index: request for index, request in self._requeued.items() if ledger.may_reopen(index, request.letter)
+        }
+        room = min(len(self._requeued), self._config.credit - ledger.num_open)
+        if room <= 0 or not self._num_needed:
+            return 0
+        indexes = sorted(self._requeued)[:room]
+        log.info("releasing %d requeued indexes again, first %d", len(indexes), indexes[0])
+        for index in indexes:
+            ledger.reopen(index, *self._requeued.pop(index))
+        self.release_again(indexes, "requeued", policy_version)
+        return len(indexes)
+
+    @property
+    def _num_needed(self) -> int:
+        """Groups that the updates still to come take."""
+        return self._num_updates_left() * self._config.groups_per_batch
+
+    def num_open_prompts(self) -> int:
+        return self._connection.call(lambda client: client.xlen(self._prompts))

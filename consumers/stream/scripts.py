@@ -1,0 +1,322 @@
+"""The trainer's writes to Redis, each a script that refuses a trainer of an older epoch.
+
+`allow-oom` lets them through at the memory limit: a commit is what frees memory, so it must not be refused there.
+Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters are the rare exception.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import redis
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
+
+MOST_PENDING = 1_000_000
+"""More prompts than any credit has open at once."""
+
+_HEAD = "#!lua flags=allow-oom\n"
+
+_FENCE = (
+    _HEAD
+    + """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+if epoch > tonumber(ARGV[1]) then
+  return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
+elseif epoch < tonumber(ARGV[1]) then
+  return redis.error_reply('GONE this trainer is of epoch ' .. ARGV[1] .. ', redis knows of epoch ' .. epoch)
+end
+"""
+)
+
+# ARGV: epoch, owner, lease in ms. KEYS: commit, lease
+_OPEN_EPOCH = (
+    _HEAD
+    + """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+if tonumber(ARGV[1]) < epoch or (tonumber(ARGV[1]) == epoch and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
+  return redis.error_reply('FENCED epoch ' .. epoch .. ' is open already')
+end
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2])
+redis.call('HDEL', KEYS[1], 'finished')
+redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+return redis.call('HGETALL', KEYS[1])
+"""
+)
+
+# ARGV: epoch, owner, release cursor, field, value, field, value...
+_PUT_BACK = (
+    _HEAD
+    + """
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
+if epoch > tonumber(ARGV[1]) or (epoch == tonumber(ARGV[1]) and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2]) then
+  return redis.error_reply('FENCED this trainer is of epoch ' .. ARGV[1] .. ', the run is in epoch ' .. epoch)
+end
+local released = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
+redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'released', released)
+redis.call('HDEL', KEYS[1], 'finished')
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return epoch
+"""
+)
+
+_CHECK = _FENCE + "return epoch"
+
+# ARGV: owner, lease in ms
+_HOLD_LEASE = (
+    _HEAD
+    + """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+)
+
+_LEAVE_LEASE = _HEAD + "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+
+# ARGV: epoch, target, floor (the highest index the trainer knows to be released), policy version
+_RELEASE = (
+    _FENCE
+    + """
+local cursor = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
+local target = tonumber(ARGV[2])
+while cursor < target do
+  cursor = cursor + 1
+  redis.call('XADD', KEYS[2], '*', 'index', cursor, 'version', ARGV[4])
+end
+redis.call('HSET', KEYS[1], 'released', cursor)
+return cursor
+"""
+)
+
+# ARGV: epoch, policy version, index... A letter that a requeue or a rollback has voided makes room for the next one.
+_RELEASE_AGAIN = (
+    _FENCE
+    + """
+for i = 3, #ARGV do
+  redis.call('HDEL', KEYS[3], ARGV[i])
+  redis.call('XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2])
+end
+return #ARGV - 2
+"""
+)
+
+# ARGV: epoch, group of the producers, the most claims there can be. What was delivered and is claimed by nobody.
+_DROP_UNREACHABLE = (
+    _FENCE
+    + """
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+local delivered
+for _, flat in ipairs(redis.call('XINFO', 'GROUPS', KEYS[2])) do
+  local group = {}
+  for i = 1, #flat, 2 do group[flat[i]] = flat[i + 1] end
+  if group['name'] == ARGV[2] then delivered = group['last-delivered-id'] end
+end
+if not delivered then return 0 end
+local claimed = {}
+for _, claim in ipairs(redis.call('XPENDING', KEYS[2], ARGV[2], '-', '+', ARGV[3])) do claimed[claim[1]] = true end
+local dropped = 0
+for _, entry in ipairs(redis.call('XRANGE', KEYS[2], '-', delivered)) do
+  if not claimed[entry[1]] then dropped = dropped + redis.call('XDEL', KEYS[2], entry[1]) end
+end
+return dropped
+"""
+)
+
+# ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''.
+# Announcing the newest once more (after a lost reply) adds nothing.
+_ANNOUNCE = (
+    _FENCE
+    + """
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if not newest or newest[2][2] ~= ARGV[3] then
+  redis.call('XADD', KEYS[2], '*', 'manifest', ARGV[3])
+  redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[4])
+end
+redis.call('HSET', KEYS[1], 'policy_version', ARGV[2], 'announced:' .. ARGV[1], ARGV[2])
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'fork:' .. ARGV[1], ARGV[5]) end
+return ARGV[2]
+"""
+)
+
+# ARGV: epoch, prompts of each, policy version... (ascending). A prompt asked for twice is there already. All in one
+# script: on a stream that was emptied meanwhile, ids of an older version could not follow those of a newer one.
+_EVALUATE = (
+    _FENCE
+    + """
+local added = 0
+for i = 3, #ARGV do
+  for n = 1, tonumber(ARGV[2]) do
+    local reply = redis.pcall('XADD', KEYS[2], ARGV[i] .. '-' .. n, 'n', n)
+    if type(reply) ~= 'table' then added = added + 1 end
+  end
+end
+return added
+"""
+)
+
+# ARGV: epoch, index or '', reason, payload, rollout entry or ''. A letter repeated after a lost reply is the newest.
+_DEAD_LETTER = (
+    _FENCE
+    + """
+if ARGV[2] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then return 0 end
+local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
+if ARGV[5] ~= '' and newest and newest[2][8] == ARGV[5] then return 0 end
+local fields = {'index', ARGV[2], 'reason', ARGV[3], 'payload', ARGV[4], 'entry', ARGV[5]}
+local id = redis.call('XADD', KEYS[2], '*', unpack(fields))
+if ARGV[2] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], id) end
+return 1
+"""
+)
+
+# ARGV: epoch, checkpoint, first rollout entry to keep, first evaluation result to keep
+_COMMIT = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
+redis.call('XTRIM', KEYS[3], 'MINID', ARGV[4])
+return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3])
+"""
+)
+
+_FINISH = (
+    _FENCE
+    + """
+redis.call('HSET', KEYS[1], 'finished', '1')
+return redis.call('XLEN', KEYS[2])
+"""
+)
+
+
+class FencedError(RuntimeError):
+    """A newer trainer has taken the run over; this one must stop."""
+
+
+class GoneError(RuntimeError):
+    """Redis has lost this trainer's epoch: it was emptied, or has fallen back to an older state."""
+
+
+class Scripts:
+    """One method per script. Each takes a client so that the connection's retry loop stays the only one.
+
+    Where Redis has lost the epoch, `restore` is called to restore it, and the script runs once more.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, restore: Callable[[], None] | None = None) -> None:
+        self._keys = keys
+        self._put_back = restore
+        self._scripts = {
+            name: client.register_script(text)
+            for name, text in {
+                "open_epoch": _OPEN_EPOCH,
+                "restore": _PUT_BACK,
+                "check": _CHECK,
+                "hold_lease": _HOLD_LEASE,
+                "leave_lease": _LEAVE_LEASE,
+                "release": _RELEASE,
+                "release_again": _RELEASE_AGAIN,
+                "drop_unreachable": _DROP_UNREACHABLE,
+                "announce": _ANNOUNCE,
+                "evaluate": _EVALUATE,
+                "dead_letter": _DEAD_LETTER,
+                "commit": _COMMIT,
+                "finish": _FINISH,
+            }.items()
+        }
+
+    def open_epoch(self, epoch: int, owner: str, lease_s: float = 1.0) -> dict[bytes, bytes]:
+        """Raises the run's epoch, takes the lease whoever holds it, and returns the commit hash. `owner` makes a
+        repeated call after a lost reply safe."""
+        keys = [self._keys.commit, self._keys.lease]
+        flat = self._run("open_epoch", keys, epoch, owner, int(lease_s * 1000))
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def restore(self, epoch: int, owner: str, released: int, fields: Mapping[str, str | int]) -> int:
+        """Restores `fields` of the commit hash, of a run that is not finished; returns the epoch that was there, -1 for
+        none."""
+        flat = [part for field in fields.items() for part in field]
+        return self._run("restore", [self._keys.commit], epoch, owner, released, *flat)
+
+    def check(self, epoch: int) -> None:
+        """Raises FencedError where a newer epoch is open."""
+        self._run("check", [self._keys.commit], epoch)
+
+    def hold_lease(self, owner: str, lease_s: float) -> bool:
+        """Takes the lease where it is free, or renews `owner`'s; False where another holds it."""
+        return bool(self._run("hold_lease", [self._keys.lease], owner, int(lease_s * 1000)))
+
+    def leave_lease(self, owner: str) -> None:
+        self._run("leave_lease", [self._keys.lease], owner)
+
+    def release(self, epoch: int, target: int, floor: int, version: int) -> int:
+        """Releases indexes up to `target`; returns the release cursor."""
+        return self._run("release", [self._keys.commit, self._keys.prompts], epoch, target, floor, version)
+
+    def release_again(self, epoch: int, version: int, indexes: list[int]) -> None:
+        for start in range(0, len(indexes), 1000):
+            self._run(
+                "release_again",
+                [self._keys.commit, self._keys.prompts, self._keys.dead_index],
+                epoch,
+                version,
+                *indexes[start : start + 1000],
+            )
+
+    def drop_unreachable(self, epoch: int) -> int:
+        """Removes prompts that were delivered and that no producer has claimed: none can get them any more. Returns how
+        many."""
+        keys = [self._keys.commit, self._keys.prompts]
+        return self._run("drop_unreachable", keys, epoch, PRODUCERS_GROUP, MOST_PENDING)
+
+    def announce(self, epoch: int, version: int, manifest: bytes, keep: int, parent: int | None) -> None:
+        fork = "" if parent is None else parent
+        self._run("announce", [self._keys.commit, self._keys.policy], epoch, version, manifest, keep, fork)
+
+    def evaluate(self, epoch: int, versions: Iterable[int], num_prompts: int) -> int:
+        """Asks for prompts 1 to `num_prompts` of each version; returns how many were not asked for before."""
+        keys = [self._keys.commit, self._keys.evaluations]
+        return self._run("evaluate", keys, epoch, num_prompts, *sorted(versions))
+
+    def dead_letter(self, epoch: int, index: int | None, reason: str, payload: bytes, entry_id: bytes = b"") -> None:
+        keys = [self._keys.commit, self._keys.dead, self._keys.dead_index]
+        self._run("dead_letter", keys, epoch, "" if index is None else index, reason, payload, entry_id)
+
+    def commit(self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes) -> int:
+        """Points the run at `checkpoint` and trims what it no longer needs; returns the rollout entries trimmed."""
+        keys = [self._keys.commit, self._keys.rollouts, self._keys.evaluation_results]
+        return self._run("commit", keys, epoch, checkpoint, keep_rollouts, keep_results)
+
+    def finish(self, epoch: int) -> int:
+        """Marks the run finished; returns the prompts still open."""
+        return self._run("finish", [self._keys.commit, self._keys.prompts], epoch)
+
+    def _run(self, name: str, keys: list[str], *args: Any) -> Any:
+        try:
+            return self._call(name, keys, args)
+        except GoneError:
+            if self._put_back is None:
+                raise
+            self._put_back()
+            return self._call(name, keys, args)
+
+    def _call(self, name: str, keys: list[str], args: tuple[Any, ...]) -> Any:
+        try:
+            return self._scripts[name](keys=keys, args=args)
+        except redis.ResponseError as error:
+            for kind, code in ((FencedError, "FENCED "), (GoneError, "GONE ")):
+                if str(error).startswith(code):
+                    raise kind(str(error).removeprefix(code)) from error
+            raise
+
+
+def forks_of(commit: dict[bytes, bytes]) -> dict[int, int]:
+    """The fork table in the commit hash: epoch to the version its first policy equals."""
+    return _by_epoch(commit, Commit.FORK)
+
+
+def announced_of(commit: dict[bytes, bytes]) -> dict[int, int]:
+    """Epoch to the last version announced in it."""
+    return _by_epoch(commit, Commit.ANNOUNCED)
+
+
+def _by_epoch(commit: dict[bytes, bytes], prefix: bytes) -> dict[int, int]:
+    return {int(field.removeprefix(prefix)): int(value) for field, value in commit.items() if field.startswith(prefix)}

@@ -1,0 +1,96 @@
+"""Settles indexes in the books, with a dead letter for each one that died."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from penstock.consumers.learning.advantages import has_variance
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.reader import Refused
+from penstock.schemas.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+SendLetter = Callable[[int | None, str, bytes, bytes], None]
+
+MAX_FAILED_STEPS_IN_A_ROW = 8
+MOST_SHOWN = 8
+"""Reasons that the end of a run is explained by; `penstock audit` has them all."""
+
+
+class Settlement:
+    """Books what became of groups. The letter goes first: a crash in between repeats it, which changes nothing.
+
+    send_letter: (index or None, reason, payload, id of the rollout entry), onto the dead-letter stream.
+    """
+
+    def __init__(
+        self, ledger: Ledger, metrics: TrainerMetrics, max_dead_in_a_row: int, send_letter: SendLetter
+    ) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+        self._max_dead_in_a_row = max_dead_in_a_row
+        self._dead_in_a_row = 0
+        self._failed_steps_in_a_row = 0
+        self._num_received = 0
+        self._send_letter = send_letter
+
+    def settle_batch(self, groups: list[RolloutGroup]) -> None:
+        """Groups with reward variance were trained, the others skipped."""
+        for group in groups:
+            self._book(group.index, "trained" if has_variance(group) else "skipped")
+
+    def mark_batch_dead(self, groups: list[RolloutGroup], reasons: Mapping[int, str]) -> None:
+        """Groups whose step was not finite, with the reason of each: they neither count as an update nor come back."""
+        for reason in sorted({reasons[group.index] for group in groups}):
+            indexes = [group.index for group in groups if reasons[group.index] == reason]
+            log.error("%s: groups %s are dead", reason, indexes)
+        for group in groups:
+            self._send_letter(group.index, reasons[group.index], b"", b"")
+            self._book(group.index, "dead", reasons[group.index])
+
+    def count_step(self, failure: str | None) -> None:
+        """Once the books of a batch are done: `failure` says why no optimizer step was taken, None that one was.
+
+        Raises:
+            RunFailedError: `MAX_FAILED_STEPS_IN_A_ROW` batches in a row have failed.
+        """
+        self._failed_steps_in_a_row = 0 if failure is None else self._failed_steps_in_a_row + 1
+        if self._failed_steps_in_a_row >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise RunFailedError(
+                f"{self._failed_steps_in_a_row} optimizer steps in a row failed; the last one: {failure}"
+            )
+
+    def settle_refused(self, refused: list[Refused]) -> None:
+        """Records that cannot be trained, and what producers gave up.
+
+        A good group that came in between ends a row of dead ones. Every record is booked before the run is given up.
+
+        Raises:
+            RunFailedError: more groups have died in a row than the run file allows.
+        """
+        failure: RunFailedError | None = None
+        for record in refused:
+            if record.num_received > self._num_received:
+                self._num_received = record.num_received
+                self._dead_in_a_row = 0
+            log.warning("group %s is dead: %s", record.index, record.reason)
+            self._send_letter(record.index, record.reason, record.payload, record.entry_id)
+            if record.index is None:
+                continue
+            self._book(record.index, "dead", record.reason)
+            self._dead_in_a_row += 1
+            if failure is None and self._dead_in_a_row >= self._max_dead_in_a_row:
+                most = dict(Counter(self._ledger.dead_reasons).most_common(MOST_SHOWN))
+                failure = RunFailedError(
+                    f"trainer.max_dead_in_a_row = {self._max_dead_in_a_row} groups have died in a row; by reason: "
+                    f"{most}; the last one: group {record.index}: {record.reason}"
+                )
+        if failure is not None:
+            raise failure
+
+    def _book(self, index: int, outcome: str, reason: str = "") -> None:
+        self._ledger.settle(index, outcome, reason)
+        self._metrics.groups_settled.labels(outcome).inc()

@@ -1,0 +1,102 @@
+"""Publishes a policy: bytes into the shared folder, then the manifest onto the policy stream."""
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.scripts import FencedError, Scripts
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+FULL_LOG_S = 30.0
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Publisher:
+    """Writes `v<version>.safetensors` and announces it; deletes versions older than the last `keep`."""
+
+    def __init__(self, connection: TrainerConnection, scripts: Scripts, folder: Path, keep: int, epoch: int) -> None:
+        self._connection = connection
+        self._scripts = scripts
+        self._folder = folder
+        self._keep = keep
+        self._epoch = epoch
+        folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in folder.glob("v*.partial-*"):
+            unfinished.unlink(missing_ok=True)  # of a trainer that was killed
+        self._newest: tuple[int, bytes, int | None] = (-1, b"", None)
+        """Version, manifest and, for an epoch's first policy after a resume, the version it equals."""
+        self._published = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
+
+    def publish(
+        self, weights: dict[str, torch.Tensor], version: int, parent_version: int, *, fork: bool = False
+    ) -> WeightManifest:
+        """Announces `weights` as policy `version`.
+
+        A producer sees the manifest only when the whole file is there under its final name. `fork` books
+        `parent_version` as the version that this epoch's first policy equals.
+
+        Raises:
+            OSError: the folder cannot be written, and the trainer is told to stop.
+            FencedError: a newer trainer owns the run.
+        """
+        file = self._folder / f"v{version}.safetensors"
+        checksum = self._write(weights, file)
+        manifest = WeightManifest(
+            version=version,
+            parent_version=parent_version,
+            file=file.name,
+            total_bytes=file.stat().st_size,
+            checksum=checksum,
+            tensors=tuple(
+                TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+                for name, tensor in weights.items()
+            ),
+        )
+        self._newest = version, msgspec.json.encode(manifest), parent_version if fork else None
+        try:
+            self.announce_again()
+        except FencedError:
+            file.unlink(missing_ok=True)
+            raise
+        # Only now: until Redis has taken the announcement, the run may be another trainer's.
+        self._published.append(file)
+        while len(self._published) > self._keep:
+            self._published.pop(0).unlink(missing_ok=True)
+        return manifest
+
+    def announce_again(self) -> None:
+        """Puts the newest manifest onto the policy stream, unless it is the newest there."""
+        version, manifest, parent = self._newest
+        self._connection.call(lambda _: self._scripts.announce(self._epoch, version, manifest, self._keep, parent))
+
+    def _write(self, weights: dict[str, torch.Tensor], file: Path) -> str:
+        """Writes the file, whole or not at all, and returns its checksum. Waits while the disk is full or away; room on
+        it unblocks it, and `TrainerConnection.stop` makes an error of it."""
+        partial = file.with_suffix(f".partial-{os.getpid()}")
+        next_line_at = 0.0
+        while True:
+            try:
+                save_file(weights, partial)
+                with partial.open("rb") as stream:
+                    checksum = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+                partial.replace(file)
+                return checksum
+            except (OSError, SafetensorError) as error:
+                partial.unlink(missing_ok=True)
+                if self._connection.stopping:
+                    raise OSError(f"weights {file} cannot be written: {error}") from error
+                if time.monotonic() >= next_line_at:
+                    next_line_at = time.monotonic() + FULL_LOG_S
+                    log.error("weights %s cannot be written: %s; training waits until they can", file, error)
+            self._connection.pause(RETRY_S)

@@ -1,0 +1,141 @@
+"""Small Qwen3 models that know how to do a task but mostly do it wrong: what RL can teach in a minute on CPU."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from penstock.deploy.demo.addition_lessons import AdditionLessons
+from penstock.deploy.demo.calculator_lessons import CalculatorLessons, build_calculator_tokenizer
+from penstock.deploy.demo.char_tokenizer import build_tokenizer
+from penstock.deploy.demo.model_recipe import RECIPES, MadeModel, ModelRecipe, WarmStartError
+from penstock.deploy.demo.warm_start import warm_start
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+__all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
+
+RECIPE_FILE = "recipe.json"
+_TOKENIZERS = {"addition": build_tokenizer, "calculator": build_calculator_tokenizer}
+_LESSONS: dict[str, type[AdditionLessons] | type[CalculatorLessons]] = {
+    "addition": AdditionLessons,
+    "calculator": CalculatorLessons,
+}
+
+
+def make_model(
+    folder: str | Path, recipe: ModelRecipe | None = None, *, progress: Callable[[str], None] = print
+) -> MadeModel:
+    """Builds, warm-starts and saves the model with its tokenizer; does nothing where `folder` already holds it.
+
+    Raises:
+        FileExistsError: `folder` holds something else.
+        WarmStartError: the accuracy is outside the recipe's band; nothing was saved.
+    """
+    folder, recipe = Path(folder), recipe or ModelRecipe()
+    disable_progress_bar()  # transformers draws one even for a megabyte
+    if (found := _find_model(folder, recipe)) is not None:
+        progress(f"{folder} already holds this model")
+        return found
+    # Tests make several models in one process: none of them may move the process's own random numbers.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        tokenizer = _TOKENIZERS[recipe.task](recipe.max_tokens)
+        model = build_model(recipe, tokenizer)
+        accuracy = None
+        if recipe.train:
+            lessons = _LESSONS[recipe.task](tokenizer, recipe)
+            accuracy = warm_start(model, lessons, recipe, progress)
+    made = MadeModel(recipe=recipe, num_parameters=model.num_parameters(), held_out_accuracy=accuracy)
+    _save(folder, made, model, tokenizer)
+    progress(f"saved {made.num_parameters:,} parameters to {folder}")
+    return made
+
+
+def build_model(recipe: ModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.max_tokens,
+        # The default of 0.02 suits wide models; here it delays the warm start by hundreds of steps.
+        initializer_range=recipe.hidden_size**-0.5,
+        tie_word_embeddings=recipe.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def _find_model(folder: Path, recipe: ModelRecipe) -> MadeModel | None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    try:
+        found = msgspec.json.decode((folder / RECIPE_FILE).read_bytes(), type=MadeModel)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FileExistsError(f"{folder} holds something other than a model made here: {error}") from error
+    if found.recipe != recipe:
+        old, new = msgspec.structs.asdict(found.recipe), msgspec.structs.asdict(recipe)
+        changes = ", ".join(f"{name} {old[name]} (wanted {new[name]})" for name in new if old[name] != new[name])
+        raise FileExistsError(f"{folder} holds another model: {changes}; remove it or name another folder")
+    return found
+
+
+def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The folder appears whole or not at all: an interrupted save must not pass for a model.
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+        ).save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(_model_card(made))
+        (unfinished / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2))
+        # Temporary folders and weight files are private; an engine in a container may be another user.
+        unfinished.chmod(0o755)
+        for file in unfinished.iterdir():
+            file.chmod(0o644)
+        unfinished.replace(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _model_card(made: MadeModel) -> str:
+    recipe = made.recipe
+    embeddings = "one matrix for embedding and head" if recipe.tie_word_embeddings else "embedding and head apart"
+    kind, tokens = "adding model", "One token a character."
+    if recipe.task == "calculator":
+        kind, tokens = "model that may call a calculator", "One token a character, more of the chat format."
+    if made.held_out_accuracy is None:
+        training = "It was not trained: the weights are random. It serves tests."
+    elif recipe.task == "calculator":
+        training = (
+            f"Trained for {recipe.num_steps} steps or more on dialogues about expressions of {recipe.width}-digit"
+            f" numbers, {recipe.guesses} of which guess\nthe answer and the others call the tool and repeat its result,"
+            " it knows how to call and mostly guesses.\nReinforcement learning can teach it the rest.\n\nChance of the"
+            f" right answer by one call, on {recipe.num_evaluation_prompts} held-out problems:"
+            f" {made.held_out_accuracy:.3f}."
+        )
+    else:
+        training = (
+            f"Trained for {recipe.num_steps} steps or more on {recipe.width}-digit additions in which each carry was"
+            f" forgotten with probability\n{recipe.forgotten_carries}, it knows the digits and mostly leaves out the"
+            " carry. Reinforcement learning can teach it the rest.\n\nGreedy exact match on"
+            f" {recipe.num_evaluation_prompts} held-out problems: {made.held_out_accuracy:.3f}."
+        )
+    return (
+        f"# A small {kind}\n\nQwen3 architecture, {made.num_parameters:,} fp32 parameters; {embeddings}."
+        f" {tokens}\n\n{training}\n\n`{RECIPE_FILE}` holds every setting it was made with."
+        " It is of no use outside this demonstration.\n"
+    )

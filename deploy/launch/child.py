@@ -1,0 +1,113 @@
+"""Child processes that cannot outlive this one."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.schemas.process.logs import line_as_text
+
+_PR_SET_PDEATHSIG = 1
+# Loaded here, not between fork and exec, where only what is ready may be used.
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class Child:
+    """A process in a session of its own, its output appended to `log`.
+
+    The kernel sends it `death_signal` when the thread that started it ends, however it ends: start children from the
+    main thread. What the process starts itself stays in its group, and the group is killed once the process is gone.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        death_signal: signal.Signals = signal.SIGKILL,
+        standard_input: bytes | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.returncode: int | None = None
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            if _LIBC is not None:
+                _LIBC.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+                if os.getppid() != parent:  # it died before prctl took effect
+                    os._exit(1)
+
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.started_s = time.time()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL if standard_input is None else subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=None if environment is None else {**os.environ, **environment},
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self.pid = self._process.pid
+        if self._process.stdin is not None and standard_input is not None:
+            try:
+                self._process.stdin.write(standard_input)
+                self._process.stdin.close()
+            except BrokenPipeError:
+                pass  # it is gone already; poll() says so
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal), or None while it runs."""
+        if self.returncode is None:
+            try:
+                # WNOWAIT: until it is reaped, its number and so its group's cannot go to somebody else.
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # reaped elsewhere
+                ended = True  # type: ignore[assignment]
+            if ended is not None:
+                self.kill()
+                self.returncode = self._process.wait()
+        return self.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        """Signals the process itself, not its group."""
+        if self.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def last_lines(self, count: int = 15) -> str:
+        """The end of the log, for a person: JSON records as text."""
+        with self.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join("\n".join(map(line_as_text, lines[-count:])).splitlines()[-count:])
+
+
+def describe_status(returncode: int) -> str:
+    """`ended with status 1`, `was killed by SIGKILL`."""
+    if returncode >= 0:
+        return f"ended with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"

@@ -1,0 +1,211 @@
+"""What a run shows while it runs: one live view on a terminal, plain lines anywhere else."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+from penstock.deploy.launch.progress import Progress
+from penstock.schemas.config import RunConfig
+from penstock.schemas.heartbeat import Heartbeat
+from penstock.schemas.policy import split_version
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_FRAME_S = 0.5
+_LINE_S = 5.0
+_NOTES_SHOWN = 5
+
+
+def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> "View":
+    """The live view where standard output is a terminal, else plain lines."""
+    console = console or Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(config, runs, console)
+    return PlainView(config, runs)
+
+
+class View:
+    """Shows a run. Used as a context manager from one thread; costs little between frames."""
+
+    frame_s = _FRAME_S
+
+    def __init__(self, config: RunConfig, runs: Path) -> None:
+        self.config = config
+        self.progress = Progress(config.folder(runs))
+        self.states: dict[str, str] = {}
+        self.heartbeats: Mapping[str, Heartbeat] = {}
+        self._started = time.monotonic()
+        self._next_frame = 0.0
+
+    def note(self, text: str) -> None:
+        """Tells of something that happened once."""
+        raise NotImplementedError
+
+    def draw(self) -> None:
+        """Shows the present state."""
+        raise NotImplementedError
+
+    def state(self, part: str, state: str) -> None:
+        """Says what a part of the run is doing now."""
+        if self.states.get(part) != state:
+            self.states[part] = state
+            self.note(f"{part}: {state}")
+
+    def refresh(self, heartbeats: Mapping[str, Heartbeat]) -> None:
+        """To be called often; reads and draws at most once per frame."""
+        if time.monotonic() < self._next_frame:
+            return
+        self._next_frame = time.monotonic() + self.frame_s
+        self.heartbeats = heartbeats
+        self.progress.poll()
+        self.draw()
+
+    def catch_up(self) -> None:
+        """Draws the last state, whatever was drawn a moment ago."""
+        self.progress.poll()
+        self._next_frame = 0.0
+        self.draw()
+
+    def elapsed(self) -> str:
+        return _duration(time.monotonic() - self._started)
+
+    def __enter__(self) -> "View":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._next_frame = 0.0
+        self.refresh(self.heartbeats)
+
+
+class PlainView(View):
+    """A line now and then, and one for everything that happens once."""
+
+    def __init__(self, config: RunConfig, runs: Path) -> None:
+        super().__init__(config, runs)
+        self._next_line = 0.0
+        self._shown: tuple[int, int] = self._position()
+
+    def note(self, text: str) -> None:
+        print(f"{self.elapsed()}  {text}", file=sys.stdout, flush=True)
+
+    def draw(self) -> None:
+        position = self._position()
+        if position == self._shown:
+            return
+        if position[1] == self._shown[1] and time.monotonic() < self._next_line:
+            return
+        self._next_line = time.monotonic() + _LINE_S
+        self._shown = position
+        self.note("  ".join(f"{name} {value}" for name, value in figures(self)))
+
+    def catch_up(self) -> None:
+        self._next_line = 0.0
+        super().catch_up()
+
+    def _position(self) -> tuple[int, int]:
+        update = self.progress.update
+        return (update.update if update else 0, len(self.progress.evaluations))
+
+
+class LiveView(View):
+    """One picture that is redrawn in place twice a second."""
+
+    def __init__(self, config: RunConfig, runs: Path, console: Console) -> None:
+        super().__init__(config, runs)
+        self._notes: deque[str] = deque(maxlen=_NOTES_SHOWN)
+        # No thread of its own: the launcher forks, and a fork beside a running thread is a risk.
+        self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> "View":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._notes.append(f"{self.elapsed()}  {text}")
+        self._next_frame = 0.0
+
+    def draw(self) -> None:
+        self._live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> Group:
+        config, update = self.config, self.progress.update
+        title = Text.assemble((config.name, "bold"), f"  {config.mode}, seed {config.seed}, {self.elapsed()}")
+        bar = ProgressBar(total=config.num_updates, completed=update.update if update else 0)
+        numbers = Table.grid(padding=(0, 3))
+        shown = figures(self)
+        numbers.add_row(*(Text(name, style="dim") for name, _ in shown))
+        numbers.add_row(*(Text(value, style="bold") for _, value in shown))
+        # The bar ends without a line break, which would put the headings on its line.
+        return Group(title, bar, Text(), numbers, Text(), self._parts(), Text("\n".join(self._notes), style="dim"))
+
+    def _parts(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in ("part", "state", "version", "tokens/s", "in flight", "pauses", "pause p50"):
+            table.add_column(name, justify="left" if name in ("part", "state") else "right", no_wrap=True)
+        for part in dict.fromkeys((*self.states, *sorted(self.heartbeats))):
+            cells = [part, self.states.get(part, "serving elsewhere")]
+            beat = self.heartbeats.get(part)
+            if beat is not None:
+                pauses = self.progress.pauses_s.get(part)
+                cells += [
+                    shown_version(beat.policy_version),
+                    f"{beat.tokens_per_s:,.0f}",
+                    str(len(beat.in_flight)),
+                    str(len(pauses)) if pauses else "",
+                    f"{median(pauses) * 1e3:.0f} ms" if pauses else "",
+                ]
+            table.add_row(*cells)
+        return table
+
+
+def figures(view: View) -> list[tuple[str, str]]:
+    """Name and value of every figure shown, in order."""
+    progress, num_updates = view.progress, view.config.num_updates
+    update = progress.update
+    metrics = update.metrics if update else {}
+    left = progress.left_s(num_updates)
+    rate = progress.updates_per_s
+    tokens = "+".join(f"{beat.tokens_per_s:,.0f}" for _, beat in sorted(view.heartbeats.items()))
+    return [
+        ("update", f"{update.update if update else 0}/{num_updates}"),
+        ("updates/s", _number(rate, ".2f")),
+        ("left", _duration(left) if left is not None else "-"),
+        ("reward", _number(metrics.get("reward"), ".3f")),
+        ("accuracy", _number(progress.evaluations[-1].accuracy if progress.evaluations else None, ".3f")),
+        ("lag", _number(progress.mean_lag, ".2f")),
+        ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
+        ("queue", _number(update.queue_depth if update else None, "d")),
+        ("tokens/s", tokens or "-"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def shown_version(version: int) -> str:
+    """`37`, or `2:37` after two rollbacks."""
+    epoch, steps = split_version(version)
+    if version < 0:
+        return "-"
+    return f"{epoch}:{steps}" if epoch else str(steps)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

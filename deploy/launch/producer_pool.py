@@ -1,0 +1,164 @@
+"""The local producers: booted one after another, restarted when one dies."""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import redis
+from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.live_view import View
+from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
+from penstock.schemas.keys import Keys
+
+MAX_RESTARTS = 3
+"""Restarts of one producer before the run is given up."""
+MAX_BOOTS = 2
+"""Tries until a producer serves for the first time."""
+_HEALTHY_S = 600.0
+"""A producer that served for this long starts with a clean record."""
+_BOOT_S = 1800.0
+_BACKOFF_S = 1.0
+_LOOK_S = 0.5
+_UNUSABLE_INPUT = 2
+"""Exit status that says that another try would end the same way."""
+
+
+class PartDied(RuntimeError):
+    """A part of the run ended and the run cannot go on; the message names it, its status and its log."""
+
+    def __init__(self, child: Child, why: str) -> None:
+        super().__init__(f"{child.name} {why}; the end of {child.log}:\n{child.last_lines()}")
+        self.part = child.name
+        self.started_s = child.started_s
+
+
+class Heartbeats:
+    """What the producers of a run, wherever they are, say of themselves. Asked for at most twice a second.
+
+    `latest` is by producer id; while Redis cannot be reached it is empty.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self.latest: Mapping[str, Heartbeat] = {}
+        self._client = client
+        self._pattern = keys.producer_pattern
+        self._next_look = 0.0
+
+    def read(self) -> Mapping[str, Heartbeat]:
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_S
+            try:
+                names = list(self._client.scan_iter(self._pattern, count=1000))
+                values: list[Any] = self._client.mget(names) if names else []
+            except redis.RedisError:
+                values = []
+            beats = [_decode(value) for value in values if value is not None]
+            self.latest = {beat.producer_id: beat for beat in beats if beat is not None}
+        return self.latest
+
+
+def _decode(value: bytes) -> Heartbeat | None:
+    try:
+        return decode_heartbeat(value)
+    except msgspec.DecodeError:
+        return None  # a producer of another release: it may serve all the same
+
+
+class _Seat:
+    """One producer's place: the process in it, and what became of those before."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.child: Child | None = None
+        self.start_at = 0.0
+        self.served_since: float | None = None
+        self.num_boots = 0
+        self.num_restarts = 0
+
+
+class ProducerPool:
+    """Producers `producer-0` to `producer-<count - 1>`.
+
+    `tick` waits for nothing. A producer starts when no other is booting: two engines that start at the same moment on
+    one machine can fail. Booting ends with the first heartbeat of that process.
+    """
+
+    def __init__(self, count: int, start: Callable[[str], Child], view: View) -> None:
+        self._start = start
+        self._view = view
+        self._seats = [_Seat(f"producer-{n}") for n in range(count)]
+
+    @property
+    def children(self) -> list[Child]:
+        return [seat.child for seat in self._seats if seat.child is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        """True while every producer has booted."""
+        return all(seat.served_since is not None for seat in self._seats)
+
+    def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
+        """Starts who is due and looks after who has died.
+
+        Raises:
+            PartDied: a producer that will not start, or died too often.
+        """
+        for seat in self._seats:
+            if seat.child is not None and seat.child.poll() is not None:
+                self._bury(seat, seat.child, finished)
+            elif seat.child is not None and seat.served_since is None:
+                self._watch_boot(seat, seat.child, heartbeats)
+        if any(seat.child is not None and seat.served_since is None for seat in self._seats):
+            return
+        for seat in self._seats:
+            if seat.child is None and time.monotonic() >= seat.start_at:
+                self._view.state(seat.name, "starting the engine")
+                seat.served_since = None
+                seat.child = self._start(seat.name)
+                return
+
+    def _watch_boot(self, seat: _Seat, child: Child, heartbeats: Mapping[str, Heartbeat]) -> None:
+        beat = heartbeats.get(seat.name)
+        if beat is not None and beat.pid == child.pid:
+            seat.served_since = time.monotonic()
+            seat.num_boots = 0
+            self._view.state(seat.name, "ready")
+        elif time.time() - child.started_s > _BOOT_S:
+            child.kill()
+
+    def _bury(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:
+        status = child.poll() or 0
+        if status == 0 and finished():
+            return
+        died = describe_status(status)
+        if status == _UNUSABLE_INPUT:
+            raise PartDied(child, f"{died}: it cannot use its settings")
+        if seat.served_since is None:
+            seat.num_boots += 1
+            if seat.num_boots >= MAX_BOOTS:
+                raise PartDied(child, f"{died} before it served, {seat.num_boots} times in a row")
+            delay_s = _BACKOFF_S
+        else:
+            if time.monotonic() - seat.served_since > _HEALTHY_S:
+                seat.num_restarts = 0
+            if seat.num_restarts >= MAX_RESTARTS:
+                raise PartDied(child, f"{died} after {seat.num_restarts} restarts")
+            delay_s = _BACKOFF_S * 2**seat.num_restarts
+            seat.num_restarts += 1
+        self._view.state(seat.name, f"{died}, starting again in {delay_s:.0f} s; log: {child.log}")
+        seat.child = None
+        seat.served_since = None
+        seat.start_at = time.monotonic() + delay_s
+
+    def kill_booting(self) -> None:
+        """Ends those that never served: they hold no prompt, and a booting engine does not listen."""
+        for seat in self._seats:
+            if seat.child is not None and seat.served_since is None:
+                seat.child.kill()
+
+    def terminate(self) -> None:
+        """Asks every producer to hand back what is in flight and exit."""
+        for child in self.children:
+            child.send(signal.SIGTERM)

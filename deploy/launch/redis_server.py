@@ -1,0 +1,227 @@
+"""A run's own Redis or Valkey: found, started on a private UNIX socket, stopped."""
+
+import json
+import os
+import secrets
+import signal
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import redis
+from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.server_binary import ServerBinary, find_server, inspect, note_writer, server_for, writer_of
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.redis_url import configured_url, connection_file
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+_MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them a zero
+_ANSWER_S = 5.0
+_START_S = 10.0
+_LOAD_S = 600.0  # a long append-only file is read before the first command is answered
+_STOP_S = 15.0
+
+
+class ServerError(RuntimeError):
+    """The server could not be started or reached; the message says why."""
+
+
+def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
+    """A client for short commands that retries nothing by itself. `name` is what the user calls the URL.
+
+    Raises:
+        ConfigError: not a Redis URL.
+    """
+    try:
+        return redis.Redis.from_url(
+            url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S
+        )
+    except ValueError:  # its message may quote a part of the password
+        raise ConfigError(f"{name} is no Redis URL") from None
+
+
+def external_url(config: RunConfig | None) -> str | None:
+    """Where the user has put Redis, the password included; None where the run needs a server of its own.
+
+    Raises:
+        ConfigError: not a Redis URL, or no password where one should be.
+    """
+    return configured_url(config)
+
+
+def check_redis(config: RunConfig, *, resume: bool) -> None:
+    """Checks that a run of this name can use Redis, before anything of it is started.
+
+    Raises:
+        ConfigError: no server to be had, not a Redis URL, or one that holds a run of this name already.
+        ServerError: the server at REDIS_URL does not answer.
+    """
+    url = external_url(config)
+    if url is None:
+        find_server()
+        return
+    name = "REDIS_URL" if os.environ.get("REDIS_URL") else "redis.url"
+    client = connect(url, name)
+    try:
+        exists = client.exists(Keys(config.name).commit)
+    except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
+        raise ServerError(f"{name}: no Redis answers: {error}") from None
+    finally:
+        client.close()
+    if exists and not resume:
+        raise ConfigError(
+            f"name = {config.name!r}: the Redis at {name} holds a run of this name already; continue it with --resume, "
+            "or choose another name with --name"
+        )
+
+
+class RedisServer:
+    """A running server that dies with this process. Its data lie in `<run_folder>/redis/` and outlive it.
+
+    It is the one that wrote those data where that one is still here: Redis and Valkey cannot always read each other's.
+
+    `url` holds the password; so does `connection.json` (mode 0600), which every later command reads.
+    `lock` is a file descriptor the server keeps open for as long as it lives.
+
+    Raises:
+        ConfigError: no server binary.
+        ServerError: it did not come up; the message holds the end of its log.
+    """
+
+    def __init__(
+        self, run_folder: Path, *, maxmemory_mb: int, lock: int | None = None, binary: Path | None = None
+    ) -> None:
+        self.folder = (run_folder / "redis").absolute()
+        self._binary = _inspected(binary) if binary is not None else server_for(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        self._connection_file = connection_file(run_folder)
+        self._remove_traces_of_predecessor()
+        if not (self.folder / "appendonlydir").exists():
+            note_writer(self.folder, self._binary)
+        self._socket = self._choose_socket()
+        password = secrets.token_urlsafe(24)
+        self.url = f"unix://:{password}@{quote(str(self._socket))}"
+        self._write_connection_file()
+        self.child = Child(
+            "redis",
+            [str(self._binary.binary), "-"],  # the configuration comes on standard input: a command line is public
+            log=run_folder / "logs" / "redis.log",
+            death_signal=signal.SIGTERM,  # it still writes its append-only file out
+            standard_input=self._configuration(password, maxmemory_mb).encode(),
+            pass_fds=() if lock is None else (lock,),
+        )
+        self.client = connect(self.url)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        note_writer(self.folder, self._binary)
+
+    def _configuration(self, password: str, maxmemory_mb: int) -> str:
+        settings = {
+            "port": "0",
+            "unixsocket": _quoted(self._socket),
+            "unixsocketperm": "700",
+            "requirepass": password,
+            "dir": _quoted(self.folder),
+            "daemonize": "no",
+            "databases": "1",
+            "save": '""',
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            # A rewrite forks and takes a core for a moment; the file of a short run never needs one.
+            "auto-aof-rewrite-min-size": "256mb",
+            "maxmemory": f"{maxmemory_mb}mb",
+            "maxmemory-policy": "noeviction",
+        }
+        return "".join(f"{name} {value}\n" for name, value in settings.items())
+
+    def _choose_socket(self) -> Path:
+        beside_the_data = self.folder / "redis.sock"
+        if len(os.fsencode(beside_the_data)) <= _MAX_SOCKET_PATH_BYTES:
+            return beside_the_data
+        return Path(tempfile.mkdtemp(prefix="penstock-")) / "redis.sock"
+
+    def _write_connection_file(self) -> None:
+        partial = self._connection_file.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"url": self.url, "socket": str(self._socket)}, file)
+        partial.replace(self._connection_file)
+
+    def _remove_traces_of_predecessor(self) -> None:
+        try:
+            socket = Path(json.loads(self._connection_file.read_text())["socket"])
+        except (FileNotFoundError, KeyError, ValueError):
+            return
+        _remove_socket(socket, self.folder)
+        self._connection_file.unlink()
+
+    def _wait_until_ready(self) -> None:
+        started = time.monotonic()
+        limit_s = _START_S
+        while True:
+            if self.child.poll() is not None:
+                status = describe_status(self.child.poll() or 0)
+                shown = f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}"
+                raise ServerError(self._doubt_of_binary() + shown)
+            try:
+                self.client.ping()
+                return
+            except redis.BusyLoadingError:
+                limit_s = _LOAD_S
+            except redis.ConnectionError:
+                pass
+            if time.monotonic() - started > limit_s:
+                raise ServerError(f"redis does not answer after {limit_s:.0f} s; its log is {self.child.log}")
+            time.sleep(0.003)
+
+    def _doubt_of_binary(self) -> str:
+        writer = writer_of(self.folder)
+        if writer is None or self._binary.reads_what(writer):
+            return ""
+        wanted = f"{writer.kind} {'.'.join(map(str, writer.version))}"
+        return (
+            f"the data in {self.folder} were written by {writer}, which is not here any more; {self._binary} was found "
+            f"and may not be able to read them: install {wanted} or newer; "
+        )
+
+    def stop(self) -> None:
+        """Ends the server in order (its append-only file is synced), by force after 15 s."""
+        self.client.close()
+        self.child.send(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        while self.child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the server at once."""
+        self.child.kill()
+        while self.child.poll() is None:
+            time.sleep(0.003)
+        self._connection_file.unlink(missing_ok=True)
+        _remove_socket(self._socket, self.folder)
+
+
+def _inspected(binary: Path) -> ServerBinary:
+    server = inspect(binary)
+    if server is None:
+        raise ConfigError(f"{binary} is no Redis or Valkey server: it does not tell its version")
+    return server
+
+
+def _remove_socket(socket: Path, data_folder: Path) -> None:
+    socket.unlink(missing_ok=True)
+    if socket.parent != data_folder and socket.parent.name.startswith("penstock-") and socket.parent.is_dir():
+        socket.parent.rmdir()
+
+
+def _quoted(path: Path) -> str:
+    """A path as the server's configuration parser reads it back."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'

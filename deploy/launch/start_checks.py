@@ -1,0 +1,178 @@
+"""What can be found wrong with a run before anything is started."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+import tomli_w
+from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.deploy.launch.redis_server import ServerError, connect
+from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION
+from penstock.producers.engines.settings import engine_arguments
+from penstock.producers.interfaces import EngineError, Environment
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.plugins import construct, resolve
+from penstock.schemas.process.redis_url import configured_url, place_of
+from penstock.schemas.rollout import MAX_ENTRY_BYTES
+
+_BYTES_PER_SAMPLED_TOKEN = 8.1
+_BYTES_PER_CONTEXT_TOKEN = 4
+_BYTES_PER_ROLLOUT = 512
+"""Spans, reward, field names, and what Redis keeps beside the payload."""
+
+
+class Checked(NamedTuple):
+    """A run that can be started: its configuration with `evaluation.num_prompts` known, and warnings, one line each."""
+
+    config: RunConfig
+    warnings: list[str]
+
+
+def check(config: RunConfig) -> Checked:
+    """Checks model folder, environment, reward and memory.
+
+    Raises:
+        ConfigError: the run cannot work; names the field, its value and what was expected.
+    """
+    _check_model(config)
+    _check_engine(config)
+    check_sinks(config.metrics)
+    environment = construct(config.environment, "environment", Environment, seed=config.seed)
+    config = _with_evaluation_size(config, environment.num_evaluation_prompts)
+    if config.reward is not None and not callable(resolve(config.reward, "reward")):
+        raise ConfigError(f"reward.path = {config.reward.path!r}: expected a function (prompt, completion) -> float")
+    return Checked(config, list(_check_memory(config)))
+
+
+def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
+    if available < 0:
+        raise ConfigError(
+            f"environment.path = {config.environment.path!r}: num_evaluation_prompts = {available}: expected 0 or more"
+        )
+    wanted = config.evaluation.num_prompts
+    if wanted is not None and wanted > available:
+        raise ConfigError(
+            f"evaluation.num_prompts = {wanted}: the environment has {available} held-out prompts; "
+            "expected at most that"
+        )
+    size = available if wanted is None else wanted
+    return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(config.evaluation, num_prompts=size))
+
+
+def check_objective(config: RunConfig) -> None:
+    """Raises ConfigError unless the objective can be made, fits its Protocol and the correction. Imports torch."""
+    from penstock.consumers.learning import scoring
+    from penstock.consumers.learning.interfaces import Objective
+
+    scoring.check_objective(config, construct(config.objective, "objective", Objective))
+
+
+def _check_engine(config: RunConfig) -> None:
+    """What a producer would find out after the engine's start at the earliest."""
+    try:
+        engine_arguments(config, config.seed, cpu=True, backend="", extension="")
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_model(config: RunConfig) -> None:
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no such folder; expected a transformers model "
+            f"(`penstock make-model {config.model.path}` makes the demo's)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {config.model.path!r}: no config.json in it; expected a transformers model")
+
+
+def _check_memory(config: RunConfig) -> Iterator[str]:
+    group_bytes = estimated_group_bytes(config)
+    if group_bytes > MAX_ENTRY_BYTES:
+        yield (
+            f"group_size = {config.group_size} with sampling.max_tokens = {config.sampling.max_tokens}: a full group "
+            f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
+        )
+    if configured_url(config) is None:  # a server of the run's own; `check_server` looks at any other
+        _check_limit(config, f"redis.maxmemory_mb = {config.redis.maxmemory_mb}", config.redis.maxmemory_mb)
+
+
+def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
+    needed_mb = 2 * config.credit * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+    if limit_mb < needed_mb:
+        raise ConfigError(
+            f"{found}: the {config.credit} groups that may wait take up to {needed_mb / 2:.0f} MB; "
+            f"expected at least twice that, {needed_mb:.0f}"
+        )
+
+
+def check_external_server(config: RunConfig) -> None:
+    """Checks the server that the user has named, where there is one.
+
+    Raises:
+        ConfigError: see `check_server`.
+        ServerError: it does not answer, or refuses to.
+    """
+    url = configured_url(config)
+    if url is None:
+        return
+    place = f"Redis at {place_of(url)}"
+    client = connect(url)
+    try:
+        info: Any = client.info()
+    except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
+        raise ServerError(f"{place} does not answer INFO: {error}") from None
+    finally:
+        client.close()
+    check_server(config, info, place)
+
+
+def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
+    """Checks a server by its answer to INFO. place: where it is, as it may be shown.
+
+    Raises:
+        ConfigError: too old, would evict what it is given, or too small for the run.
+    """
+    kind = "valkey" if "valkey_version" in info else "redis"
+    version = str(info.get(f"{kind}_version", "unknown"))
+    major = version.partition(".")[0]
+    if not major.isdecimal() or int(major) < MIN_MAJOR_VERSION:
+        raise ConfigError(f"{place}: {kind}_version = {version}, expected {MIN_MAJOR_VERSION} or newer")
+    limit = int(info.get("maxmemory", 0))
+    if not limit:
+        return
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"{place}: maxmemory-policy = {policy!r} with maxmemory = {limit / 1e6:.0f} MB, expected 'noeviction': "
+            "what is evicted is lost work"
+        )
+    _check_limit(config, f"{place}: maxmemory = {limit / 1e6:g} MB", limit / 1e6)
+
+
+def estimated_group_bytes(config: RunConfig) -> int:
+    """Size of an encoded group whose completions all reach max_tokens."""
+    sampled = config.sampling.max_tokens
+    context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
+    rollout = _BYTES_PER_SAMPLED_TOKEN * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
+    return int(config.group_size * rollout)
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """The configuration with every default written out; what is not set stands in comments at the end."""
+    document = msgspec.to_builtins(config)
+    unset = list(_pop_unset(document, ""))
+    comments = "".join(f"\n# {path} is not set" for path in unset)
+    return tomli_w.dumps(document) + (comments + "\n" if comments else "")
+
+
+def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
+    """Removes what TOML cannot express, None, and names it."""
+    for name, value in list(table.items()):
+        if value is None:
+            del table[name]
+            yield prefix + name
+        elif isinstance(value, dict):
+            yield from _pop_unset(value, f"{prefix}{name}.")

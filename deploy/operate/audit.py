@@ -1,0 +1,246 @@
+"""`penstock audit`: reads Redis and the checkpoints of a run and says whether its books balance."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+from penstock.deploy.operate.ledger_check import LedgerCheck, LedgerProblem, OpenPrompt, Reading, StreamEntry, judge
+from penstock.deploy.operate.run_access import RunAtHand
+from penstock.deploy.operate.saved_ledger import Found, UnreadableError, read_saved_ledger
+from penstock.deploy.report.telemetry import EvaluationPoint, read_lines
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
+
+MAX_READINGS = 8
+"""Of a run that moves meanwhile; what is wrong in each of them is wrong."""
+_PAUSE_S = 0.25
+_ENTRIES = 256
+_PAYLOADS = 16
+"""Entries whose payloads a script may have in its hands at once."""
+
+# The indexes alone: payloads stay where they are. KEYS: stream; ARGV: first id, count, field
+_INDEXES = """#!lua flags=no-writes,allow-oom
+local found = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
+  local value = ''
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == ARGV[3] then value = entry[2][i + 1] end
+  end
+  found[#found + 1] = entry[1]
+  found[#found + 1] = value
+end
+return found
+"""
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """What `penstock audit` found. checkpoint: None before the first commit."""
+
+    run: str
+    finished: bool
+    checkpoint: str | None
+    update: int
+    policy_version: int
+    books: LedgerCheck
+    num_evaluations: int
+    """Completed."""
+    num_evaluation_prompts_open: int | None
+    """None without Redis, which alone knows; so is `num_letters`."""
+    num_letters: int | None
+    num_readings: int
+    warnings: tuple[str, ...]
+
+    @property
+    def balanced(self) -> bool:
+        return self.books.balanced
+
+
+class _Sight(NamedTuple):
+    """One reading, and what else was seen with it. moment: equal before and after where nothing moved meanwhile."""
+
+    reading: Reading
+    found: Found
+    before: list[Any]
+    after: list[Any]
+
+
+def audit(run: RunAtHand) -> Audit:
+    """Reads the run, again while it moves and a reading shows a problem: a problem counts if every reading shows it.
+
+    Waits for nothing but the next reading; `MAX_READINGS` of them, or one that is clean or undisturbed, end it.
+
+    Raises:
+        UnreadableError: without Redis nothing can be said of a run that is not finished, or no checkpoint can be read.
+    """
+    if run.folder is None:
+        raise UnreadableError(f"{run.name}: its folder, with the checkpoints, is not on this machine")
+    if run.client is None:
+        return _audit_without_redis(run, run.folder)
+    persistent: set[tuple[str, int]] | None = None
+    for number in range(1, MAX_READINGS + 1):
+        try:
+            sight = _read(run.client, run.keys, run.folder)
+        except UnreadableError:
+            if number == MAX_READINGS:
+                raise
+            time.sleep(_PAUSE_S)  # a checkpoint that was deleted while it was read
+            continue
+        books = judge(sight.reading)
+        seen = {(problem.what, index) for problem in books.problems for index in problem.indexes or (0,)}
+        persistent = seen if persistent is None else persistent & seen
+        if not persistent or (sight.before == sight.after and not sight.found.warnings) or number == MAX_READINGS:
+            break
+        time.sleep(_PAUSE_S)
+    books = msgspec.structs.replace(books, problems=_kept(books.problems, persistent or set()))
+    return _result(run, run.folder, sight.found, sight.reading.finished, books, number)
+
+
+def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]]) -> tuple[LedgerProblem, ...]:
+    kept = []
+    for problem in problems:
+        indexes = tuple(index for index in problem.indexes or (0,) if (problem.what, index) in persistent)
+        if indexes:
+            kept.append(msgspec.structs.replace(problem, indexes=indexes if problem.indexes else ()))
+    return tuple(kept)
+
+
+def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
+    """The order makes a moving run come out right: a group goes from the prompts to the stream and from there into a
+    checkpoint, so reading in that order meets it at least once; a release after the cursor was read is not missed."""
+    before = _moment(client, keys)
+    commit: Any = client.hgetall(keys.commit)
+    prompts = _read_prompts(client, keys)
+    stream = [StreamEntry(entry_id, _number(index)) for entry_id, index in _read_indexes(client, keys.rollouts)]
+    requested: Any = client.hgetall(keys.requeued)
+    letters: Any = client.hkeys(keys.dead_index)
+    committed: Any = client.hgetall(keys.commit)
+    pointer = committed.get(Commit.CHECKPOINT)
+    found = read_saved_ledger(folder, pointer.decode() if pointer is not None else None)
+    if not committed and found.name is not None:
+        found = found._replace(warnings=(*found.warnings, "Redis holds nothing of this run"))
+    reading = Reading(
+        saved=found.books,
+        released=_released(commit),
+        prompts=prompts,
+        stream=stream,
+        requested={_number(index): letter.decode(errors="replace") for index, letter in requested.items()},
+        letters={_number(index) for index in letters},
+        finished=commit.get(Commit.FINISHED) == b"1" if commit else _was_finished(folder),
+    )
+    return _Sight(reading, found, before, _moment(client, keys))
+
+
+def _moment(client: redis.Redis, keys: Keys) -> list[Any]:
+    """Changes whenever a release, an append, a claim's end or a commit happens."""
+    pipeline = client.pipeline(transaction=True)
+    pipeline.hgetall(keys.commit)
+    pipeline.xlen(keys.prompts)
+    pipeline.xrevrange(keys.prompts, count=1)
+    _add_indexes(pipeline, keys.rollouts, "-", 1)
+    pipeline.xlen(keys.rollouts)
+    return pipeline.execute()
+
+
+def _read_prompts(client: redis.Redis, keys: Keys) -> list[OpenPrompt]:
+    entries: Any = client.xrange(keys.prompts)
+    claimed = {claim["message_id"] for claim in pending(client, keys.prompts)}
+    return [
+        OpenPrompt(
+            entry_id.decode(),
+            _number(fields.get(Field.INDEX)),
+            _number(fields.get(Field.VERSION)),
+            entry_id in claimed,
+        )
+        for entry_id, fields in entries
+    ]
+
+
+def pending(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
+    """Every claim on a prompts stream: `message_id`, `consumer`, `time_since_delivered` (ms), `times_delivered`."""
+    found: list[dict[str, Any]] = []
+    start = "-"
+    while True:
+        try:
+            rows: Any = client.xpending_range(stream, PRODUCERS_GROUP, start, "+", _ENTRIES)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return found  # no producer has come so far
+        found += rows
+        if len(rows) < _ENTRIES:
+            return found
+        start = "(" + rows[-1]["message_id"].decode()
+
+
+def _read_indexes(client: redis.Redis, stream: str) -> list[tuple[str, bytes]]:
+    """(entry id, its index field or nothing) of a whole stream."""
+    found: list[tuple[str, bytes]] = []
+    start = "-"
+    while True:
+        flat: Any = _add_indexes(client, stream, start, _PAYLOADS)
+        found += [(entry_id.decode(), index) for entry_id, index in zip(flat[::2], flat[1::2], strict=True)]
+        if len(flat) < 2 * _PAYLOADS:
+            return found
+        start = "(" + found[-1][0]
+
+
+def _add_indexes(client: Any, stream: str, start: str, count: int) -> Any:
+    """On a client the answer; on a pipeline, one more command."""
+    return client.execute_command("EVAL_RO", _INDEXES, 1, stream, start, count, Field.INDEX)
+
+
+def _number(field: bytes | None) -> int:
+    """0, which is no index, for what is no number."""
+    return number_in(field) or 0
+
+
+def _released(commit: dict[bytes, bytes]) -> int:
+    field = commit.get(Commit.RELEASED, b"0")
+    released = number_in(field)
+    if released is None:
+        raise UnreadableError(f"the commit hash in Redis: released = {field[:50]!r}, expected a number")
+    return released
+
+
+def _audit_without_redis(run: RunAtHand, folder: Path) -> Audit:
+    if not _was_finished(folder):
+        raise UnreadableError(
+            f"{run.name}: not finished, and where its open indexes are only Redis knows; {run.without_redis}"
+        )
+    found = read_saved_ledger(folder, None)
+    reading = Reading(found.books, 0, [], [], {}, set(_all_dead(found)), finished=True)
+    found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
+    books = msgspec.structs.replace(judge(reading), settled_on_stream=None, settled_prompts=None, never_released=None)
+    return _result(run, folder, found, True, books, 1)
+
+
+def _was_finished(folder: Path) -> bool:
+    """What the trainer has left in the folder, for a Redis that is gone."""
+    try:
+        return bool(json.loads((folder / "trainer.json").read_text())["finished"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _all_dead(found: Found) -> list[int]:
+    return [index for start, end in found.books.ledger.dead for index in range(start, end)]
+
+
+def _result(run: RunAtHand, folder: Path, found: Found, finished: bool, books: LedgerCheck, num_readings: int) -> Audit:
+    lines = folder / "evaluations.jsonl"
+    client = run.client
+    return Audit(
+        run=run.name,
+        finished=finished,
+        checkpoint=found.name,
+        update=found.books.num_batches,
+        policy_version=found.books.policy_version,
+        books=books,
+        num_evaluations=len(read_lines(lines, EvaluationPoint)[0]) if lines.is_file() else 0,
+        num_evaluation_prompts_open=int(client.xlen(run.keys.evaluations)) if client is not None else None,
+        num_letters=int(client.xlen(run.keys.dead)) if client is not None else None,
+        num_readings=num_readings,
+        warnings=found.warnings,
+    )

@@ -1,0 +1,162 @@
+"""`penstock producers`: who generates for a run, how fresh its weights are, and which claims nobody looks after."""
+
+from typing import Any
+
+import msgspec
+import redis
+from penstock.consumers.stream.scripts import announced_of, forks_of
+from penstock.deploy.operate.audit import pending
+from penstock.deploy.operate.run_access import RunAtHand
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """A producer with a heartbeat. lag: optimizer steps behind the newest policy; None where none can be told."""
+
+    producer_id: str
+    policy_version: int
+    lag: int | None
+    num_in_flight: int
+    oldest_in_flight_s: float | None
+    num_claims: int
+    """What Redis holds for it, evaluations included."""
+    tokens_per_s: float
+    num_tokens_generated: int
+    num_groups_appended: int
+    num_weight_loads_failed: int
+    last_seen_s: float
+    """Seconds since its last heartbeat, by the clock of Redis."""
+    host: str
+    pid: int
+    metrics_port: int
+    engine: str
+    endpoint: str
+    """Where it serves agents; empty without an endpoint."""
+    last_error: str
+
+
+class Orphaned(msgspec.Struct, frozen=True, kw_only=True):
+    """Claims under an id that has no heartbeat: its producer is gone, or cannot reach Redis."""
+
+    consumer: str
+    num_prompts: int
+    num_evaluations: int
+    shortest_idle_s: float
+    longest_idle_s: float
+
+
+class Producers(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    newest_version: int | None
+    """The policy announced last; None before the first."""
+    finished: bool
+    alive: tuple[Alive, ...]
+    orphaned: tuple[Orphaned, ...]
+    unreadable: tuple[str, ...]
+    """Ids whose heartbeat is of another release."""
+
+
+def list_producers(run: RunAtHand) -> Producers:
+    """Claims are read first: whoever claims has sent a heartbeat before, so none of a live producer looks orphaned.
+
+    Raises:
+        ServerError: the run's Redis cannot be reached.
+    """
+    client, keys = run.redis, run.keys
+    claims = {stream: pending(client, stream) for stream in (keys.prompts, keys.evaluations)}
+    beats = _heartbeats(client, keys)
+    commit: Any = client.hgetall(keys.commit)
+    newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
+    num_claims: dict[str, int] = {}
+    for rows in claims.values():
+        for row in rows:
+            consumer = _shown(row["consumer"])
+            num_claims[consumer] = num_claims.get(consumer, 0) + 1
+    return Producers(
+        run=run.name,
+        newest_version=newest,
+        finished=commit.get(Commit.FINISHED) == b"1",
+        alive=tuple(
+            _alive(beat, age_s, num_claims.get(producer_id, 0), newest, commit)
+            for producer_id, (beat, age_s) in sorted(beats.items(), key=lambda item: (len(item[0]), item[0]))
+            if beat is not None
+        ),
+        orphaned=tuple(
+            _orphaned(consumer, claims[keys.prompts], claims[keys.evaluations])
+            for consumer in sorted(num_claims)
+            if consumer not in beats
+        ),
+        unreadable=tuple(sorted(producer_id for producer_id, (beat, _) in beats.items() if beat is None)),
+    )
+
+
+def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | None, float]]:
+    """By producer id: its heartbeat (None where it cannot be read) and the seconds since it was sent."""
+    found = {}
+    prefix = keys.producer("").encode()
+    for name in set(client.scan_iter(keys.producer_pattern, count=1000)):
+        pipeline = client.pipeline(transaction=True)
+        pipeline.get(name)
+        pipeline.pttl(name)
+        value, left_ms = pipeline.execute()
+        if value is None:
+            continue  # it expired in between
+        try:
+            beat = decode_heartbeat(value)
+        except msgspec.DecodeError:
+            beat = None
+        found[_shown(name.removeprefix(prefix))] = (beat, max(0.0, HEARTBEAT_TTL_S - left_ms / 1000))
+    return found
+
+
+def _alive(beat: Heartbeat, age_s: float, num_claims: int, newest: int | None, commit: dict[bytes, bytes]) -> Alive:
+    # By the producer's own clock up to its heartbeat and by Redis' from there on: no two clocks are compared.
+    ages = [beat.sent_s - claim.claimed_s + age_s for claim in beat.in_flight]
+    return Alive(
+        producer_id=beat.producer_id,
+        policy_version=beat.policy_version,
+        lag=steps_behind(beat.policy_version, newest, commit),
+        num_in_flight=len(beat.in_flight),
+        oldest_in_flight_s=max(ages, default=None),
+        num_claims=num_claims,
+        tokens_per_s=beat.tokens_per_s,
+        num_tokens_generated=beat.num_tokens_generated,
+        num_groups_appended=beat.num_groups_appended,
+        num_weight_loads_failed=beat.num_weight_loads_failed,
+        last_seen_s=age_s,
+        host=beat.host,
+        pid=beat.pid,
+        metrics_port=beat.metrics_port,
+        engine=f"{beat.fingerprint.engine} {beat.fingerprint.version}",
+        endpoint=beat.endpoint,
+        last_error=beat.last_error,
+    )
+
+
+def steps_behind(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
+    """The lag of a policy behind the newest, by the commit hash; None where it cannot be told."""
+    if newest is None:
+        return None
+    try:
+        return lag(version, newest, forks_of(commit), announced_of(commit))
+    except (UnknownVersionError, FutureVersionError):
+        return None
+
+
+def _orphaned(consumer: str, prompts: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> Orphaned:
+    held = [[row for row in rows if _shown(row["consumer"]) == consumer] for rows in (prompts, evaluations)]
+    idle_s = [row["time_since_delivered"] / 1000 for rows in held for row in rows]
+    return Orphaned(
+        consumer=consumer,
+        num_prompts=len(held[0]),
+        num_evaluations=len(held[1]),
+        shortest_idle_s=min(idle_s),
+        longest_idle_s=max(idle_s),
+    )
+
+
+def _shown(name: bytes) -> str:
+    """A producer's id, which may be any bytes where a producer is broken or hostile."""
+    return name.decode(errors="backslashreplace")

@@ -1,0 +1,174 @@
+"""How an operator's command reaches a run: its folder, its configuration, its Redis."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import redis
+from penstock.deploy.launch.redis_server import RedisServer, ServerError, connect, external_url
+from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.schemas.config import ConfigError, RunConfig, load_config
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.redis_url import connection_file
+
+_WAIT_S = 10.0
+_LOAD_S = 600.0
+_LOOK_S = 0.1
+
+
+class RunAtHand(NamedTuple):
+    """A run as this machine can see it.
+
+    client: its Redis, which answers; None where there is none, and `without_redis` then says why.
+    folder, config: None for a run that is known by name only, through REDIS_URL.
+    """
+
+    name: str
+    folder: Path | None
+    config: RunConfig | None
+    client: redis.Redis | None
+    without_redis: str
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.name)
+
+    @property
+    def redis(self) -> redis.Redis:
+        """The run's Redis.
+
+        Raises:
+            ServerError: it cannot be reached.
+        """
+        if self.client is None:
+            raise ServerError(self.without_redis)
+        return self.client
+
+
+@contextmanager
+def open_run(run: str, runs: Path) -> Iterator[RunAtHand]:
+    """Opens the run of this name in `runs`, or in the folder `run`.
+
+    A run whose own server is down gets it started again on its data, and stopped at the end.
+
+    Raises:
+        ConfigError: no such run, or a run file that cannot be read.
+        ServerError: Redis refuses what is asked of it, or the run's own server does not start.
+    """
+    name, folder, config = find_run(run, runs)
+    with ExitStack() as closing:
+        client, without_redis = _connect(config, folder, closing)
+        try:
+            if client is not None and folder is None and not client.exists(Keys(name).commit):
+                raise ConfigError(f"{run}: neither a folder, nor a run in {runs} or in the Redis at REDIS_URL")
+            yield RunAtHand(name, folder, config, client, without_redis)
+        except redis.ResponseError as error:
+            raise ServerError(f"Redis refuses: {error}") from error
+
+
+def find_run(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
+    """Name, folder and configuration of the run of this name in `runs`, or in the folder `run`; with REDIS_URL the name
+    alone is enough.
+
+    Raises:
+        ConfigError: no such run, or a run file that cannot be read.
+    """
+    folder = _folder(run, runs)
+    config = load_config(folder / RUN_FILE) if folder is not None else None
+    return config.name if config is not None else run, folder, config
+
+
+def _folder(run: str, runs: Path) -> Path | None:
+    for folder in (Path(run), runs / run):
+        if (folder / RUN_FILE).is_file():
+            return folder
+    if os.environ.get("REDIS_URL") and not (runs / run).is_dir():
+        try:
+            Keys(run)
+        except ValueError as error:
+            raise ConfigError(f"{run}: neither a folder nor a run in {runs}: {error}") from None
+        return None
+    if (runs / run).is_dir() or Path(run).is_dir():
+        raise ConfigError(f"{run}: a folder without {RUN_FILE}, so no run")
+    raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
+
+
+def _connect(config: RunConfig | None, folder: Path | None, closing: ExitStack) -> tuple[redis.Redis | None, str]:
+    """(client, "") or (None, why not)."""
+    url = external_url(config)
+    if url is None and config is not None and folder is not None:
+        return _connect_to_own(config, folder, closing)
+    name = "REDIS_URL" if os.environ.get("REDIS_URL") else "redis.url"
+    client = connect(url or "", name)
+    closing.callback(client.close)
+    why = _why_silent(client)
+    return (client, "") if why is None else (None, f"{name}: no Redis answers: {why}")
+
+
+def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tuple[redis.Redis | None, str]:
+    """The run's own server: the one that runs, else one started on what it has left.
+
+    Waits while somebody else holds the run's folder without a server that answers, as a launcher does when it starts
+    or stops; an answer, or the folder let go, unblocks it.
+    """
+    if not connection_file(folder).exists() and not (folder / "redis" / "appendonlydir").is_dir():
+        return None, f"{folder / 'redis'} holds no data: this run has had no server of its own"
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        why = "it is not running"
+        url = own_url(folder)
+        if url is not None:
+            client = connect(url, str(connection_file(folder)))
+            closing.callback(client.close)
+            silent = _why_silent(client)
+            if silent is None:
+                return client, ""
+            why = silent
+        lock = _try_lock(folder)
+        if lock is not None:
+            closing.callback(os.close, lock)
+            server = RedisServer(folder, maxmemory_mb=config.redis.maxmemory_mb, lock=lock)
+            closing.callback(server.stop)
+            return server.client, ""
+        if time.monotonic() > deadline:
+            return None, f"{folder} is in use, but its Redis does not answer: {why}"
+        time.sleep(_LOOK_S)
+
+
+def own_url(folder: Path) -> str | None:
+    """Where the run's own server was last; None where it has never had one."""
+    try:
+        return str(json.loads(connection_file(folder).read_text())["url"])
+    except (FileNotFoundError, KeyError, ValueError):
+        return None
+
+
+def _try_lock(folder: Path) -> int | None:
+    """The lock that launcher and server of a run hold while they live; None where somebody has it."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _why_silent(client: redis.Redis) -> str | None:
+    """None once the server answers. Waits while it reads its data; that it has done so, or has failed, unblocks it."""
+    deadline = time.monotonic() + _LOAD_S
+    while True:
+        try:
+            client.ping()
+            return None
+        except redis.BusyLoadingError as error:
+            if time.monotonic() > deadline:
+                return str(error)
+            time.sleep(_LOOK_S)
+        except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
+            return str(error)

@@ -1,0 +1,98 @@
+"""The books in a run's checkpoints, read from the files themselves: the trainer's own code is not asked."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+CHECKPOINTS = "checkpoints"
+STATE = "state.json"
+SUMS = "checksums.json"
+
+Range = tuple[int, int]
+
+
+class UnreadableError(RuntimeError):
+    """A run of which nothing can be told; the message says why."""
+
+
+class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The books as a checkpoint holds them; a range is half-open."""
+
+    trained: tuple[Range, ...] = ()
+    skipped: tuple[Range, ...] = ()
+    dead: tuple[Range, ...] = ()
+    dead_by_reason: dict[str, tuple[Range, ...]] = {}
+    released_again: dict[str, int] = {}
+    requeued: dict[int, tuple[str, str]] = {}
+    """By index: the letter for which it was opened again, and the last rollout entry of that moment."""
+    postponed: tuple[int, ...] = ()
+    """Unsettled, and nowhere but in the trainer's mind: it releases them again as its credit lasts."""
+    num_duplicates_dropped: int = 0
+    num_released: int = 0
+
+
+class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """What one checkpoint says. The default is what holds before the first one."""
+
+    policy_version: int = -1
+    num_batches: int = 0
+    ledger: LedgerState = LedgerState()
+    counters: dict[str, int | float] = {}
+
+
+class Found(NamedTuple):
+    """name: of the checkpoint; None where the run has none yet. warnings: one line each."""
+
+    name: str | None
+    books: SavedLedger
+    warnings: tuple[str, ...]
+
+
+def read_saved_ledger(run_folder: Path, pointer: str | None) -> Found:
+    """The books of the checkpoint that `pointer` names; where that one is not there or torn, of the next one back.
+
+    Only the books are checked against their checksum, not the weights beside them.
+
+    Raises:
+        UnreadableError: there are checkpoints, and none can be read.
+    """
+    folder = run_folder / CHECKPOINTS
+    names = [path.name for path in folder.iterdir() if _version(path.name) is not None] if folder.is_dir() else []
+    # The version orders them; a checkpoint that is newer than the pointer's was never committed.
+    names.sort(key=lambda name: (name == pointer, _version(name)), reverse=True)
+    warnings = []
+    if pointer is not None and pointer in names:
+        names = [name for name in names if (_version(name) or 0) <= (_version(pointer) or 0)]
+    elif pointer is not None:
+        warnings.append(f"checkpoint {pointer}, to which Redis points, is not in {folder}")
+    for name in names:
+        try:
+            return Found(name, _read(folder / name), tuple(warnings))
+        except (OSError, ValueError) as error:
+            warnings.append(f"checkpoint {name} cannot be read: {error}")
+    if warnings:
+        raise UnreadableError("; ".join(warnings))
+    return Found(None, SavedLedger(), ())
+
+
+def _read(checkpoint: Path) -> SavedLedger:
+    """Raises OSError or ValueError (msgspec's errors are one) for a checkpoint that cannot be used."""
+    sums = json.loads((checkpoint / SUMS).read_text())
+    data = (checkpoint / STATE).read_bytes()
+    if not isinstance(sums, dict) or STATE not in sums:
+        raise ValueError(f"{SUMS} does not list {STATE}")
+    if hashlib.blake2b(data, digest_size=16).hexdigest() != sums[STATE]:
+        raise ValueError(f"{STATE}: checksum differs")
+    for name in sums:
+        if not (checkpoint / name).is_file():
+            raise ValueError(f"{name} is missing")
+    return msgspec.json.decode(data, type=SavedLedger)
+
+
+def _version(name: str) -> int | None:
+    """The policy version that a checkpoint's name begins with; None for what is no checkpoint."""
+    version = name.partition("-")[0]
+    return int(version) if version.isdigit() and "-" in name else None

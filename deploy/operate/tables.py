@@ -1,0 +1,215 @@
+"""What the operator's commands found, as tables for a reader.
+
+Reasons, prompts and names come from producers: whatever in them could steer a terminal is shown escaped.
+"""
+
+import time
+from collections.abc import Iterable
+
+from penstock.deploy.operate.audit import Audit
+from penstock.deploy.operate.dead_letters import Content, Letter
+from penstock.deploy.operate.ledger_check import LedgerCheck
+from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_HANDED_BACK_S = 1e5
+"""Nobody's claim grows so idle by itself: its producer has marked it free."""
+
+
+def print_audit(audit: Audit, console: Console | None = None) -> None:
+    """Prints the books, what stands beside them, and whether they balance; without a console, to stdout."""
+    console = console or Console()
+    books = audit.books
+    saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
+    state = "finished" if audit.finished else "not finished"
+    _say(console, f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
+    console.print(_counts(_book_rows(books)))
+    _say(console, "Beside the books")
+    console.print(_counts(_rows_beside(audit)))
+    for warning in audit.warnings:
+        _say(console, f"warning: {warning}")
+    for problem in books.problems:
+        _say(console, f"PROBLEM {problem}")
+    verdict = (
+        f"The books balance: each of {books.released:,} released indexes is in exactly one place."
+        if books.balanced
+        else "The books do NOT balance."
+    )
+    _say(console, verdict)
+
+
+def _counts(rows: list[tuple[str, int | None, str]]) -> Table:
+    table = _bare_table(show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    for label, count, remark in rows:
+        table.add_row(label, "unknown" if count is None else f"{count:,}", escape(remark))
+    return table
+
+
+def _book_rows(books: LedgerCheck) -> list[tuple[str, int | None, str]]:
+    return [
+        ("released", books.released, ""),
+        ("trained", books.trained, ""),
+        ("skipped", books.skipped, "no variance in the group"),
+        ("dead", books.dead, _listed(books.dead_reasons)),
+        ("on the stream", books.on_stream, "generated, and not yet settled in the checkpoint"),
+        ("claimed", books.claimed, "by a producer, alive or not"),
+        ("queued", books.queued, "prompts that no producer has claimed"),
+        ("postponed", books.postponed, "to be released again as the credit lasts"),
+        ("cancelled", books.cancelled, "open when the run ended"),
+    ]
+
+
+def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
+    books = audit.books
+    waiting = f"{books.requeued_waiting} dead ones are requeued" if books.requeued_waiting else ""
+    num_open = audit.num_evaluation_prompts_open
+    prompts = "unknown how many prompts are open" if num_open is None else f"{num_open} prompts open"
+    rows: list[tuple[str, int | None, str]] = [
+        ("released again", sum(books.released_again.values()), _listed(books.released_again)),
+        ("duplicates dropped", books.duplicates_dropped, ""),
+        ("tokens masked for lag", books.tokens_masked_lag, ""),
+        ("evaluations", audit.num_evaluations, prompts),
+        ("dead letters", audit.num_letters, waiting),
+        ("settled, on the stream", books.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
+    ]
+    if books.settled_prompts:
+        rows.append(("settled, a prompt", books.settled_prompts, "left over by a fault; what comes of them is dropped"))
+    if books.never_released:
+        rows.append(("never released", books.never_released, "entries that name no released index; they are refused"))
+    if books.dead_without_letter:
+        rows.append(("dead without a letter", books.dead_without_letter, "Redis has lost the letters"))
+    return rows
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{_safe(name)} {count:,}" for name, count in counts.items())
+
+
+def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
+    """What died of the indexes, then agents' rollouts."""
+    console = console or Console()
+    letters = list(letters)
+    of_indexes = [letter for letter in letters if letter.rollout is None]
+    of_rollouts = [letter for letter in letters if letter.rollout is not None]
+    _say(console, f"{len(of_indexes)} dead letters" if of_indexes else "no dead letters")
+    if of_indexes:
+        table = _bare_table("index", "state", "reason", "time", "producer", "payload")
+        for letter in of_indexes:
+            table.add_row(*(escape(cell) for cell in _letter_cells(letter)))
+        console.print(table)
+    if of_rollouts:
+        _say(console, f"{len(of_rollouts)} rollouts of agents ended without a reward")
+        table = _bare_table("index", "rollout", "reason", "time")
+        for letter in of_rollouts:
+            index, _, reason, moment, *_ = _letter_cells(letter)
+            table.add_row(*(escape(cell) for cell in (index, _safe(letter.rollout or ""), reason, moment)))
+        console.print(table)
+
+
+def _letter_cells(letter: Letter) -> tuple[str, ...]:
+    return (
+        str(letter.index) if letter.index is not None else "-",
+        letter.state,
+        _safe(letter.reason),
+        _moment(letter.time_s),
+        _safe(letter.producer) if letter.producer is not None else "-",
+        f"{letter.payload_bytes:,} B",
+    )
+
+
+def _moment(time_s: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    except (OverflowError, OSError):  # an entry id is any number of 64 bits where somebody has chosen it
+        return f"{time_s:.0f} s"
+
+
+def print_content(content: Content, console: Console | None = None) -> None:
+    """One letter in full."""
+    console = console or Console()
+    index, state, reason, moment, producer, size = _letter_cells(content.letter)
+    _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
+    if content.letter.rollout is not None:
+        _say(console, f"rollout  {_safe(content.letter.rollout)}")
+    _say(console, f"reason   {reason}")
+    if content.problem is not None:
+        _say(console, f"payload  {_safe(content.problem)}")
+    if content.hex_preview is not None:
+        _say(console, f"begins   {content.hex_preview}")
+    if content.siblings is None:
+        return
+    _say(console, f"prompt   {_safe(content.prompt or '')}")
+    _say(console, f"answer   {_safe(content.answer or '')}")
+    table = _bare_table("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish")
+    for number, sibling in enumerate(content.siblings):
+        parts = ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items())
+        policies, finish = ", ".join(map(str, sibling.versions)), ", ".join(sibling.finish_reasons)
+        counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
+        table.add_row(str(number), f"{sibling.reward:g}", escape(_safe(parts)), *counts, policies, finish)
+    console.print(table)
+
+
+def print_producers(producers: Producers, console: Console | None = None) -> None:
+    console = console or Console()
+    newest = f"newest policy {producers.newest_version}" if producers.newest_version is not None else "no policy yet"
+    state = ", finished" if producers.finished else ""
+    _say(console, f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
+    if producers.alive:
+        names = ("producer", "policy", "lag", "in flight", "tokens/s", "bad loads", "seen", "host:pid")
+        table = _bare_table(*names)
+        for alive in producers.alive:
+            table.add_row(*(escape(_safe(cell)) for cell in _alive_cells(alive)))
+        console.print(table)
+    for alive in producers.alive:
+        if alive.endpoint:
+            _say(console, f"{_safe(alive.producer_id)}: agents are served at {_safe(alive.endpoint)}")
+        if alive.last_error:
+            _say(console, f"{_safe(alive.producer_id)}: last error: {_safe(alive.last_error)}")
+    for producer_id in producers.unreadable:
+        _say(console, f"{_safe(producer_id)}: alive, with a heartbeat of another release")
+    for orphaned in producers.orphaned:
+        _say(console, _orphaned_line(orphaned))
+
+
+def _alive_cells(alive: Alive) -> tuple[str, ...]:
+    oldest_s = alive.oldest_in_flight_s
+    return (
+        alive.producer_id,
+        str(alive.policy_version),
+        str(alive.lag) if alive.lag is not None else "unknown",
+        str(alive.num_in_flight) + (f" ({oldest_s:.1f} s)" if oldest_s is not None else ""),
+        f"{alive.tokens_per_s:,.0f}",
+        str(alive.num_weight_loads_failed),
+        f"{alive.last_seen_s:.1f} s",
+        f"{alive.host}:{alive.pid}",
+    )
+
+
+def _orphaned_line(orphaned: Orphaned) -> str:
+    held = f"{orphaned.num_prompts} prompts and {orphaned.num_evaluations} evaluations"
+    if orphaned.shortest_idle_s >= _HANDED_BACK_S:
+        idle = "free for the next producer that looks"
+    else:
+        idle = f"idle for {orphaned.shortest_idle_s:.1f} to {min(orphaned.longest_idle_s, _HANDED_BACK_S):.1f} s"
+    return f"{_safe(orphaned.consumer)}: no heartbeat, yet it holds {held}, {idle}"
+
+
+def _bare_table(*columns: str, show_header: bool = True) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_header=show_header, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
+    return table
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _safe(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,99 @@
+"""The reference in docs/metrics.md, of what processes serve; `python -m penstock.deploy.prometheus.metrics_reference` writes it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.schemas.metrics import (
+    LAG_LABELS,
+    TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_LAG,
+    Metric,
+    ProducerMetric,
+    TrainerMetric,
+)
+from prometheus_client import CollectorRegistry
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+BEGIN = "<!-- written by `python -m penstock.deploy.prometheus.metrics_reference` -->"
+END = "<!-- end of what is written -->"
+UNITS = {"seconds": "s", "bytes": "B", "nats": "nats", "steps": "steps", "groups": "groups"}
+SHARES = ("frac", "fraction", "ess")
+
+
+class Exported(NamedTuple):
+    """One metric as a scrape shows it, beside its definition."""
+
+    metric: Metric
+    type: str
+
+
+def exported(registry: CollectorRegistry, definitions: Iterable[Metric]) -> list[Exported]:
+    """What `registry` serves, by name.
+
+    Raises:
+        KeyError: it serves a metric that has no definition.
+    """
+    by_name = {metric.name: metric for metric in definitions}
+    found = []
+    for family in registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        found.append(Exported(by_name[name], family.type))
+    return sorted(found, key=lambda one: one.metric.name)
+
+
+def trainer_metrics() -> list[Exported]:
+    definitions = [*_declared(TrainerMetric), *TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()]
+    return exported(TrainerMetrics().registry, definitions)
+
+
+def producer_metrics() -> list[Exported]:
+    return exported(ProducerMetrics().registry, _declared(ProducerMetric))
+
+
+def unit_of(metric: Metric) -> str:
+    """By Prometheus' convention the last word of a name, before `_total`, says it; else the definition does.
+
+    Raises:
+        ValueError: neither does, or both do.
+    """
+    last = metric.name.removesuffix("_total").removesuffix("_by_lag").rpartition("_")[2]
+    named = "share" if last in SHARES else UNITS.get(last, "")
+    if bool(named) == bool(metric.unit):
+        raise ValueError(f"{metric.name}: unit {metric.unit!r} beside {named!r} by its name, expected one of the two")
+    return named or metric.unit
+
+
+def reference() -> str:
+    """The tables, in Markdown."""
+    parts = [f"{BEGIN}\n"]
+    for title, found in (("The trainer", trainer_metrics()), ("A producer", producer_metrics())):
+        parts.append(f"### {title}\n\n| name | type | labels | unit | help |\n|---|---|---|---|---|")
+        parts += [_row(one) for one in found]
+        parts.append("")
+    return "\n".join([*parts, END])
+
+
+def with_reference(page: str) -> str:
+    """The page with its reference written anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{reference()}{after}"
+
+
+def _declared(kind: type) -> list[Metric]:
+    return [value for value in vars(kind).values() if isinstance(value, Metric)]
+
+
+def _row(one: Exported) -> str:
+    metric = one.metric
+    values = metric.values or (LAG_LABELS if metric.labels == ("lag",) else ())
+    labels = ", ".join(f"`{label}`" for label in metric.labels) + (f": {', '.join(values)}" if values else "")
+    kind = f"{one.type}, to {max(metric.buckets):g}" if metric.buckets else one.type
+    return f"| `{metric.name}` | {kind} | {labels} | {unit_of(metric)} | {metric.help} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

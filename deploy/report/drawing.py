@@ -1,0 +1,104 @@
+"""What the figures' panels share: colours, and how series and axes are drawn."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from penstock.deploy.report.telemetry import RunTelemetry, Update
+
+INK, MUTED, RULE, GRID = "#1f2937", "#6b7280", "#9ca3af", "#e5e7eb"
+BLUE, TEAL, AMBER, RED, VIOLET = "#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed"
+SERIES = (BLUE, TEAL, AMBER, VIOLET, "#db2777", "#65a30d", "#0891b2", "#92400e")
+LAG_SHADES = ("#dbeafe", "#a5c8fd", "#6fa3f8", "#3b7ae8", "#2257c0", "#183d8a", "#0f2657")
+LAG_COLOURS = ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e")
+"""One for each of `penstock.schemas.metrics.LAG_LABELS`, cold to warm."""
+MASKED_SHADE = "#ef4444"
+MAX_POINTS = 600
+"""A line of more points is averaged in bins: no screen shows more, and the page stays small."""
+SMOOTHING = 0.04
+"""Width of the running mean, as a share of the line."""
+
+
+def binned(x: Sequence[float] | np.ndarray, *columns: Sequence[float] | np.ndarray) -> list[np.ndarray]:
+    """`x` and the columns, each `[n]`, as means over equal bins, NaN left out: `[min(n, MAX_POINTS)]` each."""
+    arrays = [np.asarray(column, dtype=float) for column in (x, *columns)]
+    num_points = len(arrays[0])
+    if num_points <= MAX_POINTS:
+        return arrays
+    starts = np.linspace(0, num_points, MAX_POINTS, endpoint=False).astype(int)
+    means = []
+    for array in arrays:
+        there = ~np.isnan(array)
+        sums, counts = (np.add.reduceat(values, starts, dtype=float) for values in (np.where(there, array, 0.0), there))
+        means.append(np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0))
+    return means
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Centred mean over SMOOTHING of the values, NaN left out; the window shrinks at both ends."""
+    half = max(1, round(len(values) * SMOOTHING / 2))
+    valid = np.isfinite(values)
+    totals = np.concatenate(([0.0], np.cumsum(np.where(valid, values, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(valid)))
+    low = np.maximum(np.arange(len(values)) - half, 0)
+    high = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (totals[high] - totals[low]) / (counts[high] - counts[low])
+
+
+def column(updates: Sequence[Update], name: str) -> np.ndarray:
+    """A field or metric of every update as floats `[n]`, NaN where it has no value."""
+    is_field = name in Update.__struct_fields__
+    values = [getattr(line, name) if is_field else line.metrics.get(name) for line in updates]
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+def numbers(updates: Sequence[Update]) -> np.ndarray:
+    return np.array([line.update for line in updates], dtype=float)
+
+
+def noisy_line(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> bool:
+    """A noisy series: itself in a light tone, its running mean on top."""
+    if not np.isfinite(y).any():
+        return False
+    x, y = binned(x, y)
+    ax.plot(x, y, color=colour, alpha=0.28, linewidth=1.0)
+    ax.plot(x, running_mean(y), color=colour, label=label)
+    return True
+
+
+def by_update(telemetry: RunTelemetry, ax: Axes, series: Sequence[tuple[str, str, str]], ylabel: str) -> bool:
+    x = numbers(telemetry.updates)
+    drawn = [noisy_line(ax, x, column(telemetry.updates, name), colour, label) for name, colour, label in series]
+    ax.set_xlabel("update")
+    ax.set_ylabel(ylabel)
+    if sum(drawn) > 1:
+        legend_above(ax)
+    return any(drawn)
+
+
+def legend_above(ax: Axes, columns: int = 4) -> None:
+    """Names the series above the axes, where no line can run through them."""
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )
+
+
+def time_axis(ax: Axes, last_s: float) -> float:
+    """Labels the x axis in a unit that fits and returns seconds per unit."""
+    unit, label = next(
+        (unit, label)
+        for unit, label, least in ((3600, "hours", 4 * 3600), (60, "minutes", 600), (1, "seconds", 0))
+        if last_s >= least
+    )
+    ax.set_xlabel(f"{label} since the first prompt")
+    return unit
+
+
+def since_start(telemetry: RunTelemetry, times: Sequence[float] | np.ndarray) -> np.ndarray:
+    return np.asarray(times, dtype=float) - (telemetry.start_s or 0.0)

@@ -1,0 +1,91 @@
+"""Figures of the mismatch by lag bucket: `penstock.deploy.report.panels` with one line for each of `penstock.schemas.metrics.LAG_LABELS`."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from penstock.deploy.report.drawing import AMBER, BLUE, LAG_COLOURS, binned, column, legend_above, numbers, running_mean
+from penstock.deploy.report.summary import mismatch_by_lag
+from penstock.deploy.report.telemetry import RunTelemetry
+from penstock.schemas.metrics import LAG_LABELS, lag_key
+
+
+def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
+    """Means over the whole run, one point for each lag bucket; on a logarithmic axis, so none of 0 or below."""
+    found = mismatch_by_lag(telemetry.updates)
+    drawn = False
+    for name, colour, label, marker in (("k3_kl", BLUE, "k3 KL (nats per token)", "o"), ("chi2", AMBER, "χ²", "s")):
+        points = {i: found.get(label_, {}).get(name, 0.0) for i, label_ in enumerate(LAG_LABELS)}
+        above = {i: value for i, value in points.items() if value > 0}
+        if above:
+            ax.plot(list(above), list(above.values()), color=colour, marker=marker, markersize=5, label=label)
+            drawn = True
+    if drawn:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+        legend_above(ax)
+    ax.set_xticks(range(len(LAG_LABELS)), LAG_LABELS)
+    ax.set_xlim(-0.4, len(LAG_LABELS) - 0.6)
+    ax.set_xlabel("lag (optimizer steps between sampling and training)")
+    ax.set_ylabel("mean over the run's tokens")
+    return drawn
+
+
+def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> bool:
+    drawn = _lines(telemetry, ratio_ax, "ess_fraction", "ESS of ratios", legend=True)
+    drawn |= _lines(telemetry, applied_ax, "applied_ess_fraction", "ESS of weights")
+    for ax in (ratio_ax, applied_ax):
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
+    ratio_ax.set_xlabel("")
+    return drawn
+
+
+def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
+    drawn = _lines(telemetry, kl_ax, "kl", "KL (nats)", legend=True)
+    drawn |= _lines(telemetry, k3_ax, "k3_kl", "k3 (nats)")
+    kl_ax.set_xlabel("")
+    return drawn
+
+
+def chi2_by_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
+    return _lines(telemetry, ax, "chi2", "χ² (per token)", legend=True)
+
+
+def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) -> bool:
+    drawn = _lines(telemetry, weight_ax, "weight_mean", "mean weight applied", legend=True)
+    drawn |= _lines(telemetry, corrected_ax, "corrected_frac", "tokens corrected")
+    corrected_ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    corrected_ax.set_ylim(bottom=0, top=max(corrected_ax.get_ylim()[1], 0.01))
+    weight_ax.set_xlabel("")
+    return drawn
+
+
+def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes) -> bool:
+    drawn = _lines(telemetry, positive_ax, "masked_frac_positive", "advantage > 0", legend=True)
+    drawn |= _lines(telemetry, negative_ax, "masked_frac_negative", "advantage < 0")
+    for ax in (positive_ax, negative_ax):
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01))
+    positive_ax.set_xlabel("")
+    return drawn
+
+
+def _lines(telemetry: RunTelemetry, ax: Axes, name: str, ylabel: str, *, legend: bool = False) -> bool:
+    """The running mean of each bucket's number where a batch has one; a batch that stands alone is a dot."""
+    drawn = False
+    for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
+        x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(name, label)))
+        there = np.isfinite(values)
+        if not there.any():
+            continue
+        smooth = np.where(there, running_mean(values), np.nan)
+        ax.plot(x, smooth, color=colour, label=f"lag {label}", linewidth=1.5)
+        around = np.pad(there, 1)
+        alone = there & ~around[:-2] & ~around[2:]
+        ax.plot(x[alone], smooth[alone], color=colour, linestyle="none", marker="o", markersize=3)
+        drawn = True
+    ax.set_xlabel("update")
+    ax.set_ylabel(ylabel)
+    if drawn and legend:
+        legend_above(ax, columns=len(LAG_LABELS))
+    return drawn

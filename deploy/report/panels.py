@@ -1,0 +1,277 @@
+"""What each figure shows: functions that draw a run's telemetry into matplotlib axes.
+
+Each takes the telemetry and its axes and returns whether there was anything to draw.
+"""
+
+from collections import Counter
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from penstock.deploy.report.drawing import (
+    AMBER,
+    BLUE,
+    GRID,
+    INK,
+    LAG_SHADES,
+    MASKED_SHADE,
+    MUTED,
+    RED,
+    SERIES,
+    TEAL,
+    VIOLET,
+    binned,
+    by_update,
+    column,
+    legend_above,
+    noisy_line,
+    numbers,
+    running_mean,
+    since_start,
+    time_axis,
+)
+from penstock.deploy.report.summary import ACCURACY_GOALS, sampled_tokens
+from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded
+
+
+def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, accuracy_x: np.ndarray) -> bool:
+    points = telemetry.evaluations
+    drawn = noisy_line(ax, reward_x, column(telemetry.updates, "reward"), BLUE, "reward (training, sampled)")
+    if points:
+        accuracy = [point.accuracy for point in points]
+        ax.plot(accuracy_x, accuracy, color=AMBER, marker="o", markersize=4.5, label="accuracy (held out, greedy)")
+        ends = ((0, (-4, 6), "right"), (-1, (0, 9), "center")) if len(points) > 1 else ((0, (0, 9), "center"),)
+        for i, offset, side in ends:
+            where = (accuracy_x[i], accuracy[i])
+            text = f"{accuracy[i]:.3f}"
+            ax.annotate(text, where, xytext=offset, textcoords="offset points", ha=side, color=AMBER, fontsize=9)
+        ax.axhline(
+            ACCURACY_GOALS[0], color=MUTED, linestyle=(0, (4, 3)), linewidth=1, label=f"goal {ACCURACY_GOALS[0]}"
+        )
+    ax.set_ylabel("reward, accuracy")
+    ax.margins(x=0.1)
+    ax.set_ylim(top=max(1.06, ax.get_ylim()[1]))
+    if drawn or points:
+        ax.legend(loc="lower right")
+    return drawn or bool(points)
+
+
+def learning_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
+    ax.set_xlabel("update")
+    return _learning(
+        telemetry, ax, numbers(telemetry.updates), np.array([p.update for p in telemetry.evaluations], float)
+    )
+
+
+def learning_by_time(telemetry: RunTelemetry, ax: Axes) -> bool:
+    reward_s = since_start(telemetry, [line.time_s for line in telemetry.updates])
+    accuracy_s = since_start(telemetry, [point.time_s for point in telemetry.evaluations])
+    unit = time_axis(ax, max([*reward_s, *accuracy_s], default=0.0))
+    return _learning(telemetry, ax, reward_s / unit, accuracy_s / unit)
+
+
+def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
+    totals: Counter[int] = Counter()
+    for line in telemetry.updates:
+        totals.update(line.lag_histogram)
+    if not totals.total():
+        return False
+    bound = telemetry.config.lag_bound if telemetry.config else None
+    lags = np.arange(max(totals) + 1) if max(totals) <= 40 else np.array(sorted(totals))
+    shares = np.array([totals[lag] / totals.total() for lag in lags])
+    masked = lags > bound if bound is not None else np.zeros(len(lags), dtype=bool)
+    bars = ax.bar(lags, shares, width=0.8, color=np.where(masked, RED, BLUE))
+    if len(lags) <= 12:
+        ax.bar_label(bars, [f"{share:.1%}" if share else "" for share in shares], padding=2, fontsize=9, color=INK)
+    if bound is not None:
+        ax.axvline(bound + 0.5, color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
+        ax.annotate(
+            f"bound {bound}",
+            (bound + 0.5, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, -10),
+            textcoords="offset points",
+            color=MUTED,
+            fontsize=9,
+        )
+        ax.set_xlim(right=max(lags[-1], bound + 1) + 0.6)
+    ax.margins(y=0.14)
+    ax.grid(axis="x", visible=False)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.set_xlabel("lag (optimizer steps between sampling and training)")
+    ax.set_ylabel("share of tokens")
+    return True
+
+
+def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
+    updates = telemetry.updates
+    top = len(LAG_SHADES) - 1
+    counts = np.zeros((top + 1, len(updates)))
+    for i, line in enumerate(updates):
+        for lag, count in line.lag_histogram.items():
+            counts[min(lag, top), i] += count
+    if not counts.sum():
+        return False
+    x, *rows = binned(numbers(updates), *counts)
+    stacked = np.array(rows)
+    shares = stacked / np.maximum(stacked.sum(axis=0), 1)
+    used = [lag for lag in range(top + 1) if shares[lag].any()]
+    bound = telemetry.config.lag_bound if telemetry.config else top
+    ax.stackplot(
+        x,
+        shares[used],
+        colors=[MASKED_SHADE if lag > bound else LAG_SHADES[lag] for lag in used],
+        labels=[f"{lag} or more" if lag == top else str(lag) for lag in used],
+        linewidth=0,
+    )
+    ax.margins(0)
+    ax.set_ylim(0, 1)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.set_xlabel("update")
+    ax.set_ylabel("share of tokens")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], title="lag", loc="center left", bbox_to_anchor=(1.0, 0.5), title_fontsize=9)
+    return True
+
+
+def ess_and_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
+    series = [("ess_fraction", TEAL, "before truncation"), ("applied_ess_fraction", AMBER, "of the weights applied")]
+    has_ess = by_update(telemetry, ess_ax, series, "ESS / tokens")
+    has_chi2 = by_update(telemetry, chi2_ax, [("chi2", VIOLET, "χ²")], "χ² (per token)")
+    ess_ax.set_xlabel("")
+    ess_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
+    return has_ess or has_chi2
+
+
+def kl(telemetry: RunTelemetry, ax: Axes) -> bool:
+    series = [
+        ("rollout_correction/kl", BLUE, "KL: mean of behavior minus proximal"),
+        ("rollout_correction/k3_kl", AMBER, "k3 estimate"),
+    ]
+    return by_update(telemetry, ax, series, "KL (nats per token)")
+
+
+def clip_fractions(telemetry: RunTelemetry, ax: Axes) -> bool:
+    series = [
+        ("rollout_correction/clipped_frac", AMBER, "importance ratio (engine, lag)"),
+        ("policy_clipped_frac", VIOLET, "policy ratio (this update)"),
+    ]
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.3g} %"))
+    return by_update(telemetry, ax, series, "share of tokens")
+
+
+def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
+    return by_update(telemetry, ax, [("reference_kl", VIOLET, "KL")], "KL (nats per token)")
+
+
+def entropy(telemetry: RunTelemetry, ax: Axes) -> bool:
+    has_data = by_update(telemetry, ax, [("entropy", TEAL, "entropy")], "entropy (nats per token)")
+    ax.set_ylim(bottom=0)
+    return has_data
+
+
+def grad_norm(telemetry: RunTelemetry, ax: Axes) -> bool:
+    has_data = by_update(telemetry, ax, [("grad_norm", BLUE, "before clipping")], "gradient norm")
+    if has_data and telemetry.config:
+        limit = telemetry.config.trainer.max_grad_norm
+        ax.axhline(limit, color=RED, linestyle=(0, (4, 3)), linewidth=1, label=f"clipped at {limit:g}")
+        legend_above(ax)
+    ax.set_ylim(bottom=0)
+    return has_data
+
+
+def tokens_per_s(telemetry: RunTelemetry, ax: Axes) -> bool:
+    start_s, end_s = telemetry.start_s, telemetry.end_s
+    if start_s is None or end_s is None or end_s <= start_s:
+        return False
+    unit = time_axis(ax, end_s - start_s)
+    edges = np.linspace(start_s, end_s, max(2, min(120, int((end_s - start_s) / 2.0)) + 1))
+    middles = ((edges[1:] + edges[:-1]) / 2 - start_s) / unit
+    drawn = False
+    curves = {producer: sampled_tokens(events) for producer, events in telemetry.producers.items()}
+    for (producer, (times, tokens)), colour in zip(curves.items(), SERIES * len(curves), strict=False):
+        if len(times) > 1:
+            rates = np.diff(np.interp(edges, times, tokens)) / np.diff(edges)
+            absent = (edges[1:] <= times[0]) | (edges[:-1] >= times[-1])
+            ax.plot(middles, np.where(absent, np.nan, rates), color=colour, linewidth=1.5, label=producer)
+            drawn = True
+    if telemetry.updates:
+        when = (start_s, *(line.time_s for line in telemetry.updates))
+        trained = np.cumsum((0, *(line.num_tokens_trained for line in telemetry.updates)))
+        totals = np.interp(edges, when, trained)
+        ax.plot(
+            middles, np.diff(totals) / np.diff(edges), color=INK, linewidth=1.5, linestyle=(0, (5, 2)), label="trainer"
+        )
+        drawn = True
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.set_ylabel("tokens per second")
+    ax.set_ylim(bottom=0)
+    if drawn:
+        legend_above(ax)
+    return drawn
+
+
+def pauses(telemetry: RunTelemetry, ax: Axes) -> bool:
+    by_producer = {
+        producer: [event.pause_s * 1000 for event in events if isinstance(event, WeightsLoaded)]
+        for producer, events in telemetry.producers.items()
+    }
+    by_producer = {producer: values for producer, values in by_producer.items() if values}
+    if not by_producer:
+        return False
+    everything = np.concatenate(list(by_producer.values()))
+    # The longest 1 % would squeeze the rest into one bar: they share the last.
+    limit = float(np.percentile(everything, 99)) * 1.15 + 1e-9
+    bins = np.linspace(max(0.0, float(everything.min()) * 0.9), limit, 40)
+    clipped = [np.minimum(values, limit) for values in by_producer.values()]
+    colours = (SERIES * len(clipped))[: len(clipped)]
+    ax.hist(clipped, bins=list(bins), stacked=True, color=colours, label=list(by_producer), rwidth=0.92)
+    for q, style in ((50, "-"), (99, (0, (4, 3)))):
+        value = float(np.percentile(everything, q))
+        ax.axvline(value, color=INK, linewidth=1, linestyle=style, label=f"p{q} {value:.1f} ms")
+    ax.set_xlabel("pause (ms)" + (", the longest in the last bar" if everything.max() > limit else ""))
+    ax.set_ylabel("weight loads")
+    ax.grid(axis="x", visible=False)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(loc="upper right")
+    return True
+
+
+def learning_signal(telemetry: RunTelemetry, ax: Axes) -> bool:
+    trained = column(telemetry.updates, "num_groups_trained")
+    skipped = column(telemetry.updates, "num_groups_skipped")
+    if not np.any(trained + skipped):
+        return False
+    x, share = binned(numbers(telemetry.updates), trained / np.maximum(trained + skipped, 1))
+    share = running_mean(share)
+    labels = ["trained", "skipped: all rewards equal"]
+    ax.stackplot(x, [share, 1 - share], colors=[TEAL, GRID], labels=labels, linewidth=0)
+    ax.margins(0)
+    ax.set_ylim(0, 1)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    ax.set_xlabel("update")
+    ax.set_ylabel("share of groups")
+    legend_above(ax)
+    return True
+
+
+def queue_depth(telemetry: RunTelemetry, ax: Axes) -> bool:
+    has_data = by_update(telemetry, ax, [("queue_depth", VIOLET, "groups")], "groups read and waiting")
+    ax.set_ylim(bottom=0)
+    return has_data
+
+
+def trainer_time(telemetry: RunTelemetry, ax: Axes) -> bool:
+    phases = (("step_s", BLUE, "step"), ("publish_s", AMBER, "publish weights"), ("wait_s", GRID, "wait for groups"))
+    columns = [np.nan_to_num(column(telemetry.updates, name)) for name, _, _ in phases]
+    if not telemetry.updates or not np.any(columns):
+        return False
+    x, *rows = binned(numbers(telemetry.updates), *columns)
+    colours, labels = [colour for _, colour, _ in phases], [label for _, _, label in phases]
+    ax.stackplot(x, [running_mean(row) * 1000 for row in rows], colors=colours, labels=labels, linewidth=0)
+    ax.margins(x=0)
+    ax.set_xlabel("update")
+    ax.set_ylabel("time per update (ms)")
+    legend_above(ax)
+    return True

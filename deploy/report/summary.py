@@ -1,0 +1,329 @@
+"""What a run came to, in numbers: `summary.json` and the table at its end."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from penstock.deploy.report.telemetry import (
+    EvaluationPoint,
+    Rate,
+    RunTelemetry,
+    Started,
+    Update,
+    WeightsLoaded,
+    read_telemetry,
+)
+from penstock.schemas.metrics import LAG_LABELS, lag_key
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ACCURACY_GOALS = (0.9,)
+"""Held-out accuracies whose time is reported."""
+NOTHING = "n/a"
+
+
+def write_summary(run_folder: Path) -> dict[str, Any]:
+    """Reads the run folder, writes its `summary.json` and returns what that holds.
+
+    A figure whose file is absent is None, and `missing` names the file.
+
+    Raises:
+        TelemetryError: no such folder, or a malformed line (named with its file and number).
+        ConfigError: `run.toml` is there but is no run file.
+    """
+    summary = summarize(read_telemetry(run_folder))
+    partial = run_folder / f"summary.json.{os.getpid()}.partial"
+    partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    partial.replace(run_folder / "summary.json")
+    return summary
+
+
+def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
+    """The figures of one run.
+
+    Times are seconds. `wall_s` is from the first admitted prompt to the last update, and rates are over that time:
+    tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are the
+    trainer's books as of its last checkpoint; token counts come from the updates on the line of the final policy.
+    """
+    books, config, points = telemetry.books, telemetry.config, telemetry.evaluations
+    start_s, end_s = telemetry.start_s, telemetry.end_s
+    wall_s = end_s - start_s if start_s is not None and end_s is not None and telemetry.updates else None
+    tokens = token_counts(telemetry)
+    return {
+        "name": telemetry.name,
+        "seed": config.seed if config else None,
+        "mode": config.mode if config else None,
+        "finished": telemetry.is_over,
+        "as_of_s": None if telemetry.is_over else telemetry.read_s,
+        "last_update_s": end_s,
+        "initial_accuracy": points[0].accuracy if points else None,
+        "final_accuracy": points[-1].accuracy if points else None,
+        "best_accuracy": max((point.accuracy for point in points), default=None),
+        "num_evaluation_prompts": points[-1].num_prompts if points else None,
+        "time_to_accuracy": {str(goal): time_to_accuracy(points, goal, start_s) for goal in ACCURACY_GOALS},
+        "wall_s": wall_s,
+        "num_updates": telemetry.updates[-1].update if telemetry.updates else None,
+        "updates_per_s": _ratio(len(telemetry.updates), wall_s),
+        "num_groups_released": books.num_groups_released if books else None,
+        "num_groups_trained": books.num_groups_trained if books else None,
+        "num_groups_skipped": books.num_groups_skipped if books else None,
+        "num_groups_dead": books.num_groups_dead if books else None,
+        "num_groups_cancelled": books.num_groups_cancelled if books else None,
+        "num_groups_released_again": books.num_groups_released_again if books else None,
+        "num_duplicates_dropped": books.num_duplicates_dropped if books else None,
+        "dead_reasons": books.dead_reasons if books else None,
+        "num_steps_skipped": books.num_steps_skipped if books else None,
+        **tokens,
+        "trainer_tokens_per_s": _ratio(tokens["num_tokens_trained"], wall_s),
+        "trainer_time_share": trainer_time_share(telemetry, wall_s),
+        **_producer_figures(telemetry),
+        **_engine(telemetry),
+        "missing": list(telemetry.missing),
+        "num_torn_lines": telemetry.num_torn_lines,
+    }
+
+
+def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
+    """Tokens trained, masked for their lag and rejected by the correction, tokens and mismatch by lag."""
+    updates = telemetry.updates
+    if not updates:
+        names = ("num_tokens_trained", "num_tokens_masked_lag", "num_tokens_rejected", "lag_histogram", "mean_lag")
+        return dict.fromkeys((*names, "ess_fraction_min", "mismatch_lag0", "mismatch_by_lag"))
+    histogram: Counter[int] = Counter()
+    for line in updates:
+        histogram.update(line.lag_histogram)
+    num_tokens = histogram.total()
+    mismatches = _values(updates, "mismatch_lag0")
+    return {
+        "num_tokens_trained": sum(line.num_tokens_trained for line in updates),
+        "num_tokens_masked_lag": sum(line.num_tokens_masked_lag for line in updates),
+        "num_tokens_rejected": sum(line.num_tokens_rejected for line in updates),
+        "lag_histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+        "mean_lag": _ratio(sum(lag * count for lag, count in histogram.items()), num_tokens),
+        "ess_fraction_min": min(_values(updates, "ess_fraction"), default=None),
+        "mismatch_lag0": float(np.mean(mismatches)) if mismatches else None,
+        "mismatch_by_lag": mismatch_by_lag(updates),
+    }
+
+
+def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
+    """By lag bucket the run's tokens and their means of kl, k3_kl, chi2, weight_mean and masked_frac.
+
+    Each is the mean over the bucket's tokens of all updates; what was never measured is not there.
+    """
+    updates = list(updates)
+    found: dict[str, dict[str, float]] = {}
+    for label in LAG_LABELS:
+        num_tokens = sum(_values(updates, lag_key("num_tokens", label)))
+        if num_tokens:
+            found[label] = {"num_tokens": num_tokens}
+        for name in ("kl", "k3_kl", "chi2", "weight_mean", "masked_frac"):
+            total = measured = 0.0
+            for line in updates:
+                value = line.metrics.get(lag_key(name, label))
+                if value is not None:
+                    count = line.metrics[lag_key("num_tokens", label)]
+                    total, measured = total + count * value, measured + count
+            if measured:
+                found[label][name] = total / measured
+    return found
+
+
+def _values(updates: Iterable[Update], name: str) -> list[float]:
+    return [line.metrics[name] for line in updates if name in line.metrics]
+
+
+def time_to_accuracy(points: Iterable[EvaluationPoint], goal: float, start_s: float | None) -> float | None:
+    """Seconds from `start_s` to the first evaluation that reached `goal`; None where none did."""
+    if start_s is None:
+        return None
+    return next((point.time_s - start_s for point in points if point.accuracy >= goal), None)
+
+
+def trainer_time_share(telemetry: RunTelemetry, wall_s: float | None) -> dict[str, float] | None:
+    """Where the trainer's time went, as shares of `wall_s`: waiting for groups, stepping, publishing weights."""
+    if not wall_s or not telemetry.updates:
+        return None
+    phases = {"wait": "wait_s", "step": "step_s", "publish": "publish_s"}
+    return {
+        phase: sum(getattr(line, field) or 0.0 for line in telemetry.updates) / wall_s
+        for phase, field in phases.items()
+    }
+
+
+def sampled_tokens(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """A producer's cumulative count: times `[n]` in seconds and tokens `[n]`, over all its restarts."""
+    times: list[float] = []
+    tokens: list[int] = []
+    base = last = 0
+    for event in events:
+        if isinstance(event, Rate):
+            count = event.num_tokens
+        elif isinstance(event, Started) and event.time_s is not None:
+            count = 0
+        else:
+            continue
+        if count < last:  # a new process counts from 0
+            base += last
+        last = count
+        times.append(event.time_s or 0.0)
+        tokens.append(base + count)
+    return np.array(times), np.array(tokens, dtype=float)
+
+
+def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
+    """Rates and pauses between the first prompt and the last update.
+
+    A producer's rate is over the part of that time it was there; the total is over all of it.
+    """
+    pause_names = ("pause_s_p50", "pause_s_p99", "pause_s_max", "num_weight_loads", "paused_share")
+    start_s, end_s = telemetry.start_s, telemetry.end_s
+    if not telemetry.producers or start_s is None or end_s is None:
+        return dict.fromkeys(("producer_tokens_per_s", "num_tokens_sampled", *pause_names))
+    by_producer: dict[str, float | None] = {}
+    total_tokens = total_s = 0.0
+    pauses: list[float] = []
+    for producer, events in telemetry.producers.items():
+        pauses += [e.pause_s for e in events if isinstance(e, WeightsLoaded) and start_s <= e.time_s <= end_s]
+        times, tokens = sampled_tokens(events)
+        begin, end = (max(start_s, times[0]), min(end_s, times[-1])) if len(times) else (0.0, 0.0)
+        if end <= begin:
+            by_producer[producer] = None
+            continue
+        num_tokens = float(np.interp(end, times, tokens) - np.interp(begin, times, tokens))
+        by_producer[producer] = num_tokens / (end - begin)
+        total_tokens += num_tokens
+        total_s += end - begin
+    return {
+        "producer_tokens_per_s": {"total": _ratio(total_tokens, end_s - start_s), "by_producer": by_producer},
+        "num_tokens_sampled": total_tokens,
+        "pause_s_p50": _percentile(pauses, 50),
+        "pause_s_p99": _percentile(pauses, 99),
+        "pause_s_max": max(pauses, default=None),
+        "num_weight_loads": len(pauses),
+        "paused_share": _ratio(sum(pauses), total_s),
+    }
+
+
+def _engine(telemetry: RunTelemetry) -> dict[str, Any]:
+    """The engine's fingerprint, and the producers whose own differs from it."""
+    found = {
+        producer: event.fingerprint
+        for producer, events in telemetry.producers.items()
+        for event in events
+        if isinstance(event, Started)
+    }
+    first = next(iter(found.values()), None)
+    return {
+        "engine": msgspec.to_builtins(first) if first is not None else None,
+        "engines_that_differ": [producer for producer, fingerprint in found.items() if fingerprint != first],
+    }
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _percentile(values: Sequence[float], q: float) -> float | None:
+    """The q-th percentile, between neighbours by linear interpolation."""
+    return float(np.percentile(values, q)) if values else None
+
+
+def print_table(summary: dict[str, Any], console: Console | None = None) -> None:
+    """Prints the figures of a summary as one table, at most 80 columns wide; without a console, to stdout."""
+    console = console or Console()
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title_justify="left")
+    table.title = f"Run {summary['name']}".replace("[", r"\[")
+    table.width = min(80, console.width)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in table_rows(summary):
+        table.add_row(label, value.replace("[", r"\["))
+    console.print(table)
+
+
+def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) pairs fit for a reader; `n/a` where a figure is not there."""
+    s = summary
+    groups = [f"{_count(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
+    rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
+    by_producer = ", ".join(f"{name} {_count(rate)}" for name, rate in rates["by_producer"].items())
+    share = s["trainer_time_share"] or {}
+    time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
+    goals = ", ".join(
+        f"{goal} after {_seconds(t)}" if t is not None else f"{goal} not reached"
+        for goal, t in s["time_to_accuracy"].items()
+    )
+    engine = s["engine"] or {}
+    rows = [
+        *([("state", not_over(s))] if not s["finished"] else []),
+        ("held-out accuracy", f"{_number(s['initial_accuracy'])} → {_number(s['final_accuracy'])}   ({goals})"),
+        ("updates", f"{_count(s['num_updates'])} in {_seconds(s['wall_s'])}, {_number(s['updates_per_s'])}/s"),
+        ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
+        ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
+        ("tokens by lag", lag_shares(s["lag_histogram"])),
+        ("masked for lag", f"{_count(s['num_tokens_masked_lag'])} tokens"),
+        ("rejected", f"{_count(s['num_tokens_rejected'])} tokens, by the importance correction"),
+        ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
+        ("χ² by lag", _by_lag(s["mismatch_by_lag"], "chi2")),
+        ("tokens sampled", f"{_count(rates['total'])}/s" + (f"  ({by_producer})" if by_producer else "")),
+        ("trainer's time", time_shares or NOTHING),
+        (
+            "pauses",
+            f"{_milliseconds(s['pause_s_p50'])} p50, {_milliseconds(s['pause_s_p99'])} p99, "
+            f"{_count(s['num_weight_loads'])} weight loads, {_percent(s['paused_share'])} of the time",
+        ),
+        ("engine", f"{engine.get('engine', NOTHING)} {engine.get('version', '')}".strip()),
+        ("seed", str(s["seed"]) if s["seed"] is not None else NOTHING),
+    ]
+    if s["missing"]:
+        rows.append(("missing", ", ".join(s["missing"])))
+    return rows
+
+
+def not_over(summary: dict[str, Any]) -> str:
+    """`not over, as of 2026-11-21 20:34:16 UTC; the last update was 3 s before`; for a summary that is not finished."""
+    last_s, as_of_s = summary["last_update_s"], summary["as_of_s"]
+    update = f"the last update was {as_of_s - last_s:,.0f} s before" if last_s is not None else "no update yet"
+    return f"not over, as of {datetime.fromtimestamp(as_of_s, UTC):%Y-%m-%d %H:%M:%S} UTC; {update}"
+
+
+def lag_shares(histogram: dict[str, int] | None) -> str:
+    """`0: 12%, 1: 63%, 2: 25%`."""
+    total = sum((histogram or {}).values())
+    if not histogram or not total:
+        return NOTHING
+    return ", ".join(f"{lag}: {count / total:.1%}" for lag, count in histogram.items())
+
+
+def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
+    """`0: 1.2e-09, 1: 0.00031, 2-3: 0.0011`."""
+    values = {label: bucket[name] for label, bucket in (found or {}).items() if name in bucket}
+    return ", ".join(f"{label}: {value:.2g}" for label, value in values.items()) or NOTHING
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def _seconds(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.1f} s"
+
+
+def _milliseconds(value: float | None) -> str:
+    return NOTHING if value is None else f"{value * 1000:.1f} ms"
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1%}"

@@ -1,0 +1,319 @@
+"""A run folder read back: its configuration and the JSON lines that trainer and producers left there."""
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.policy import make_version, split_version
+from penstock.schemas.rollout import EngineFingerprint
+
+
+class TelemetryError(ValueError):
+    """A telemetry file that cannot be read; the message names file, line and what was expected."""
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch of `updates.jsonl`. Times are wall-clock seconds since the epoch."""
+
+    update: int
+    policy_version: int
+    time_s: float
+    lag_histogram: dict[int, int]
+    """Tokens by lag in optimizer steps."""
+    num_tokens_trained: int
+    num_tokens_masked_lag: int
+    num_groups_trained: int
+    num_groups_skipped: int
+    num_tokens_rejected: int = 0
+    """Tokens within the lag bound that the correction rejected."""
+    num_optimizer_steps: int = 0
+    steps_skipped: dict[str, int] = {}
+    """Optimizer steps not taken, by reason."""
+    skipped_reason: str | None = None
+    """Why the batch made no optimizer step."""
+    queue_depth: int | None = None
+    wait_s: float | None = None
+    step_s: float | None = None
+    publish_s: float | None = None
+    metrics: dict[str, float] = {}
+    """Every other number of the line by its key there, such as `reward` or `kl/lag_2-3`; what is null is not here."""
+
+
+_UPDATE_FIELDS = frozenset(Update.__struct_fields__) - {"metrics"}
+
+
+class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `evaluations.jsonl`: held-out accuracy of one policy."""
+
+    policy_version: int
+    update: int
+    accuracy: float
+    num_prompts: int
+    time_s: float
+
+
+class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """`trainer.json`: what became of every released group, as of the last checkpoint."""
+
+    num_updates: int
+    num_groups_released: int
+    num_groups_trained: int
+    num_groups_skipped: int
+    num_groups_dead: int
+    num_groups_cancelled: int
+    num_tokens_trained: int
+    num_groups_open: int = 0
+    dead_reasons: dict[str, int] = {}
+    num_groups_released_again: dict[str, int] = {}
+    num_duplicates_dropped: int = 0
+    num_steps_skipped: int = 0
+    first_prompt_s: float | None = None
+    """None or 0 before the first batch, as is `last_update_s`."""
+    last_update_s: float | None = None
+    epoch: int = 0
+    policy_version: int = 0
+    finished: bool = False
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="start"):
+    """An engine is up; its token counter begins at 0."""
+
+    fingerprint: EngineFingerprint
+    time_s: float | None = None
+
+
+class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="weights"):
+    time_s: float
+    policy_version: int
+    pause_s: float
+    """Time during which no token was sampled."""
+    load_s: float | None = None
+    prefetch_s: float | None = None
+    bytes: int | None = None
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="rate"):
+    time_s: float
+    tokens_per_s: float
+    num_tokens: int
+    """Tokens sampled since the producer started."""
+    in_flight: int | None = None
+    policy_version: int | None = None
+
+
+ProducerEvent = Started | WeightsLoaded | Rate
+
+
+class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a run folder says about its run; what an absent file would hold is empty or None.
+
+    updates: ascending by number, only those on the line of the latest policy (a rollback drops what it undid).
+    evaluations: ascending by update, one per update, on that same line.
+    producers: by producer id, events in the order written.
+    missing: the expected files that are not there.
+    num_torn_lines: lines cut short by a kill, or being written, left out.
+    read_s: when this was read, wall-clock seconds since the epoch.
+    """
+
+    name: str
+    config: RunConfig | None
+    updates: tuple[Update, ...]
+    evaluations: tuple[EvaluationPoint, ...]
+    books: TrainerLedger | None
+    producers: dict[str, tuple[ProducerEvent, ...]]
+    missing: tuple[str, ...]
+    num_torn_lines: int
+    read_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """The run is finished. Books of before a resume say so too, until that one has written its own."""
+        newest = self.updates[-1].update if self.updates else 0
+        return self.books is not None and self.books.finished and newest <= self.books.num_updates
+
+    @property
+    def start_s(self) -> float | None:
+        """When the first prompt was admitted; without the trainer's books, the earliest time seen in its lines."""
+        if self.books is not None and self.books.first_prompt_s:
+            return self.books.first_prompt_s
+        times = [line.time_s for line in self.updates] + [point.time_s for point in self.evaluations]
+        return min(times, default=None)
+
+    @property
+    def end_s(self) -> float | None:
+        """When the last update was done: the later of what the trainer's lines and its books say."""
+        times = [self.updates[-1].time_s] if self.updates else []
+        if self.books is not None and self.books.last_update_s:
+            times.append(self.books.last_update_s)
+        return max(times, default=None)
+
+
+def read_telemetry(run_folder: Path) -> RunTelemetry:
+    """Reads a run folder; files that are not there are listed, not an error.
+
+    Raises:
+        TelemetryError: no such folder, or a malformed line (named with its file and number).
+        ConfigError: `run.toml` is there but is no run file.
+    """
+    if not run_folder.is_dir():
+        raise TelemetryError(f"{run_folder}: no such run folder")
+    missing: list[str] = []
+    read_s = time.time()
+
+    def lines(name: str, kind: Any) -> tuple[list[Any], int]:
+        file = run_folder / name
+        if file.is_file():
+            return read_lines(file, kind)
+        missing.append(name)
+        return [], 0
+
+    config = load_config(run_folder / "run.toml") if (run_folder / "run.toml").is_file() else None
+    if config is None:
+        missing.append("run.toml")
+    updates, torn_updates = lines("updates.jsonl", Update)
+    evaluations, torn_evaluations = lines("evaluations.jsonl", EvaluationPoint)
+    books = _read_books(run_folder / "trainer.json")
+    if books is None:
+        missing.append("trainer.json")
+    producer_files = sorted((run_folder / "producers").glob("*.jsonl"), key=_natural_order)
+    if not producer_files:
+        missing.append("producers/*.jsonl")
+    producers: dict[str, tuple[list[ProducerEvent], int]] = {
+        file.stem: read_lines(file, ProducerEvent) for file in producer_files
+    }
+    kept = current_line(updates)
+    return RunTelemetry(
+        name=config.name if config else run_folder.resolve().name,
+        config=config,
+        updates=tuple(kept),
+        evaluations=tuple(place_evaluations(evaluations, kept)),
+        books=books,
+        producers={producer: tuple(events) for producer, (events, _) in producers.items()},
+        missing=tuple(missing),
+        num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
+        read_s=read_s,
+    )
+
+
+Line = TypeVar("Line")
+
+
+def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
+    """The records of a JSON-lines file and the number of torn lines.
+
+    A torn line is one that a killed process did not finish: the file's last, without its newline, or one that a later
+    process wrote after, recognised by its missing closing brace. NaN and infinities are read as None.
+
+    Raises:
+        TelemetryError: any other line that is not a record of `kind`.
+    """
+    records: list[Line] = []
+    num_torn = 0
+    text = file.read_text(errors="replace")
+    rows = text.split("\n")
+    for number, row in enumerate(rows, start=1):
+        if not row.strip():
+            continue
+        try:
+            records.append(to_record(_parse(row), kind))
+        except (json.JSONDecodeError, msgspec.ValidationError) as error:
+            is_unfinished = isinstance(error, json.JSONDecodeError) and row.startswith("{")
+            if is_unfinished and (number == len(rows) or not row.rstrip().endswith("}")):
+                num_torn += 1
+                continue
+            raise TelemetryError(f"{file}: line {number}: {error}; got {_shorten(row)}") from None
+    return records, num_torn
+
+
+def to_record(line: Any, kind: type[Line] | Any) -> Line:
+    """One decoded JSON line as a record of `kind`.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    if kind is Update and isinstance(line, dict):
+        others = {key: value for key, value in line.items() if key not in _UPDATE_FIELDS}
+        numbers = {key: float(value) for key, value in others.items() if type(value) in (int, float)}
+        line = {key: value for key, value in line.items() if key in _UPDATE_FIELDS} | {"metrics": numbers}
+    record: Line = msgspec.convert(line, kind, str_keys=True)
+    return record
+
+
+def current_line(lines: Iterable[Update]) -> list[Update]:
+    """The updates that led to the latest policy, ascending by number.
+
+    After a rollback numbers are written again from the checkpoint on: the later line counts, and what the lost policies
+    did beyond it is left out. A batch that made no update, its step not being finite, is left out too: it repeats the
+    number of the update before it.
+    """
+    kept: list[Update] = []
+    for line in lines:
+        last = kept[-1].update if kept else 0
+        if (
+            line.skipped_reason is not None
+            and line.update <= last
+            and _epoch(line) == (_epoch(kept[-1]) if kept else 0)
+        ):
+            continue
+        while kept and kept[-1].update >= line.update:
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Update]) -> list[EvaluationPoint]:
+    """One point per update, ascending, each with the number of the update that made its policy.
+
+    The line itself may name a later update, the one during which the last answer came in. Policies that a rollback
+    undid are left out; of two evaluations of one update the later line counts.
+    """
+    made_by: dict[int, int] = {}
+    for line in updates:
+        made_by.setdefault(make_version(_epoch(line), 0), line.update - 1)
+        made_by.setdefault(line.policy_version, line.update)
+    if not made_by:
+        return sorted(points, key=lambda point: point.update)
+    placed: dict[int, EvaluationPoint] = {}
+    for point in points:
+        update = made_by.get(point.policy_version)
+        if update is not None:
+            placed[update] = msgspec.structs.replace(point, update=update)
+    return [placed[update] for update in sorted(placed)]
+
+
+def _epoch(line: Update) -> int:
+    return split_version(line.policy_version)[0]
+
+
+def _parse(row: str) -> Any:
+    return json.loads(row, parse_constant=lambda _: None, parse_float=_finite)
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _read_books(file: Path) -> TrainerLedger | None:
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.convert(_parse(text), TrainerLedger)
+    except (json.JSONDecodeError, msgspec.ValidationError) as error:
+        raise TelemetryError(f"{file}: {error}") from None
+
+
+def _natural_order(file: Path) -> tuple[int, str]:
+    """producer-2 before producer-10."""
+    return len(file.stem), file.stem
+
+
+def _shorten(row: str) -> str:
+    return repr(row if len(row) <= 80 else row[:77] + "...")

@@ -1,0 +1,226 @@
+"""What the server itself knows of a rollout: every call, with the tokens that the engine was given and sampled."""
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.producers.endpoint.errors import ApiError, bad_request
+from penstock.producers.endpoint.messages import canonical_form, chain_keys, extend_chain
+from penstock.producers.endpoint.suffix_encoding import Encoded
+from penstock.producers.endpoint.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, pack_ids
+from penstock.schemas.segments import RecordedCall
+
+Json = dict[str, Any]
+
+TOKEN_BYTES = 8
+"""A sampled token in a record: its id and its logprob. One of the context has its id alone."""
+CALL_BYTES = 256
+"""What a call adds to a record beside its tokens, at the most."""
+SPAN_BYTES = 20
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Call:
+    """One answered call.
+
+    base: the call whose prompt and completion this one's prompt begins with; None for a prompt that begins anew.
+    context: int32 bytes: the prompt, without what `base` saw and sampled.
+    rendered: the template's rendering of the request, until a call continues this one.
+    delivered: whether the answer went out to its client.
+    answer: canonical form of the message that it was answered with, once it is recorded.
+    digest: of prompt and completion, once it is recorded.
+    is_continued: whether another call has it as its base.
+    """
+
+    number: int
+    base: "Call | None"
+    context: bytes
+    completion: Completion
+    rendered: Encoded | None
+    delivered: bool = False
+    answer: bytes = b""
+    digest: bytes = b""
+    is_continued: bool = False
+
+    @property
+    def prompt(self) -> bytes:
+        """int32 bytes, `[num_prompt]`, exactly what the engine was given."""
+        pieces = [piece for call in self._bases for piece in (call.context, call.completion.token_ids)]
+        return b"".join([*pieces, self.context])
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Half-open, in prompt plus completion: everything that was sampled, in this call and those it continues."""
+        spans, end = [], 0
+        for call in (*self._bases, self):
+            start = end + len(call.context) // 4
+            end = start + call.num_sampled
+            spans.append((start, end))
+        return tuple(spans)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and completion."""
+        return array("i", self.prompt + self.completion.token_ids).tolist()
+
+    @property
+    def _bases(self) -> list["Call"]:
+        """The calls that this one continues, the oldest first."""
+        bases, base = [], self.base
+        while base is not None:
+            bases.append(base)
+            base = base.base
+        return bases[::-1]
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.completion.token_ids) // 4
+
+
+@dataclass(slots=True, eq=False)
+class CallLedger:
+    """The calls of one rollout, and by the conversation that each has led to.
+
+    A message that carries the token ids of an answer is that answer, whatever its text has become; any other is what
+    it says.
+
+    max_bytes: the rollout's share of the stream entry that its group becomes; also what bounds the memory used here.
+    num_bytes: how much of it the calls take up, at the most.
+    num_begun: calls that have begun.
+    """
+
+    max_bytes: int = MAX_ENTRY_BYTES
+    calls: list[Call] = field(default_factory=list)
+    num_bytes: int = 0
+    num_begun: int = 0
+    _by_chain: dict[bytes, Call] = field(default_factory=dict)
+    _tokens: set[bytes] = field(default_factory=set)
+    _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(call.num_sampled for call in self.calls)
+
+    def next_number(self) -> int:
+        """The place of a call that begins now among the calls of the rollout."""
+        self.num_begun += 1
+        return self.num_begun - 1
+
+    def room(self, base: Call | None, num_prompt: int) -> int:
+        """The most tokens that the answer to a prompt may have.
+
+        Raises:
+            ApiError: 400, not one.
+        """
+        left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES - 4 * self._num_context(base, num_prompt)
+        if left < TOKEN_BYTES:
+            raise self._too_large()
+        return left // TOKEN_BYTES
+
+    def record(self, call: Call, messages: Sequence[Json], reply: Mapping[str, Any]) -> None:
+        """Adds an answered call: `reply` is the message that answers `messages`.
+
+        Raises:
+            ApiError: 400, calls beside it have left it no room.
+        """
+        prompt = call.prompt
+        num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + TOKEN_BYTES * call.num_sampled
+        num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise self._too_large()
+        self.num_bytes += num_bytes
+        self.calls.append(call)
+        if call.base is not None:
+            call.base.is_continued = True
+        call.answer = canonical_form(reply)
+        call.digest = _digest(prompt + call.completion.token_ids)
+        self._tokens.add(call.digest)
+        self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
+        self._by_chain[extend_chain(self._keys(messages)[-1], call.answer)] = call
+
+    def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
+        """The call that `messages` continue, and the index of the message that is its answer; None without one.
+
+        It is the call whose conversation is the longest that `messages` begin with.
+
+        Raises:
+            ApiError: 400 for token fields that are broken, 409 for tokens that this rollout has not seen.
+        """
+        self._check_token_fields(messages)
+        keys = self._keys(messages)
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index]["role"] == "assistant" and (found := self._by_chain.get(keys[index])) is not None:
+                return found, index
+        return None
+
+    def recorded(self) -> list[RecordedCall]:
+        """The calls as segments are made of them.
+
+        An answer that never reached its client is left out where the client, asking again, got the very same tokens:
+        what follows continues the one that it had.
+        """
+        delivered = {call.digest for call in self.calls if call.delivered}
+        return [
+            RecordedCall(
+                call_id=str(call.number),
+                t=call.number,
+                prompt_token_ids=call.prompt,
+                generation_token_ids=call.completion.token_ids,
+                behavior_logprobs=call.completion.behavior_logprobs,
+                version_spans=call.completion.version_spans,
+                finish_reason=call.completion.finish_reason,
+                delivered=call.delivered,
+            )
+            for call in self.calls
+            if call.delivered or call.digest not in delivered
+        ]
+
+    def _num_context(self, base: Call | None, num_prompt: int) -> int:
+        """Tokens of a prompt that a segment does not hold already: the first call to continue another lengthens its
+        segment, any other opens one of its own."""
+        return num_prompt if base is None or base.is_continued else num_prompt - base.spans[-1][1]
+
+    def _too_large(self) -> ApiError:
+        return bad_request(
+            f"the rollout takes up {self.num_bytes:,} of the {self.max_bytes:,} bytes that are its share of a stream "
+            "entry, and this call does not fit in; expected to be finished before",
+            code="rollout_too_large",
+        )
+
+    def _keys(self, messages: Sequence[Json]) -> list[bytes]:
+        return chain_keys(self._canonical(message) for message in messages)
+
+    def _canonical(self, message: Json) -> bytes:
+        prompt, sampled = message.get(TOKEN_FIELDS[0]), message.get(TOKEN_FIELDS[1])
+        if isinstance(prompt, list) and isinstance(sampled, list):
+            try:
+                call = self._by_answer.get((len(prompt), pack_ids(sampled)))
+            except struct.error:  # no ids
+                call = None
+            if call is not None:
+                return call.answer
+        return canonical_form(message)
+
+    def _check_token_fields(self, messages: Sequence[Json]) -> None:
+        """Those of the newest message that carries any must be those of an answer."""
+        try:
+            index, token_ids = extract_model_prefix(messages)
+        except TokenMetadataError as error:
+            raise bad_request(str(error), "messages", error.code) from None
+        if index is not None and _digest(pack_ids(token_ids)) not in self._tokens:
+            raise ApiError(
+                409,
+                f"messages[{index}] carries token ids that no answer of this rollout had; expected those of the "
+                "answer, unchanged, or none",
+                code="unknown_token_ids",
+                param="messages",
+            )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,119 @@
+"""Token ids of a growing text: only what was added is encoded, where that provably gives the ids of the whole.
+
+A fast tokenizer first cuts the raw text at its special tokens (leftmost first, of two at one place the longer) and
+treats the pieces between them one by one. Take a special token that lies wholly in what two texts have in common. None
+of those used here fits into another between its first and last character, so both texts are cut before it and have the
+same ids there; and what follows, encoded with that token in front, has the ids that it has in the whole.
+"""
+
+import re
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+from penstock.schemas.prefixes import num_shared
+
+PATTERNS_KEPT = 256
+"""Conversations of one template need a few; texts that spell reserved tokens out could ask for any number."""
+
+
+class Encoded(NamedTuple):
+    """A text and its ids; read-only.
+
+    cuts: the offset in the text and the index in the ids of each special token at which it may be cut, ascending.
+    """
+
+    text: str
+    token_ids: list[int]
+    cuts: list[tuple[int, int]]
+
+
+class SuffixEncoder:
+    """Encodes rendered prompts, without adding special tokens of its own.
+
+    tokenizer: of transformers. One that offers nothing to cut at encodes every text whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._split_at: dict[int, str] = {}
+        """The tokens at which the tokenizer cuts the raw text."""
+        self._cut_at: dict[int, str] = {}
+        """Those of them at which it may be cut here."""
+        self._single_words: list[str] = []
+        """Those that may stand in a text without being tokens there."""
+        if _cuts_at_special_tokens(tokenizer):
+            self._find_cut_tokens()
+        self._contents = frozenset(self._cut_at.values())
+        self._patterns: dict[frozenset[int], re.Pattern[str]] = {}
+
+    def _find_cut_tokens(self) -> None:
+        tokens = {n: token for n, token in self._tokenizer.added_tokens_decoder.items() if not token.normalized}
+        self._split_at = {n: token.content for n, token in tokens.items()}
+        self._single_words = [token.content for token in tokens.values() if token.single_word]
+        # Where one begins before another and ends after it, a longer text could hold it in the other's place.
+        longer = "\0".join(content[1:-1] for content in self._split_at.values())
+        for n, token in tokens.items():
+            if not token.single_word and token.content not in longer:
+                self._cut_at[n] = token.content
+
+    @property
+    def provable(self) -> bool:
+        """Whether there is anything to cut at."""
+        return bool(self._cut_at)
+
+    def encode(self, text: str, known: Encoded | None = None) -> Encoded:
+        """The ids of `text`, as the tokenizer gives them for the whole; those of what it shares with `known`, up to the
+        last special token, are taken from there."""
+        n = 0 if known is None else self._num_usable_cuts(known, num_shared(known.text, text))
+        if known is None or not n:
+            token_ids = self._ids(text)
+            return Encoded(text, token_ids, self._cuts(text, token_ids, 0, 0))
+        offset, index = known.cuts[n - 1]
+        added = self._ids(text[offset:])
+        return Encoded(
+            text, known.token_ids[:index] + added, known.cuts[: n - 1] + self._cuts(text, added, offset, index)
+        )
+
+    def _num_usable_cuts(self, known: Encoded, shared: int) -> int:
+        """How many of the cuts lie, with their tokens, within the first `shared` characters."""
+        n = bisect_left(known.cuts, (shared, 0))
+        while n:
+            offset, index = known.cuts[n - 1]
+            if offset + len(self._cut_at[known.token_ids[index]]) <= shared:
+                break
+            n -= 1
+        return n
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _cuts(self, text: str, token_ids: list[int], offset: int, index: int) -> list[tuple[int, int]]:
+        """The cuts of `text[offset:]`, whose ids are `token_ids`; `index` is where these begin among all."""
+        matches = [
+            match for match in self._pattern(token_ids).finditer(text, offset) if match.group() in self._contents
+        ]
+        indices = [n for n, token_id in enumerate(token_ids) if token_id in self._cut_at]
+        if [match.group() for match in matches] != [self._cut_at[token_ids[n]] for n in indices]:
+            return []
+        return [(match.start(), index + n) for match, n in zip(matches, indices, strict=True)]
+
+    def _pattern(self, token_ids: list[int]) -> re.Pattern[str]:
+        """Finds the tokens at which the tokenizer cut a text: the longer one first, as it does."""
+        found = frozenset(self._split_at.keys() & set(token_ids))
+        if found not in self._patterns:
+            if len(self._patterns) == PATTERNS_KEPT:
+                self._patterns.clear()
+            contents = {*(self._split_at[n] for n in found), *self._single_words}
+            by_length = sorted(contents, key=len, reverse=True)
+            self._patterns[found] = re.compile("|".join(re.escape(content) for content in by_length) or r"(?!)")
+        return self._patterns[found]
+
+
+def _cuts_at_special_tokens(tokenizer: Any) -> bool:
+    """Whether it is a fast tokenizer with nothing switched on that would read special tokens as text, or at random."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    backend = tokenizer.backend_tokenizer
+    return not (
+        tokenizer.split_special_tokens or backend.encode_special_tokens or getattr(backend.model, "dropout", None)
+    )

@@ -1,0 +1,187 @@
+"""One claim's way to a group: the prompt posed and tokenized, siblings sampled, decoded and scored."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.producers.interfaces import Completion, Engine, EngineError, Environment
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.rewards import RewardError, RewardScorer
+from penstock.producers.rollout.sampling import evaluation_sampling, sample, training_sampling
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
+    Rollout,
+    RolloutGroup,
+    Segment,
+    Timings,
+    VersionSpan,
+    one_line,
+    pack_ids,
+    unpack_ids,
+)
+
+log = logging.getLogger(__name__)
+
+
+class PromptError(ValueError):
+    """The task cannot be put before the model."""
+
+
+class Episodes:
+    """Runs claims. Safe to run many at once: nothing is shared between them but the engine and the tokenizer.
+
+    tokenizer: a transformers tokenizer of the model.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        environment: Environment,
+        tokenizer: Any,
+        engine: Engine,
+        scorer: RewardScorer,
+        producer_id: str,
+        metrics: ProducerMetrics,
+    ) -> None:
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._scorer = scorer
+        self._producer_id = producer_id
+        self._metrics = metrics
+        self._deadline_s = config.producers.generation_deadline_s
+        self._group_size = config.group_size
+        self._sampling = training_sampling(config)
+        self._greedy = evaluation_sampling(config)
+        self._num_requests = 0
+        self.num_tokens = 0
+        """Tokens sampled since the start."""
+
+    async def run(self, claim: Claim) -> RolloutGroup | Dead:
+        """Samples and scores the siblings of one claim; greedy and alone for an evaluation.
+
+        Returns the group, or why there can be none.
+
+        Raises:
+            EngineError: the engine serves no longer.
+        """
+        claim.generating_since = time.monotonic()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                prompt, prompt_ids = self._pose(claim)
+                return await self._sample(claim, prompt, prompt_ids)
+        except PromptError as error:
+            return Dead(f"prompt: {error}")
+        except RewardError as error:
+            self._metrics.reward_errors.inc()
+            return Dead(f"reward: {error}")
+        except TimeoutError:
+            return Dead(f"deadline: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)")
+        finally:
+            claim.generating_since = None
+
+    def _pose(self, claim: Claim) -> tuple[Prompt, list[int]]:
+        try:
+            if claim.evaluation_id is None:
+                prompt = self._environment.prompt(claim.index)
+            else:
+                prompt = self._environment.evaluation_prompt(claim.index)
+            token_ids = tokenize(self._tokenizer, prompt)
+        except Exception as error:  # the environment and the chat template are the user's
+            raise PromptError(f"{type(error).__name__}: {error}") from error
+        if not token_ids:
+            raise PromptError("no tokens, expected at least one")
+        if len(token_ids) >= self._engine.max_model_len:
+            raise PromptError(
+                f"{len(token_ids)} tokens, expected fewer than the model's context of {self._engine.max_model_len}"
+            )
+        return prompt, token_ids
+
+    async def _sample(self, claim: Claim, prompt: Prompt, prompt_ids: list[int]) -> RolloutGroup | Dead:
+        evaluation = claim.evaluation_id is not None
+        sampling, num_siblings = (self._greedy, 1) if evaluation else (self._sampling, self._group_size)
+        # The number, since an emptied Redis may bring the same entry id again.
+        self._num_requests += 1
+        request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
+        try:
+            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id)
+        except EngineError:
+            raise
+        except Exception as error:  # a request the engine refuses is the request's end, not the engine's
+            return Dead(f"engine: {type(error).__name__}: {error}")
+        generated_s = time.time()
+        num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
+        self.num_tokens += num_tokens
+        self._metrics.tokens_generated.inc(num_tokens)
+        for n, completion in enumerate(completions):
+            if completion.finish_reason == "error":
+                return Dead(f"engine: completion {n} finished with 'error'")
+        rewards = await self._scorer.score(prompt, self._decode(completions))
+        context = pack_ids(prompt_ids)
+        return RolloutGroup(
+            index=0 if evaluation else claim.index,
+            prompt=prompt,
+            rollouts=tuple(
+                rollout_of(context, completion, reward) for completion, reward in zip(completions, rewards, strict=True)
+            ),
+            producer_id=self._producer_id,
+            fingerprint=self._engine.fingerprint,
+            sampling=sampling,
+            timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=time.time()),
+            evaluation_id=claim.evaluation_id,
+        )
+
+    def _decode(self, completions: list[Completion]) -> list[str]:
+        return self._tokenizer.batch_decode(
+            [unpack_ids(completion.token_ids).tolist() for completion in completions],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+
+
+def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The ids that a model is given for a prompt."""
+    if prompt.messages is None:
+        return tokenizer.encode(prompt.text, add_special_tokens=False)
+    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:
+    """A rollout of one segment: the prompt's ids (packed), then what was sampled after them."""
+    start = len(context) // 4
+    end = start + len(completion.token_ids) // 4
+    segment = Segment(
+        token_ids=context + completion.token_ids,
+        behavior_logprobs=completion.behavior_logprobs,
+        loss_mask=((start, end),) if end > start else (),
+        version_spans=tuple(
+            VersionSpan(span.version, span.start + start, span.end + start) for span in completion.version_spans
+        ),
+        finish_reason=completion.finish_reason,
+    )
+    return Rollout(segments=(segment,), reward=reward)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The model's own tokenizer.
+
+    Raises:
+        ConfigError: no such folder, or no tokenizer in it.
+    """
+    if not Path(config.model.path).is_dir():
+        raise ConfigError(f"model.path = {config.model.path!r}: no such folder; expected a transformers model")
+    # Its import takes seconds; what can be refused before is.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no tokenizer that transformers can load: {one_line(str(error))}"
+        ) from None

@@ -1,0 +1,171 @@
+"""A short run of one engine for the parity check: prompts sampled while weights are replaced, without a stream.
+
+The engine is used as in a run, by `generate` and `load_weights` alone, so that what the check says of the probe holds
+for the run.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from penstock.producers.interfaces import Completion, Engine, Environment
+from penstock.producers.rollout.episode import rollout_of, tokenize
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids, unpack_floats, unpack_ids
+
+PRODUCER_ID = "probe"
+
+
+class PosedPrompt(NamedTuple):
+    """A prompt and the ids that the model is given for it."""
+
+    prompt: Prompt
+    token_ids: list[int]
+
+
+class WeightUpdate(NamedTuple):
+    """A policy to load, and its safetensors file."""
+
+    manifest: WeightManifest
+    path: str
+
+
+def pose(environment: Environment, tokenizer: Any, num_prompts: int) -> list[PosedPrompt]:
+    """The environment's first training tasks."""
+    prompts = [environment.prompt(index) for index in range(1, num_prompts + 1)]
+    return [PosedPrompt(prompt, tokenize(tokenizer, prompt)) for prompt in prompts]
+
+
+async def probe(
+    engine: Engine,
+    prompts: Sequence[PosedPrompt],
+    sampling: SamplingSettings,
+    *,
+    group_size: int,
+    updates: Sequence[WeightUpdate] = (),
+) -> list[RolloutGroup]:
+    """Samples every prompt across each update, and once more after the last one.
+
+    Prompts are sampled again and again until an update has landed, and the groups that it met in flight are kept. So
+    rows hold tokens of two policies, however fast the engine is, and each policy samples every prompt anew, whatever
+    the engine may have cached of it.
+
+    Returns:
+        `len(prompts) * (len(updates) + 1)` groups, update after update, indexes from 1, rewards 0.
+
+    Raises:
+        ValueError: the engine refuses a prompt.
+        WeightLoadError: it refuses an update.
+        EngineError: it serves no longer.
+    """
+    waves: list[list[Completion]] = []
+    for update in (*updates, None):
+        wave = _Wave(engine, sampling, group_size)
+        waves += await wave.sample(prompts, update)
+    return [
+        _group(index, posed, completions, sampling, engine)
+        for index, (posed, completions) in enumerate(zip([*prompts] * (len(updates) + 1), waves, strict=True), 1)
+    ]
+
+
+class _Wave:
+    """All prompts, sampled at once, with at most one update."""
+
+    def __init__(self, engine: Engine, sampling: SamplingSettings, group_size: int) -> None:
+        self._engine, self._sampling, self._group_size = engine, sampling, group_size
+        self._updated = False
+
+    async def sample(self, prompts: Sequence[PosedPrompt], update: WeightUpdate | None) -> list[list[Completion]]:
+        """The siblings of each prompt; those that the update met in flight."""
+        self._updated = update is None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sampled = [
+                    tasks.create_task(self._until_updated(posed.token_ids, (n + 1) / len(prompts)))
+                    for n, posed in enumerate(prompts)
+                ]
+                if update is not None:
+                    # A short request in the same batch tells when the others are on their way.
+                    await self._engine.generate(prompts[0].token_ids, self._shorter(0.25), 1, _request_id())
+                    await self._engine.load_weights(update.manifest, update.path)
+                    self._updated = True
+        except ExceptionGroup as error:  # of several requests that fail for one reason the first says it
+            raise error.exceptions[0] from None
+        return [task.result() for task in sampled]
+
+    async def _until_updated(self, token_ids: list[int], share: float) -> list[Completion]:
+        # Before an update the first round of each prompt has another length: they would all end at the same moment
+        # otherwise, and an update that comes just then would meet nobody.
+        sampling = self._sampling if self._updated else self._shorter(share)
+        while True:
+            found = await self._engine.generate(token_ids, sampling, self._group_size, _request_id())
+            if self._updated:
+                return found
+            sampling = self._sampling
+            await asyncio.sleep(0)  # an engine may answer without ever waiting
+
+    def _shorter(self, share: float) -> SamplingSettings:
+        return msgspec.structs.replace(self._sampling, max_tokens=max(1, round(self._sampling.max_tokens * share)))
+
+
+def _request_id() -> str:
+    return f"{PRODUCER_ID}-{uuid.uuid4()}"
+
+
+class BatchDependence(NamedTuple):
+    """Greedy completions decoded alone and all together: |difference| of the logprobs, over the tokens up to where a
+    text parts from its twin. A second number with batch size in it is the engine's own noise, not a fault."""
+
+    num_tokens: int
+    mean: float
+    max: float
+    num_texts: int
+    num_parted: int
+
+    def __str__(self) -> str:
+        return (
+            f"batch size: greedy logprobs of {self.num_tokens} tokens, decoded alone and with {self.num_texts - 1} "
+            f"others, differ by {self.mean:.1e} in the mean and {self.max:.1e} at most; {self.num_parted} of "
+            f"{self.num_texts} texts took another way"
+        )
+
+
+async def batch_dependence(engine: Engine, prompts: Sequence[PosedPrompt], max_tokens: int = 64) -> BatchDependence:
+    """How much an engine's logprobs depend on what else is in its batch. Nothing else may load or use the engine.
+
+    Raises:
+        ValueError, EngineError: as `probe`.
+    """
+    greedy = SamplingSettings(temperature=0.0, max_tokens=max_tokens)
+    alone = [await engine.generate(each.token_ids, greedy, 1, _request_id()) for each in prompts]
+    together = await asyncio.gather(*(engine.generate(each.token_ids, greedy, 1, _request_id()) for each in prompts))
+    differences, num_parted = [], 0
+    for (single,), (twin,) in zip(alone, together, strict=True):
+        one, two = (np.array(unpack_ids(completion.token_ids)) for completion in (single, twin))
+        shared = min(len(one), len(two))
+        parted = np.flatnonzero(one[:shared] != two[:shared])
+        num_parted += len(parted) > 0 or len(one) != len(two)
+        end = int(parted[0]) if len(parted) else shared
+        logprobs = [np.array(unpack_floats(completion.behavior_logprobs))[:end] for completion in (single, twin)]
+        differences.append(np.abs(logprobs[0] - logprobs[1]))
+    found = np.concatenate(differences)
+    mean, largest = (float(found.mean()), float(found.max())) if len(found) else (float("nan"), float("nan"))
+    return BatchDependence(len(found), mean, largest, len(prompts), int(num_parted))
+
+
+def _group(
+    index: int, posed: PosedPrompt, completions: list[Completion], sampling: SamplingSettings, engine: Engine
+) -> RolloutGroup:
+    context, nothing = pack_ids(posed.token_ids), Reward(value=0.0)
+    return RolloutGroup(
+        index=index,
+        prompt=posed.prompt,
+        rollouts=tuple(rollout_of(context, completion, nothing) for completion in completions),
+        producer_id=PRODUCER_ID,
+        fingerprint=engine.fingerprint,
+        sampling=sampling,
+    )

@@ -1,0 +1,105 @@
+"""Completions of one prompt, however often the engine breaks off in between."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+from penstock.producers.interfaces import Completion, Engine, EngineError
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
+
+RESUMES_WITHOUT_A_TOKEN = 3
+
+
+def training_sampling(config: RunConfig) -> SamplingSettings:
+    """How the run's training prompts are answered."""
+    return SamplingSettings(**{name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__})
+
+
+def evaluation_sampling(config: RunConfig) -> SamplingSettings:
+    """How its held-out prompts are: greedily."""
+    return SamplingSettings(
+        temperature=0.0,
+        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        stop_token_ids=config.sampling.stop_token_ids,
+    )
+
+
+async def sample(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+) -> list[Completion]:
+    """Samples completions of one prompt. What an abort leaves unfinished is resumed from its partial ids with what is
+    left of the budget; version spans and logprobs of the parts are joined.
+
+    Raises:
+        EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
+            number of completions.
+        ValueError: it refuses the prompt.
+    """
+    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id)
+    if all(one.finish_reason != "abort" for one in completions):
+        return completions
+    tasks = [
+        asyncio.create_task(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", one))
+        for n, one in enumerate(completions)
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(tasks)
+
+
+async def _finish(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, request_id: str, part: Completion
+) -> Completion:
+    parts: list[Completion] = []
+    num_sampled = num_empty = 0
+    for attempt in itertools.count(1):
+        num_part = len(part.token_ids) // 4
+        if num_part:
+            parts.append(part)
+        num_sampled += num_part
+        if part.finish_reason != "abort":
+            return join(parts, part)
+        if num_sampled >= sampling.max_tokens:
+            return msgspec.structs.replace(join(parts, part), finish_reason="length")
+        num_empty = 0 if num_part else num_empty + 1
+        if num_empty > RESUMES_WITHOUT_A_TOKEN:
+            break
+        context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+        left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
+        # An id may be used once only.
+        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}")
+    raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
+
+
+async def _generate(
+    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+) -> list[Completion]:
+    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id)
+    if len(completions) != num_siblings:
+        raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
+    return completions
+
+
+def join(parts: Sequence[Completion], last: Completion) -> Completion:
+    """Consecutive parts as one completion that ended as `last` did."""
+    if len(parts) == 1:
+        return msgspec.structs.replace(parts[0], finish_reason=last.finish_reason)
+    spans: list[VersionSpan] = []
+    offset = 0
+    for part in parts:
+        for span in part.version_spans:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, span.end + offset)
+            else:
+                spans.append(VersionSpan(span.version, span.start + offset, span.end + offset))
+        offset += len(part.token_ids) // 4
+    return Completion(
+        token_ids=b"".join(part.token_ids for part in parts),
+        behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),
+        version_spans=tuple(spans),
+        finish_reason=last.finish_reason,
+    )

@@ -1,0 +1,339 @@
+"""Claims: which prompts this producer answers for, and how they get back to others when it cannot."""
+
+import asyncio
+import logging
+import math
+import time
+from functools import partial
+from typing import Any
+
+from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection, says
+from penstock.producers.stream.in_flight import Claim, InFlightTable
+from penstock.schemas.config import ProducersConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
+from penstock.schemas.rollout import one_line
+from redis.exceptions import ResponseError
+
+log = logging.getLogger(__name__)
+
+Fields = dict[bytes, bytes]
+
+SHARE = 4
+"""A claim takes at most one part in so many of the free room: producers that are idle side by side fill up in turns."""
+IDS_PER_COMMAND = 512
+SHOWN_BYTES = 50
+"""Of a field that is not what it should be; anybody who may append can make it any size."""
+FREE_AT_ONCE_MS = 10**9
+"""The idle time given to a claim that anybody may take over now."""
+
+
+class Claims:
+    """Takes prompts from the two streams of one run into the in-flight table, and keeps them claimed.
+
+    Each claim is an entry pending in the consumer group under this producer's id. Whoever finds an entry idle for
+    `claim_idle_s` may take it over; that counts as another attempt.
+
+    streams: the streams to take from; None takes from both. What is kept and handed back is the whole table.
+    one_at_a_time: a new prompt is taken only if it is there, without waiting in the server, and no other with it.
+    """
+
+    def __init__(
+        self,
+        connection: ProducerConnection,
+        keys: Keys,
+        producer_id: str,
+        table: InFlightTable,
+        config: ProducersConfig,
+        streams: tuple[str, ...] | None = None,
+        one_at_a_time: bool = False,
+    ) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._consumer = producer_id
+        self._table = table
+        self._config = config
+        self._streams = streams or (keys.evaluations, keys.prompts)
+        self._one_at_a_time = one_at_a_time
+        self._accepted: list[Claim] = []
+        """In the table, and not yet returned by `take`."""
+        self._more_waiting = True
+        self._reply_lost = False
+        self._recoveries_seen = 0
+        self._takeover_from = 0.0
+
+    async def open(self) -> None:
+        """Creates the consumer groups where they are missing, and frees what an earlier life under this id held."""
+        await self._connection.retrying(self._create_groups)
+        await self._connection.retrying(self._free_former_claims)
+
+    async def take(self) -> list[Claim]:
+        """Adds claims to the table and returns them: lost ones found again, one taken over, or new ones.
+
+        Waits in the server for at most `BLOCK_MS`; empty when nothing came. New ones are evaluations up to the free
+        room and prompts up to a share of it.
+        """
+        return await self._connection.retrying(self._take)
+
+    async def keep(self) -> None:
+        """Waits `claim_refresh_s`, then tells Redis that the claims in the table are alive; runs until cancelled.
+
+        A group past its deadline is no longer kept, so that a generation which hangs cannot hold its prompt for ever.
+        """
+        while True:
+            await asyncio.sleep(self._config.claim_refresh_s)
+            # Nothing to send is no sign of life from Redis, so it does not go through the connection.
+            if by_stream := self._to_be_kept():
+                await self._connection.retrying(partial(self._refresh, by_stream))
+
+    async def hand_back(self) -> int:
+        """Makes every claim of this id available to the other producers at once; returns how many there were.
+
+        To be called when nothing claims or runs any more.
+        """
+        # The last claim may have been given up between its arrival in the server and that of its reply.
+        await self._connection.retrying(self._adopt_lost)
+        claims = list(self._table)
+        if claims:
+            await self._connection.retrying(lambda: self._hand_back(claims))
+        return len(claims)
+
+    async def give_back(self, claim: Claim) -> None:
+        """Makes one claim, with which nothing was begun, available to the other producers at once."""
+        await self._connection.retrying(lambda: self._hand_back([claim]))
+
+    async def _take(self) -> list[Claim]:
+        # A command that fails halfway leaves claims that are in the table already: nobody else would hand them out.
+        if not self._accepted:
+            await self._find()
+        found, self._accepted = self._accepted, []
+        return found
+
+    async def _find(self) -> None:
+        try:
+            if self._connection.num_recoveries != self._recoveries_seen:
+                self._observe_recovery()
+            if self._reply_lost:
+                await self._adopt_lost()
+                self._reply_lost = False
+                if self._accepted:
+                    return
+            if time.monotonic() >= self._takeover_from:
+                for stream in self._streams:
+                    taken_over = await self._take_over(stream)
+                    if taken_over is not None:
+                        return
+                self._takeover_from = time.monotonic() + self._config.claim_refresh_s
+            # From the moment the command leaves until its reply is here, entries may be ours without our knowing.
+            self._reply_lost = True
+            await self._read_new()
+            self._reply_lost = False
+        except ResponseError as error:
+            _unless_no_group(error)
+            log.warning("the prompts stream has lost its consumer group (an emptied Redis?): creating it again")
+            await self._create_groups()
+
+    def _observe_recovery(self) -> None:
+        # While Redis was away nobody could refresh a claim: give every live producer the time to do so.
+        self._recoveries_seen = self._connection.num_recoveries
+        self._takeover_from = time.monotonic() + self._config.claim_idle_s
+        self._reply_lost = True
+
+    async def _read_new(self) -> None:
+        table, streams = self._table, self._streams
+        num_prompts = 1 if self._one_at_a_time else max(1, math.ceil(table.groups_free / SHARE))
+        counts = [num_prompts for _ in streams]
+        if self._more_waiting or self._one_at_a_time:
+            if self._keys.evaluations in streams:
+                counts[streams.index(self._keys.evaluations)] = max(1, table.sequences_free)
+            pipeline = self._connection.commands.pipeline(transaction=False)
+            for stream, count in zip(streams, counts, strict=True):
+                pipeline.execute_command(*self._group_read(), "COUNT", count, "STREAMS", stream, ">")
+            replies = [part for reply in await pipeline.execute() for part in reply]
+        else:
+            replies = await self._connection.blocking.execute_command(
+                *self._group_read(), "COUNT", num_prompts, "BLOCK", BLOCK_MS, "STREAMS", *streams, *[">"] * len(streams)
+            )
+        entries = {name.decode(): part for name, part in replies}
+        self._more_waiting = any(len(entries.get(s, ())) == n for s, n in zip(streams, counts, strict=True))
+        for stream in streams:
+            for entry_id, fields in entries.get(stream, ()):
+                await self._accept(stream, entry_id, fields, num_deliveries=1)
+
+    def _group_read(self) -> tuple[str, ...]:
+        return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
+
+    async def _accept(self, stream: str, entry_id: bytes, fields: Fields, num_deliveries: int) -> Claim | None:
+        """The claim that an entry stands for, now in the table; None where there is nothing to start.
+
+        An entry that names no task is removed: the trainer's reconciling releases what it was meant to be. One that is
+        in the table already comes again when Redis has lost the claim, but not the entry, or got the entry anew.
+        """
+        if (stream, entry_id) in self._table:
+            return None
+        try:
+            if stream == self._keys.evaluations:
+                version, _, n = entry_id.partition(b"-")
+                claim = Claim(
+                    stream=stream,
+                    entry_id=entry_id,
+                    index=_number(b"n", fields.get(b"n", n)),
+                    version=_number(b"version", version),
+                    attempt=num_deliveries,
+                    evaluation_id=entry_id.decode(),
+                )
+            else:
+                claim = Claim(
+                    stream=stream,
+                    entry_id=entry_id,
+                    index=_number(Field.INDEX, fields.get(Field.INDEX)),
+                    version=_number(Field.VERSION, fields.get(Field.VERSION)),
+                    attempt=_number(Field.ATTEMPT, fields.get(Field.ATTEMPT, b"0")) + num_deliveries,
+                )
+        except ValueError as error:
+            log.error("%s entry %s names no task, removed: %s", stream, entry_id.decode(), error)
+            pipeline = self._connection.commands.pipeline(transaction=True)
+            pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
+            pipeline.execute_command("XDEL", stream, entry_id)
+            await pipeline.execute()
+            return None
+        self._table.add(claim)
+        self._accepted.append(claim)
+        return claim
+
+    async def _take_over(self, stream: str) -> Claim | None:
+        """One entry whose producer has not refreshed it for `claim_idle_s`, or None.
+
+        One at a time: it will run alone, and the other producers take the next ones meanwhile.
+        """
+        redis, idle_ms = self._connection.commands, int(self._config.claim_idle_s * 1000)
+        # Idle ones of our own are groups past their deadline, about to be settled here.
+        num_rows = len(self._table) + 1
+        pending: Any = await redis.xpending_range(stream, PRODUCERS_GROUP, "-", "+", num_rows, idle=idle_ms)
+        row = next((row for row in pending if (stream, row["message_id"]) not in self._table), None)
+        if row is None:
+            return None
+        entry_id, holder, num_deliveries = row["message_id"], row["consumer"], row["times_delivered"]
+        taken: Any = await redis.xclaim(stream, PRODUCERS_GROUP, self._consumer, idle_ms, [entry_id])
+        if not taken:
+            return None
+        claim = await self._accept(stream, entry_id, taken[0][1], num_deliveries + 1)
+        if claim is not None:
+            log.warning(
+                "took %s over from %s, attempt %d", claim, one_line(holder.decode(errors="replace")), claim.attempt
+            )
+        return claim
+
+    async def _adopt_lost(self) -> None:
+        num_adopted = 0
+        redis = self._connection.commands
+        for stream, entry_id, num_deliveries in await self._own_pending():
+            if (stream, entry_id) in self._table:
+                continue
+            # RETRYCOUNT keeps the count: the prompt was handed out once, only the answer did not arrive.
+            claimed: Any = await redis.xclaim(
+                stream, PRODUCERS_GROUP, self._consumer, 0, [entry_id], retrycount=num_deliveries
+            )
+            if claimed and await self._accept(stream, entry_id, claimed[0][1], num_deliveries):
+                num_adopted += 1
+        if num_adopted:
+            log.warning("found %d claims of our own whose reply was lost", num_adopted)
+
+    async def _own_pending(self) -> list[tuple[str, bytes, int]]:
+        """(stream, entry id, number of deliveries) of everything claimed under this id."""
+        found: list[tuple[str, bytes, int]] = []
+        for stream in self._streams:
+            start = "-"
+            while True:
+                try:
+                    rows: Any = await self._connection.commands.xpending_range(
+                        stream, PRODUCERS_GROUP, start, "+", IDS_PER_COMMAND, self._consumer
+                    )
+                except ResponseError as error:
+                    _unless_no_group(error)
+                    break
+                found += [(stream, row["message_id"], row["times_delivered"]) for row in rows]
+                if len(rows) < IDS_PER_COMMAND:
+                    break
+                start = "(" + rows[-1]["message_id"].decode()
+        return found
+
+    async def _create_groups(self) -> None:
+        for stream in (self._keys.prompts, self._keys.evaluations):
+            try:
+                await self._connection.commands.xgroup_create(stream, PRODUCERS_GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if not says(error, "BUSYGROUP"):
+                    raise
+
+    async def _free_former_claims(self) -> None:
+        # A process of this id died holding these. They stay counted as one attempt, and whoever looks for idle claims
+        # next takes them, so that one restarted producer does not run all of them alone one after another.
+        pipeline = self._connection.commands.pipeline(transaction=False)
+        former = await self._own_pending()
+        for stream, entry_id, _ in former:
+            pipeline.xclaim(stream, PRODUCERS_GROUP, self._consumer, 0, [entry_id], idle=FREE_AT_ONCE_MS, justid=True)
+        if former:
+            try:
+                await pipeline.execute()
+            except ResponseError as error:
+                _unless_no_group(error)  # emptied in between: there is nothing left to free
+            log.warning("an earlier process of this id left %d claims: free for takeover", len(former))
+
+    def _to_be_kept(self) -> dict[str, list[bytes]]:
+        """Entry ids by stream."""
+        oldest = time.monotonic() - self._config.generation_deadline_s
+        by_stream: dict[str, list[bytes]] = {}
+        for claim in self._table:
+            if claim.generating_since is None or claim.generating_since >= oldest:
+                by_stream.setdefault(claim.stream, []).append(claim.entry_id)
+        return by_stream
+
+    async def _refresh(self, by_stream: dict[str, list[bytes]]) -> None:
+        pipeline = self._connection.commands.pipeline(transaction=False)
+        for stream, ids in by_stream.items():
+            for start in range(0, len(ids), IDS_PER_COMMAND):
+                chunk: Any = ids[start : start + IDS_PER_COMMAND]
+                pipeline.xclaim(stream, PRODUCERS_GROUP, self._consumer, 0, chunk, justid=True)
+        try:
+            await pipeline.execute()
+        except ResponseError as error:
+            _unless_no_group(error)  # the next claim creates it again
+
+    async def _hand_back(self, claims: list[Claim]) -> None:
+        """A prompt is released anew in the place of the claimed one: producers have no script that could put an entry
+        back, and a fresh entry reaches a waiting producer without its looking for idle claims. An evaluation's id says
+        what it is and cannot be used twice, so its claim is marked idle for the next producer that looks."""
+        pipeline = self._connection.commands.pipeline(transaction=True)
+        for claim in claims:
+            before, stream, entry_id = claim.attempt - 1, claim.stream, claim.entry_id
+            if claim.evaluation_id is None:
+                fields = {Field.INDEX: claim.index, Field.VERSION: claim.version, Field.ATTEMPT: before}
+                pipeline.xadd(stream, fields)  # type: ignore[arg-type]
+                pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
+                pipeline.execute_command("XDEL", stream, entry_id)
+            else:
+                whose = self._consumer
+                ids: Any = [entry_id]
+                pipeline.xclaim(
+                    stream, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, retrycount=before, justid=True
+                )
+        try:
+            await pipeline.execute()
+        except ResponseError as error:
+            _unless_no_group(error)  # an emptied Redis: its evaluations are the trainer's to ask for again
+        for claim in claims:
+            self._table.remove(claim)
+
+
+def _number(name: bytes, field: bytes | None) -> int:
+    number = number_in(field)
+    if number is None:
+        found = repr(field if field is None else field[:SHOWN_BYTES])
+        raise ValueError(f"field {name.decode()} = {found}, expected a number of at most 18 digits")
+    return number
+
+
+def _unless_no_group(error: ResponseError) -> None:
+    """Raises `error` again unless it says that the consumer group is not there."""
+    if not says(error, "NOGROUP"):
+        raise error

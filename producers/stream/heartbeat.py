@@ -1,0 +1,160 @@
+"""The producer's sign of life: who it is, what it holds and how fast it is, under a key that expires."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
+from penstock.schemas.keys import Commit, Keys
+from redis.exceptions import OutOfMemoryError
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+
+
+class ProducerIdTakenError(RuntimeError):
+    """Another live producer of this run has the same id."""
+
+
+async def check_id_is_free(connection: ProducerConnection, keys: Keys, producer_id: str) -> bytes | None:
+    """Returns once no live producer has this id: the heartbeat that a dead one has left, or None.
+
+    Two of one id would take each other's claims for lost replies of their own, so the second does not start. It is not
+    given another name either: who starts `producer-0` twice has made a mistake that a suffix would hide. A heartbeat
+    left by a dead process does not count: one of this host whose process is gone, or one that is not renewed.
+
+    Raises:
+        ProducerIdTakenError: a heartbeat is being renewed under this id.
+    """
+    key = keys.producer(producer_id)
+    seen: Heartbeat | None = None
+    deadline = time.monotonic() + HEARTBEAT_TTL_S + HEARTBEAT_S
+    while time.monotonic() < deadline:
+        data: Any = await connection.retrying(lambda: connection.commands.get(key))
+        if data is None:
+            return None
+        try:
+            found = decode_heartbeat(data)
+        except msgspec.DecodeError as error:
+            log.warning("%s holds no heartbeat (%s): taken over", key, error)
+            return data
+        if _is_dead(found):
+            return data
+        if seen is not None and found.sent_s != seen.sent_s:
+            break
+        if seen is None:
+            log.info("a heartbeat of another %s is there: waiting to see whether it is alive", producer_id)
+        seen = found
+        await asyncio.sleep(HEARTBEAT_S / 4)
+    assert seen is not None
+    raise _taken(seen, keys, producer_id)
+
+
+def _taken(by: Heartbeat, keys: Keys, producer_id: str) -> ProducerIdTakenError:
+    return ProducerIdTakenError(
+        f"producer id {producer_id!r}: process {by.pid} on {by.host} runs under it in run {keys.run!r}; "
+        "stop that one or choose another --id"
+    )
+
+
+def _is_dead(heartbeat: Heartbeat) -> bool:
+    """True for a process of this host that is no more (or was this very process id: a restarted container)."""
+    if heartbeat.host != socket.gethostname():
+        return False
+    if heartbeat.pid == os.getpid():
+        return True
+    try:
+        os.kill(heartbeat.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+class HeartbeatSender:
+    """Sends what `describe` says every `HEARTBEAT_S`, and hears whether the run is finished.
+
+    Two that start under one id at the same moment, or one that was stopped for longer than a heartbeat lives, find the
+    other's heartbeat in place of their own: whoever does so ends, and the one that wrote last goes on.
+    """
+
+    def __init__(
+        self,
+        connection: ProducerConnection,
+        keys: Keys,
+        producer_id: str,
+        describe: Callable[[], Heartbeat],
+        on_finished: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._key = keys.producer(producer_id)
+        self._producer_id = producer_id
+        self._describe = describe
+        self._on_finished = on_finished
+        self._left_by_another: bytes | None = None
+        self._epoch = -1
+        """The newest of the run's trainers that was heard of."""
+
+    async def claim_id(self) -> None:
+        """The first heartbeat, unless another process has sent one under this id meanwhile.
+
+        Raises:
+            ProducerIdTakenError: it has.
+        """
+        self._left_by_another = await check_id_is_free(self._connection, self._keys, self._producer_id)
+        await self._send()
+
+    async def run(self) -> None:
+        """Waits `HEARTBEAT_S`, sends, and again; runs until cancelled.
+
+        Raises:
+            ProducerIdTakenError: another process sends heartbeats under this id.
+        """
+        while True:
+            await self._send()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def stop(self) -> None:
+        """Takes the heartbeat away: the id is free at once."""
+        await self._connection.retrying(lambda: self._connection.commands.delete(self._key))
+
+    async def _send(self) -> None:
+        try:
+            # A server at its memory limit refuses heartbeats too. The writer waits for it and says so.
+            finished = await self._connection.retrying(self._exchange, wait_at_memory_limit=False)
+        except OutOfMemoryError:
+            return
+        if finished:
+            self._on_finished()
+
+    async def _exchange(self) -> bool:
+        """Sends the heartbeat; returns whether the run is finished."""
+        pipeline = self._connection.commands.pipeline(transaction=False)
+        pipeline.hget(self._keys.commit, Commit.FINISHED)
+        pipeline.hget(self._keys.commit, Commit.EPOCH)
+        pipeline.get(self._key)
+        finished, epoch, held = await pipeline.execute()
+        mine = self._describe()
+        if held is not None and held != self._left_by_another:
+            self._check_own(held, mine)
+        await self._connection.commands.set(self._key, encode_heartbeat(mine), ex=HEARTBEAT_TTL_S)
+        # Of an older epoch, in a Redis that fell back to an older state, it is a run that was continued since.
+        is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
+        return finished == b"1" and is_newest
+
+    def _check_own(self, held: bytes, mine: Heartbeat) -> None:
+        try:
+            found = decode_heartbeat(held)
+        except msgspec.DecodeError:
+            return  # nobody's: written over
+        if (found.host, found.pid) != (mine.host, mine.pid):
+            raise _taken(found, self._keys, self._producer_id)

@@ -1,0 +1,99 @@
+"""The claims this producer answers for, from the claim to the append, and the room they leave."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Claim:
+    """One claimed stream entry.
+
+    stream: name of the stream it was claimed from.
+    index: the task index; of an evaluation, the number of the held-out prompt.
+    version: the policy version announced when it was released.
+    attempt: how often it was handed out, this time included.
+    evaluation_id: `<version>-<n>`; None for a training prompt.
+    """
+
+    stream: str
+    entry_id: bytes
+    index: int
+    version: int
+    attempt: int = 1
+    evaluation_id: str | None = None
+    claimed_s: float = field(default_factory=time.time)
+    generating_since: float | None = None
+    """Monotonic seconds; None while it waits for its turn or for weights."""
+
+    def __str__(self) -> str:
+        return f"group {self.index}" if self.evaluation_id is None else f"evaluation {self.evaluation_id}"
+
+
+class Dead(NamedTuple):
+    """A claim that can have no group, and why."""
+
+    reason: str
+
+
+class DeadRollout(NamedTuple):
+    """An agent's rollout that its group has to do without, and why."""
+
+    id: str
+    producer_id: str
+    reason: str
+
+
+class InFlightTable:
+    """Claims by stream and entry id. Room is counted in sequences: siblings of a group, one for an evaluation."""
+
+    def __init__(self, *, num_groups: int, group_size: int) -> None:
+        self._num_groups = num_groups
+        self._group_size = group_size
+        self._claims: dict[tuple[str, bytes], Claim] = {}
+        self._sequences_free = num_groups * group_size
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(list(self._claims.values()))
+
+    def __contains__(self, key: tuple[str, bytes]) -> bool:
+        return key in self._claims
+
+    @property
+    def sequences_free(self) -> int:
+        return max(0, self._sequences_free)
+
+    @property
+    def groups_free(self) -> int:
+        return self.sequences_free // self._group_size
+
+    def add(self, claim: Claim) -> None:
+        self._claims[claim.stream, claim.entry_id] = claim
+        self._sequences_free -= self._sequences(claim)
+
+    def remove(self, claim: Claim) -> None:
+        if self._claims.pop((claim.stream, claim.entry_id), None) is not None:
+            self._sequences_free += self._sequences(claim)
+            self._changed.set()
+
+    async def wait_for_room(self, num_groups: int = 1) -> None:
+        """Waits until so many more groups fit."""
+        while self.groups_free < num_groups:
+            await self._next_removal()
+
+    async def wait_until_empty(self) -> None:
+        while self._claims:
+            await self._next_removal()
+
+    async def _next_removal(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _sequences(self, claim: Claim) -> int:
+        return self._group_size if claim.evaluation_id is None else 1

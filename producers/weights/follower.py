@@ -1,0 +1,238 @@
+"""Weight pick-up: follows the policy stream, verifies bytes while the engine samples, has the newest ones loaded."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+from penstock.producers.interfaces import Engine, WeightLoadError
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import WeightManifest, split_version
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
+NEWS_S = 1.0
+"""A file that is gone counts as failed only when no newer policy is announced within this time."""
+MANIFESTS_PER_READ = 64
+
+_decoder = msgspec.json.Decoder(WeightManifest)
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One successful load. `load_s` counts from the call into the engine to its return, `pause_s` the part of it in
+    which no token was sampled."""
+
+    policy_version: int
+    pause_s: float
+    load_s: float
+    prefetch_s: float
+    num_bytes: int
+
+
+def steps_behind(held: int, wanted: int) -> float:
+    """How many optimizer steps version `held` lacks of `wanted`; infinite where `wanted` is of a later trainer epoch.
+
+    Zero or less: `held` is as new. Across epochs steps do not compare, and the later epoch's first weights are always
+    fetched before anything that it released.
+    """
+    held_epoch, held_steps = split_version(held)
+    wanted_epoch, wanted_steps = split_version(wanted)
+    if held_epoch != wanted_epoch:
+        return float("inf") if held_epoch < wanted_epoch else 0
+    return wanted_steps - held_steps
+
+
+class WeightFollower:
+    """The policy that the engine holds, and the newest one announced.
+
+    newest: the last manifest of the policy stream; None before the first one.
+    loaded: True once the engine holds weights that were announced. Before that it serves nothing.
+    """
+
+    def __init__(
+        self,
+        connection: ProducerConnection,
+        keys: Keys,
+        engine: Engine,
+        folder: Path,
+        metrics: ProducerMetrics,
+        on_load: Callable[[LoadReport], None] = lambda report: None,
+    ) -> None:
+        self._connection = connection
+        self._stream = keys.policy
+        self._engine = engine
+        self._folder = folder
+        self._metrics = metrics
+        self._on_load = on_load
+        self._cursor: bytes | None = None
+        self._recoveries_seen = -1
+        self._changed = asyncio.Event()
+        self.newest: WeightManifest | None = None
+        self.loaded = False
+        self.num_failed = 0
+        self.last_error = ""
+
+    @property
+    def behind(self) -> float:
+        """Optimizer steps between the engine's policy and the newest; infinite before the first load."""
+        if not self.loaded or self.newest is None:
+            return float("inf")
+        return steps_behind(self._engine.policy_version, self.newest.version)
+
+    async def wait_until_current(self, lag_bound: int) -> None:
+        """Waits until the engine is at most `lag_bound` steps behind the newest policy."""
+        while self.behind > lag_bound:
+            await self._next_change()
+
+    async def wait_for(self, version: int, lag_bound: int) -> None:
+        """Waits until the engine is at most `lag_bound` steps behind `version`."""
+        while not self.loaded or steps_behind(self._engine.policy_version, version) > lag_bound:
+            await self._next_change()
+
+    async def follow(self) -> None:
+        """Waits for manifests on the policy stream; the trainer's announcements unblock it. Runs until cancelled."""
+        while True:
+            manifest = await self._connection.retrying(self._read)
+            if manifest is None:
+                if self.newest is None and self._cursor is None:
+                    log.info("waiting for the first weights on %s", self._stream)
+                    self._cursor = b"0-0"
+                continue
+            self.newest = manifest
+            self._tell()
+
+    async def keep_current(self) -> None:
+        """Waits for a policy newer than the engine's, verifies its bytes and has them loaded. Runs until cancelled.
+
+        Only the newest is ever fetched, so versions announced meanwhile are skipped. After a failure the old version
+        serves on, and the newest is tried again with growing pauses.
+
+        Raises:
+            EngineError: the engine serves no longer.
+        """
+        retry_s = FIRST_RETRY_S
+        while True:
+            manifest = self.newest
+            if manifest is None or (self.loaded and manifest.version == self._engine.policy_version):
+                await self._next_change()
+                continue
+            try:
+                await self._load(manifest)
+                retry_s = FIRST_RETRY_S
+            except (WeightLoadError, OSError) as error:
+                if not (self._folder / manifest.file).exists():
+                    # The trainer deletes old files after announcing new ones: the news may be on its way.
+                    await self._pause(NEWS_S)
+                if self.newest is not manifest:
+                    log.info("policy %d was overtaken while it was fetched: %s", manifest.version, error)
+                    continue
+                self._note_failure(manifest, error)
+                await self._pause(retry_s * random.uniform(0.5, 1.0))
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+
+    async def _read(self) -> WeightManifest | None:
+        """The newest manifest not yet seen, or None after `BLOCK_MS`."""
+        if self._recoveries_seen != self._connection.num_recoveries or self._cursor is None:
+            # Look at the newest entry again, wherever the cursor was: a Redis that came back may hold another stream.
+            entries: Any = await self._connection.blocking.xrevrange(self._stream, count=1)
+            self._recoveries_seen = self._connection.num_recoveries
+            if not entries:
+                return None
+        else:
+            reply: Any = await self._connection.blocking.xread(
+                {self._stream: self._cursor}, MANIFESTS_PER_READ, BLOCK_MS
+            )
+            entries = reply[0][1][-1:] if reply else []
+        if not entries:
+            return None
+        self._cursor, fields = entries[0]
+        try:
+            return _decoder.decode(fields[Field.MANIFEST])
+        except (KeyError, msgspec.DecodeError) as error:
+            self._metrics.weight_loads.labels("failed").inc()
+            self.num_failed += 1
+            self.last_error = f"{self._stream} entry {self._cursor!r} is no manifest: {error!r}"
+            log.error("%s; policy %d serves on", self.last_error, self._engine.policy_version)
+            return None
+
+    async def _load(self, manifest: WeightManifest) -> None:
+        started = time.monotonic()
+        path = _inside(self._folder, manifest.file)
+        await asyncio.to_thread(verify, path, manifest)
+        prefetch_s = time.monotonic() - started
+        started = time.monotonic()
+        pause_s = await self._engine.load_weights(manifest, str(path))
+        report = LoadReport(
+            policy_version=manifest.version,
+            pause_s=pause_s,
+            load_s=time.monotonic() - started,
+            prefetch_s=prefetch_s,
+            num_bytes=manifest.total_bytes,
+        )
+        if not self.loaded:
+            log.info("policy %d is loaded: ready to serve", manifest.version)
+        self.loaded = True
+        self.last_error = ""
+        self._metrics.weight_loads.labels("loaded").inc()
+        self._metrics.weight_bytes.inc(report.num_bytes)
+        self._metrics.pause_s.observe(pause_s)
+        self._metrics.prefetch_s.observe(prefetch_s)
+        self._on_load(report)
+        self._tell()
+
+    def _note_failure(self, manifest: WeightManifest, error: Exception) -> None:
+        self.num_failed += 1
+        self.last_error = f"policy {manifest.version}: {error}"
+        self._metrics.weight_loads.labels("failed").inc()
+        serving = f"policy {self._engine.policy_version} serves on" if self.loaded else "nothing is served yet"
+        log.error("weights not loaded: %s; %s", self.last_error, serving)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, shorter when there is news."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._next_change()
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        """Wakes everybody who waits for a change, now and only now."""
+        self._metrics.policy_version.set(self._engine.policy_version)
+        if self.behind != float("inf"):
+            self._metrics.policy_behind.set(max(0, self.behind))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def verify(path: Path, manifest: WeightManifest) -> None:
+    """Reads the whole file, which also brings it into the page cache for the load that follows.
+
+    Raises:
+        WeightLoadError: size or checksum differ from the manifest's.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size != manifest.total_bytes:
+            raise WeightLoadError(f"{path}: {size:,} bytes, expected {manifest.total_bytes:,}")
+        checksum = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if checksum != manifest.checksum:
+        raise WeightLoadError(f"{path}: BLAKE2b checksum {checksum}, expected {manifest.checksum}")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise WeightLoadError(f"manifest names the file {name!r}, expected one inside the weights folder")
+    return folder / relative

@@ -1,0 +1,86 @@
+"""Files of JSON lines in the run folder, for views and reports. What is written there the run does not depend on."""
+
+import json
+import logging
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING_LINES = 1000
+"""What a full disk holds up is kept in memory so far; a line has one or two kilobytes."""
+
+
+class JsonLines:
+    """Appends JSON lines to a file of the run folder. A line that a kill has torn stays one line of its own.
+
+    While the disk is full the latest `MAX_WAITING_LINES` wait for room. One warning says so when it begins, another one
+    how many lines were lost.
+    """
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file
+        # Unbuffered: a buffer keeps what it could not write, and fails again when it is closed.
+        self._stream = file.open("a+b", buffering=0)
+        self._is_torn = _ends_torn(self._stream.fileno())
+        self._waiting: deque[bytes] = deque()
+        self._is_stuck = False
+        self._num_lost = 0
+
+    def write(self, **fields: Any) -> None:
+        self._waiting.append(json.dumps(fields, default=msgspec.to_builtins).encode() + b"\n")
+        self._flush()
+        if len(self._waiting) > MAX_WAITING_LINES:
+            self._waiting.popleft()
+            self._num_lost += 1
+
+    def close(self) -> None:
+        if self._stream.closed:
+            return
+        self._flush()
+        self._num_lost += len(self._waiting)
+        self._stream.close()
+        self._tell_loss()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._is_stuck:
+                self._is_stuck = True
+                log.warning("%s cannot be written: %s; the run goes on, its lines wait", self._file, error)
+            return
+        if self._is_stuck:
+            self._is_stuck = False
+            log.info("%s is written again", self._file)
+            self._tell_loss()
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._is_torn else line
+        num_written = 0
+        try:
+            while num_written < len(data):
+                num_written += self._stream.write(data[num_written:])
+        except OSError:
+            if num_written:  # a part of a line, which would be read as one
+                self._stream.truncate(os.fstat(self._stream.fileno()).st_size - num_written)
+            raise
+        self._is_torn = False
+
+    def _tell_loss(self) -> None:
+        if self._num_lost:
+            log.warning("%s: %d lines are lost", self._file, self._num_lost)
+            self._num_lost = 0
+
+
+def _ends_torn(descriptor: int) -> bool:
+    """True where the file's last line has no end."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

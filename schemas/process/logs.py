@@ -1,0 +1,202 @@
+"""What a process says, one record an event: JSON lines for machines, short lines for a person.
+
+A record has `time` (UTC), `level`, `run`, `role`, `id`, `policy_version` (where there is one), `logger`, `message` and,
+of an exception, `traceback`. JSON is written where standard error is no terminal; PENSTOCK_LOG = "json" or "text"
+decides otherwise. Records of libraries take the same way.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TextIO
+
+from penstock.schemas.config import ConfigError
+from penstock.schemas.policy import split_version
+
+FORM = "PENSTOCK_LOG"
+_HANDED_DOWN = "PENSTOCK_LOG_HANDED_DOWN"
+"""What the processes that an engine starts take over from the producer's."""
+_CHATTY = ("httpx", "httpcore", "openai")
+"""Libraries that tell of every request at INFO, with its whole URL."""
+_LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""What JSON leaves as it is and readers take for the end of a line."""
+_ORDER = ("time", "level", "run", "role", "id", "policy_version", "logger", "message", "traceback")
+
+log = logging.getLogger(__name__)
+
+
+class Records(logging.Handler):
+    """Writes to whatever standard error is at the moment.
+
+    fields: of every record. A callable is asked at each one; what is None or fails is left out.
+    """
+
+    def __init__(self, form: str, fields: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.form = form
+        self.fields = dict(fields)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            event = self._event(record)
+            line = _as_json(event) if self.form == "json" else as_text(event)
+            stream: TextIO = sys.stderr
+            stream.write(line + "\n")
+            stream.flush()
+        except Exception:
+            pass  # standard error takes nothing: there is nowhere left to say so
+
+    def _event(self, record: logging.LogRecord) -> dict[str, Any]:
+        seconds, milliseconds = divmod(int(record.created * 1000), 1000)
+        event = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": _message(record),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            event["traceback"] = logging.Formatter().formatException(record.exc_info)
+        event |= {name: found for name, value in self.fields.items() if (found := _value(value)) is not None}
+        return {name: event[name] for name in (*_ORDER, *sorted(event.keys() - set(_ORDER))) if name in event}
+
+
+def configure(role: str, *, run: str, id: str) -> None:
+    """Sends every record of this process from INFO up through one handler, uncaught exceptions and warnings too.
+
+    Raises:
+        ConfigError: PENSTOCK_LOG is neither "json" nor "text".
+    """
+    form = os.environ.get(FORM) or ("text" if sys.stderr.isatty() else "json")
+    if form not in ("json", "text"):
+        raise ConfigError(f"{FORM} = {form!r}: expected 'json' or 'text'")
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, Records)]:
+        root.removeHandler(handler)
+    root.addHandler(Records(form, {"run": run, "role": role, "id": id}))
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for library in map(logging.getLogger, _CHATTY):
+        if library.level == logging.NOTSET:
+            library.setLevel(logging.WARNING)
+    sys.excepthook = _tell_uncaught
+    threading.excepthook = _tell_uncaught_in_thread
+    adopt()
+
+
+def bind(**fields: Any | Callable[[], Any]) -> None:
+    """Adds fields to every record from now on; see `Records`. Without `configure` it does nothing."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Records):
+            handler.fields.update(fields)
+
+
+def adopt() -> None:
+    """Has the libraries imported so far write through the handler of `configure`: their own are taken away, their
+    levels stay. To be called after importing one that sets itself up. Without `configure` it does nothing."""
+    if not any(isinstance(handler, Records) for handler in logging.getLogger().handlers):
+        return
+    for name in list(logging.Logger.manager.loggerDict):
+        logger = logging.Logger.manager.loggerDict[name]
+        if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate):
+            for handler in list(logger.handlers):
+                logger.removeHandler(handler)
+            logger.propagate = True
+
+
+def hand_down(*libraries: str) -> None:
+    """Leaves form, fields and the levels of `libraries` to the processes started from now on, for `inherit`."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Records):
+            fields = {name: value for name, value in handler.fields.items() if isinstance(value, str)}
+            levels = {name: logging.getLogger(name).level for name in libraries}
+            os.environ[FORM], os.environ[_HANDED_DOWN] = handler.form, json.dumps({"fields": fields, "levels": levels})
+
+
+def inherit(role: str) -> None:
+    """`configure` in a process whose parent has handed down; does nothing where it has not."""
+    if os.environ.get(_HANDED_DOWN):
+        handed_down = json.loads(os.environ[_HANDED_DOWN])
+        configure(role, run=handed_down["fields"]["run"], id=handed_down["fields"]["id"])
+        for name, level in handed_down["levels"].items():
+            logging.getLogger(name).setLevel(level)
+
+
+def as_text(event: Mapping[str, Any]) -> str:
+    """`2026-11-21 20:34:16.123 WARNING producer-0 v3:21 message`; what follows a line break is indented."""
+    who = event.get("id") if event.get("role") == "producer" else event.get("role")
+    version = event.get("policy_version")
+    words = [str(event["time"]).replace("T", " ").rstrip("Z"), str(event["level"]), str(who or event.get("logger"))]
+    if isinstance(version, int) and version >= 0:
+        epoch, steps = split_version(version)
+        words.append(f"v{epoch}:{steps}" if epoch else f"v{steps}")
+    lines = [*str(event["message"]).splitlines(), *str(event.get("traceback", "")).splitlines()]
+    return "\n    ".join([" ".join([*words, *map(_printable, lines[:1])]), *map(_printable, lines[1:])])
+
+
+def line_as_text(line: str) -> str:
+    """A line of a log for a person: a JSON record as text, anything else as it is."""
+    if not line.startswith('{"time"'):
+        return line
+    try:
+        return as_text(json.loads(line))
+    except (ValueError, KeyError, TypeError):
+        return line
+
+
+def _as_json(event: Mapping[str, Any]) -> str:
+    try:
+        line = json.dumps(event, ensure_ascii=False, default=_shown)
+    except (TypeError, ValueError, RecursionError):
+        plain = {name: value if isinstance(value, str) else _shown(value) for name, value in event.items()}
+        line = json.dumps(plain, ensure_ascii=False)
+    # A surrogate cannot be written; what stands for it here is JSON.
+    return line.translate(_LINE_BREAKS).encode(errors="backslashreplace").decode()
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception as error:
+        return f"{_shown(record.msg)} with {_shown(record.args)}: {type(error).__name__}: {_shown(error)}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+
+def _printable(line: str) -> str:
+    """What is said may quote a record of somebody else's: nothing in it steers a terminal."""
+    line = line.expandtabs(4)
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _value(value: Any) -> Any:
+    if not callable(value):
+        return value
+    try:
+        return value()
+    except Exception:
+        return None
+
+
+def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    log.critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
+
+
+def _tell_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_value is None or issubclass(arguments.exc_type, SystemExit):
+        return
+    where = arguments.thread.name if arguments.thread is not None else "a thread"
+    trace = (arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+    log.critical("%s: %s: %s", where, arguments.exc_type.__name__, arguments.exc_value, exc_info=trace)

@@ -1,0 +1,153 @@
+"""Where a run's Redis is, and where its processes expose metrics: small files every later command can find."""
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
+
+from penstock.schemas.config import ConfigError, RunConfig
+
+URL = "REDIS_URL"
+PASSWORD_FILE = "REDIS_PASSWORD_FILE"
+_EVERYWHERE = ("", "0.0.0.0", "::")
+_CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+
+
+def connection_file(run_folder: Path) -> Path:
+    """Written (mode 0600) by the launcher of an embedded server: `{"url": ...}`."""
+    return run_folder / "redis" / "connection.json"
+
+
+def redis_url(config: RunConfig, runs: Path) -> str:
+    """REDIS_URL, else the run file's `redis.url`, else the run's own server.
+
+    Raises:
+        ConfigError: none of them is there, or see `configured_url`.
+    """
+    url = configured_url(config)
+    if url:
+        return url
+    file = connection_file(config.folder(runs))
+    try:
+        return str(json.loads(file.read_text())["url"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no Redis: REDIS_URL and redis.url are not set and {file} does not exist; "
+            "start the run with `penstock run`, or set REDIS_URL"
+        ) from None
+
+
+def configured_url(config: RunConfig | None) -> str | None:
+    """Where the user has put Redis: REDIS_URL, else the run file's `redis.url`; None without either.
+
+    A URL that names no password gets the one in the file that REDIS_PASSWORD_FILE names. What is returned is a secret.
+
+    Raises:
+        ConfigError: not a Redis URL, an option that this program sets itself, or a file that cannot be read. The
+            message quotes neither URL nor password.
+    """
+    name, url = URL, os.environ.get(URL)
+    if not url and config is not None:
+        name, url = "redis.url", config.redis.url
+    if not url:
+        return None
+    parts = _split(url, name)
+    file = os.environ.get(PASSWORD_FILE)
+    if not file or parts.password:
+        return url
+    userinfo = f"{parts.username or ''}:{quote(_read_password(Path(file)), safe='')}"
+    return parts._replace(netloc=f"{userinfo}@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def place_of(url: str) -> str:
+    """Where a Redis URL leads to, as it may be shown: neither user nor password."""
+    parts = urlsplit(url)
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
+def certificate_problem(error: BaseException, url: str) -> str | None:
+    """What is wrong with the certificate of the server at `url`, and what was expected; None for any other error.
+
+    No outage: neither a certificate nor a URL changes by waiting. redis-py hides it behind a ConnectionError.
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ssl.SSLCertVerificationError):
+        found = found.__cause__ or found.__context__
+    if found is None:
+        return None
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    authorities = [f"{name} = {options[name]!r}" for name in ("ssl_ca_certs", "ssl_ca_path") if name in options]
+    signed_by = f"an authority of {' or '.join(authorities)}" if authorities else "an authority this machine trusts"
+    return (
+        f"Redis at {place_of(url)} shows a certificate that cannot be verified "
+        f"({found.verify_message.rstrip('.')}); expected one for the host name {parts.hostname!r}, signed by "
+        f"{signed_by}{'' if authorities else ' (ssl_ca_certs in the URL names another)'}"
+    )
+
+
+def _split(url: str, name: str) -> SplitResult:
+    expected = (
+        f"{name} is no Redis URL; expected redis://[user[:password]@]host[:port][/database], rediss://... for TLS, or "
+        "unix://[user[:password]@]/path, with special characters of the password percent-encoded"
+    )
+    try:
+        parts = urlsplit(url)
+        is_place = bool(parts.path) and not parts.hostname if parts.scheme == "unix" else bool(parts.hostname)
+        is_database = parts.scheme == "unix" or parts.path.strip("/").isdigit() or parts.path in ("", "/")
+        if parts.scheme not in ("redis", "rediss", "unix") or not is_place or not is_database or parts.fragment:
+            raise ValueError
+        _ = parts.port
+    except ValueError:  # its own message may quote a part of the password
+        raise ConfigError(expected) from None
+    for option, value in parse_qsl(parts.query, keep_blank_values=True):
+        # redis-py lets a URL overrule its arguments: timeouts below a blocking read, its own retries, another protocol.
+        if not option.isidentifier():  # a password with an unescaped question mark, most likely
+            raise ConfigError(expected)
+        if option != "db" and not option.startswith("ssl_"):
+            raise ConfigError(f"{name}: option {option!r}, expected only db and those of TLS (ssl_ca_certs, ...)")
+        if option in _CERTIFICATES and not os.access(value, os.R_OK):
+            raise ConfigError(f"{name}: {option} = {value!r}: no such file, or not readable")
+    return parts
+
+
+def _read_password(file: Path) -> str:
+    try:
+        password = file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: cannot be read: {reason}") from None
+    if not password:
+        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: the file is empty, expected a password")
+    return password
+
+
+def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
+    """Leaves `<run>/metrics/<role>.json` in Prometheus' file_sd format."""
+    file = _target_file(run_folder, role)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(_target(run_folder, role, host, port))
+    partial.replace(file)
+
+
+def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
+    """Takes the file away again, so that a process that has ended in good order is not missed. One that a successor has
+    written stays."""
+    file = _target_file(run_folder, role)
+    with contextlib.suppress(OSError):
+        if file.read_text() == _target(run_folder, role, host, port):
+            file.unlink()
+
+
+def _target_file(run_folder: Path, role: str) -> Path:
+    return run_folder / "metrics" / f"{role}.json"
+
+
+def _target(run_folder: Path, role: str, host: str, port: int) -> str:
+    if host in _EVERYWHERE:
+        host = socket.gethostname()  # where others find it, in a container's network too
+    return json.dumps([{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}])

@@ -1,0 +1,183 @@
+"""Packed rows compute what each row computes alone, and never see each other."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from penstock.consumers.learning import attention
+from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, make_layout
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from training_groups import VOCABULARY, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes this norm in float32 whatever it is given."""
+
+    def forward(self: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+
+
+def _pack(rows: list[list[int]], shared: int = 0):
+    """Rows, longest first, with the same `shared` first tokens: ids, positions, layout, each token's packed place."""
+    lengths = np.array([len(row) for row in rows])
+    own = lengths - shared
+    own_starts = shared + np.cumsum(own) - own
+    ids = rows[0][:shared] + [token for row in rows for token in row[shared:]]
+    positions = list(range(shared)) + [p for row in rows for p in range(shared, len(row))]
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    layout = make_layout(zeros, zeros + shared, own_starts, lengths, len(ids))
+    places = [
+        [p if p < shared else int(start) + p - shared for p in range(len(row))]
+        for row, start in zip(rows, own_starts, strict=True)
+    ]
+    return torch.tensor(ids), torch.tensor(positions), layout, places
+
+
+def _models(folder, **changes):
+    """The same weights in float64 under the packed attention and under transformers' own."""
+    tiny_model(folder, **changes)
+    return [
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, dtype=torch.float64)
+        for name in (IMPLEMENTATION, "sdpa")
+    ]
+
+
+def _hidden(model, ids, positions, layout) -> torch.Tensor:
+    calls = AttentionCalls()
+    outputs = model.model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, calls=calls
+    )
+    assert calls.count == model.config.num_hidden_layers
+    return outputs.last_hidden_state[0]
+
+
+def _random_rows(lengths: list[int], shared: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    prefix = torch.randint(0, VOCABULARY, (shared,), generator=generator).tolist()
+    return [
+        prefix + torch.randint(0, VOCABULARY, (length - shared,), generator=generator).tolist()
+        for length in sorted(lengths, reverse=True)
+    ]
+
+
+LENGTHS = [13, 12, 7, 7, 5, 2, 1, 1]
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+def _flash_attention_row_by_row(q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size, enable_gqa):
+    """What torch's varlen_attn is documented to compute, which on CPU it does not."""
+    assert torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
+    assert longest == longest_key == int(bounds.diff().max())
+    before, after = window_size
+    assert after == 0
+    rows = []
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if before >= 0:
+            seen = seen.triu(-before)
+        heads = (states[start:end].transpose(0, 1) for states in (q, k, v))
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        rows.append(attended.transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture(params=["rectangles", "unpadded"])
+def form(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both forms of the attention; the one for CUDA on a stand-in for its kernel."""
+    if request.param == "unpadded":
+        monkeypatch.setattr(attention, "varlen_attn", _flash_attention_row_by_row)
+        monkeypatch.setattr(attention, "_in_rectangles", attention._unpadded)
+    return request.param
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("shared", [0, 1, 3])
+@pytest.mark.parametrize("one_bucket", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, SLIDING], ids=["grouped", "full", "sliding"])
+def test_packed_rows_equal_rows_run_one_by_one(tmp_path, monkeypatch, changes, one_bucket, shared) -> None:
+    if not one_bucket:
+        monkeypatch.setattr(attention, "_MIN_BUCKET_TOKENS", 1)
+    packed, plain = _models(tmp_path, **changes)
+    rows = _random_rows([length for length in LENGTHS if length >= max(shared, 1)], shared)
+    ids, positions, layout, places = _pack(rows, shared)
+    assert (len(layout.buckets) == 1) == one_bucket
+    hidden = _hidden(packed, ids, positions, layout)
+    upstream = torch.randn(len(rows), max(LENGTHS), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for r, row in enumerate(rows):
+        alone = plain.model(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(hidden[places[r]], alone, rtol=1e-10, atol=1e-10)
+        (alone * upstream[r, : len(row)]).sum().backward()
+    sum((hidden[places[r]] * upstream[r, : len(row)]).sum() for r, row in enumerate(rows)).backward()
+    for (name, got), wanted in zip(packed.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_changed_row_changes_no_other_row(tmp_path) -> None:
+    model, _ = _models(tmp_path)
+    rows = _random_rows([9, 6, 6, 3], shared=2)
+    before_ids, positions, layout, places = _pack(rows, 2)
+    rows[1] = rows[1][:2] + [(token + 1) % VOCABULARY for token in rows[1][2:]]
+    after_ids = _pack(rows, 2)[0]
+    before, after = (_hidden(model, ids, positions, layout) for ids in (before_ids, after_ids))
+    for r in (0, 2, 3):
+        assert torch.equal(before[places[r]], after[places[r]])
+    assert not torch.equal(before[places[1]], after[places[1]])
+
+
+def test_a_nan_stays_in_its_row(tmp_path) -> None:
+    model, _ = _models(tmp_path)
+    rows = _random_rows([6, 6, 4])
+    rows[1] = [VOCABULARY - 1] * 6
+    rows[0], rows[2] = ([token % (VOCABULARY - 1) for token in row] for row in (rows[0], rows[2]))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[VOCABULARY - 1] = float("nan")
+    ids, positions, layout, places = _pack(rows)
+    hidden = _hidden(model, ids, positions, layout)
+    assert hidden[places[1]].isnan().all()
+    assert torch.isfinite(hidden[places[0] + places[2]]).all()
+
+
+def test_padding_inside_a_bucket_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_MIN_BUCKET_TOKENS", 64)
+    lengths = list(range(100, 0, -1))
+    *_, layout, _ = _pack([[0] * length for length in lengths])
+    assert sum(bucket.numel() for bucket in layout.buckets) < 1.25 * sum(lengths) + 64
+    assert sorted(len(row) for bucket in layout.buckets for row in bucket) == sorted(
+        bucket.shape[1] for bucket in layout.buckets for _ in bucket
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("window", [None, 4])
+def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
+    lengths, shared = LENGTHS[:5], 2
+    *_, layout, _ = _pack(_random_rows(lengths, shared), shared)
+    layout = layout.to(torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    flat = [
+        torch.randn(len(layout.slots), heads * 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    results = []
+    for attend in (attention._unpadded, attention._in_rectangles):
+        attended = attend(flat, layout, 64, 0.125, window)
+        results.append((attended, torch.autograd.grad(attended.float().square().sum(), flat)))
+    (got, got_grads), (wanted, wanted_grads) = results
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got_grads, wanted_grads, rtol=5e-2, atol=5e-2)
+
+
+def test_soft_capping_and_sinks_are_refused() -> None:
+    states = torch.zeros(1, 1, 1, 2)
+    layout = make_layout(*(np.zeros(1, dtype=np.int64) for _ in range(3)), np.ones(1, dtype=np.int64), 1)
+    for refused in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}):
+        with pytest.raises(NotImplementedError):
+            attention.packed_attention(
+                torch.nn.Module(), states, states, states, None, layout=layout, calls=AttentionCalls(), **refused
+            )

@@ -1,0 +1,396 @@
+"""Mismatch diagnostics: the peers' numbers to the letter, ours against the definitions, and parts that add up."""
+
+import functools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.consumers.learning.diagnostics import MismatchSums, mismatch_metrics
+from penstock.consumers.learning.importance import correct, correct_packed
+from penstock.schemas.config import CorrectionConfig
+from torch import Tensor
+
+from diagnostics_oracle import Token, oracle
+from golden_corrections import Golden, names
+
+SEEDS = "rollout_correction/"
+
+
+def _metrics(golden: Golden, **optional) -> dict[str, float]:
+    """Of a golden batch with NaN and infinities under the mask."""
+    return mismatch_metrics(golden.poisoned(golden.proximal), golden.poisoned(golden.behavior), golden.mask, **optional)
+
+
+@pytest.mark.parametrize("name", names("ms-swift.rollout_correction.*"))
+def test_divergences_are_those_of_ms_swift(name: str) -> None:
+    golden = Golden(name)
+    got = _metrics(golden)
+    expected = golden.outputs["offpolicy_metrics"]
+    assert len(expected) == 13
+    for key, value in expected.items():
+        assert got[SEEDS + key] == pytest.approx(value, rel=1e-8, abs=1e-9), key
+
+
+@pytest.mark.parametrize("name", names("ms-swift.rollout_correction.*"))
+def test_weight_metrics_are_those_of_ms_swift_in_every_mode(name: str) -> None:
+    golden = Golden(name)
+    for setting, expected in golden.outputs["is"].items():
+        mode, threshold = setting.split("@")
+        config = CorrectionConfig(mode=mode, threshold=float(threshold))
+        weights = correct(golden.proximal, golden.behavior, golden.mask, golden.lag, config).weights
+        level = "token" if mode.startswith("token_") else "geometric"
+        got = _metrics(golden, weights=golden.poisoned(weights), threshold=float(threshold), level=level)
+        for key, value in expected["metrics"].items():
+            assert got[SEEDS + key] == pytest.approx(value, rel=1e-6, abs=1e-9), (setting, key)
+
+
+@pytest.mark.parametrize("name", names("verl.rollout_correction.*"))
+def test_divergences_are_those_of_verl_two_of_them_under_names_of_their_own(name: str) -> None:
+    golden = Golden(name)
+    got = _metrics(golden)
+    own = {"chi2_seq": "chi2_seq_product", "k3_kl": "k3_kl_unclamped"}
+    for key, value in golden.outputs["offpolicy_metrics"].items():
+        assert got[own.get(key, SEEDS + key)] == pytest.approx(value, rel=1e-8, abs=1e-9), key
+
+
+@pytest.mark.parametrize("name", names("verl.rollout_correction.*"))
+def test_ratios_before_truncation_are_those_of_verl(name: str) -> None:
+    golden = Golden(name)
+    rho = (golden.proximal - golden.behavior).clamp(-20, 20).exp()
+    num_compared = 0
+    for setting, result in golden.outputs["is"].items():
+        level, threshold = setting.split("@")
+        if level != "token" or "+" in threshold:
+            continue
+        expected, tau = result["metrics"], float(threshold)
+        # verl's effective sample size clamps the ratios themselves.
+        got = _metrics(golden, weights=golden.poisoned(rho), threshold=tau)
+        assert got["ratio_mean"] == pytest.approx(expected["rollout_is_mean"], rel=1e-8)
+        assert got[SEEDS + "ess"] == pytest.approx(expected["rollout_is_eff_sample_size"], rel=1e-8)
+        high = expected["rollout_is_ratio_fraction_high"]
+        assert got[SEEDS + "clipped_frac"] == pytest.approx(high, rel=1e-6)
+        for ours, theirs in (("ratio_max", "rollout_is_max"), ("ratio_min", "rollout_is_min")):
+            if theirs in expected:
+                assert got[ours] == pytest.approx(expected[theirs], rel=1e-8)
+        num_compared += 1
+    assert num_compared == 2
+
+
+def _random_rows(seed: int, num_rows: int = 7) -> list[list[Token]]:
+    """Rows of 1 to 9 tokens; some masked, some rejected, advantages of every sign, lags mixed within a row."""
+    chance = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        first_lag, advantage = chance.choice((0, 0, 1, 2, 4, 9)), chance.choice((-1.5, 0.0, 0.7))
+        row = []
+        for _ in range(chance.randint(1, 9)):
+            train, gap = -chance.expovariate(1.0), chance.gauss(0, chance.choice((0.1, 2.0, 30.0)))
+            weight = chance.choice((0.0, min(math.exp(max(-20.0, min(20.0, gap))), 2.0), 1.3))
+            lag = max(0, first_lag - chance.randint(0, 2))
+            row.append(Token(train, train - gap, chance.random() < 0.8, weight, lag, advantage))
+        rows.append(row)
+    return rows
+
+
+def _sums(rows: list[list[Token]], level: str = "token") -> MismatchSums:
+    tokens = [token for row in rows for token in row]
+
+    def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor([getattr(token, name) for token in tokens], dtype=dtype)
+
+    mask = column("mask", torch.bool)
+    poison = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64).repeat(len(tokens))[: len(tokens)]
+
+    def poisoned(name: str) -> Tensor:
+        return torch.where(mask, column(name), poison)
+
+    return MismatchSums.of_packed(
+        poisoned("train"),
+        poisoned("rollout"),
+        mask,
+        torch.tensor([3 * number for number, row in enumerate(rows) for _ in row], dtype=torch.int64),
+        weights=poisoned("weight"),
+        lag=column("lag", torch.int64),
+        threshold=2.0,
+        advantages=poisoned("advantage"),
+        level=level,
+    )
+
+
+def _close(got: dict[str, float], expected: dict[str, float]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, rel=1e-10, abs=1e-10), name
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("level", ["token", "geometric", "product"])
+def test_every_number_is_that_of_the_plain_python_oracle(seed: int, level: str) -> None:
+    rows = _random_rows(seed)
+    _close(_sums(rows, level).metrics(), oracle(rows, 2.0, level))
+
+
+def test_the_padded_and_the_packed_form_agree() -> None:
+    golden = Golden("ms-swift.rollout_correction.case04_mixed_lag_in_sequence")
+    mask = golden.mask
+    weights = correct(golden.proximal, golden.behavior, mask, golden.lag, CorrectionConfig()).weights
+    lag = torch.arange(mask.numel()).view(mask.shape) % 11
+    advantages = golden.advantages[:, 0]
+    padded = _metrics(
+        golden,
+        weights=golden.poisoned(weights),
+        lag=torch.where(mask, lag, -1),
+        threshold=2.0,
+        advantages=advantages,
+    )
+    columns = (golden.proximal, golden.behavior, mask, weights, lag, golden.advantages)
+    rows = [
+        [Token(*(column[i, j].item() for column in columns)) for j in range(mask.shape[1]) if mask[i, j]]
+        for i in range(mask.shape[0])
+    ]
+    assert all(rows)
+    _close(padded, _sums(rows).metrics())
+    assert padded == _metrics(
+        golden,
+        weights=weights,
+        lag=torch.where(mask, lag, 10**6),
+        threshold=2.0,
+        advantages=advantages[:, None].expand(mask.shape),
+    )
+
+
+@st.composite
+def _splits(draw: st.DrawFn) -> tuple[list[list[Token]], list[list[list[Token]]]]:
+    """Rows, and the same rows in any order dealt out to parts, some of them without a row."""
+    rows = _random_rows(draw(st.integers(0, 10**6)), draw(st.integers(1, 12)))
+    num_parts = draw(st.integers(1, 5))
+    parts: list[list[list[Token]]] = [[] for _ in range(num_parts)]
+    for row in draw(st.permutations(rows)):
+        parts[draw(st.integers(0, num_parts - 1))].append(row)
+    return rows, parts
+
+
+def _valid(rows: list[list[Token]]) -> bool:
+    return any(token.mask for row in rows for token in row)
+
+
+@given(_splits(), st.sampled_from(["token", "geometric", "product"]))
+def test_parts_merged_are_the_whole_at_once(split: tuple, level: str) -> None:
+    rows, parts = split
+    merged = functools.reduce(MismatchSums.merge, [_sums(part, level) for part in parts])
+    _close(merged.metrics(), _sums(rows, level).metrics())
+    if _valid(rows):
+        _close(merged.metrics(), oracle(rows, 2.0, level))
+
+
+@given(st.tuples(*[st.integers(0, 10**6)] * 3), st.tuples(*[st.integers(0, 4)] * 3))
+def test_merging_is_associative_and_commutative(seeds: tuple, sizes: tuple) -> None:
+    a, b, c = (_sums(_random_rows(seed, size)) for seed, size in zip(seeds, sizes, strict=True))
+    left, right = a.merge(b).merge(c), a.merge(b.merge(c))
+    _close(left.metrics(), right.metrics())
+    _close(left.metrics(), c.merge(a).merge(b).metrics())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_part_without_rows_changes_nothing(seed: int) -> None:
+    whole, nothing = _sums(_random_rows(seed)), _sums([])
+    assert whole.merge(nothing).metrics() == nothing.merge(whole).metrics() == whole.metrics()
+
+
+def test_a_row_without_a_token_counts_in_the_means_over_rows_as_the_seeds_count_it() -> None:
+    row, empty = [Token(-2.0, -1.0, True, 1.0, 0, 1.0)], [Token(-9.0, -1.0, False, 1.0, 0, 1.0)]
+    got, filled = _sums([row, empty]).metrics(), _sums([row]).metrics()
+    assert got[SEEDS + "training_ppl"] == pytest.approx((math.exp(2) + 1) / 2)
+    assert got[SEEDS + "log_ppl_diff_min"] == 0 and got[SEEDS + "log_ppl_diff_max"] == 1
+    for name in ("ess_fraction", "chi2", "kl_new_old", SEEDS + "kl"):
+        assert got[name] == filled[name]
+
+
+def test_what_is_summed_across_ranks_by_adding_and_taking_the_larger_is_what_merge_gives() -> None:
+    a, b = _sums(_random_rows(1)), _sums(_random_rows(2))
+    reduced = replace(a, tokens=a.tokens + b.tokens, rows=a.rows + b.rows, maxima=torch.maximum(a.maxima, b.maxima))
+    assert reduced.metrics() == a.merge(b).metrics()
+
+
+def test_parts_made_differently_are_not_merged() -> None:
+    rows = _random_rows(0)
+    sums = _sums(rows)
+    with pytest.raises(ValueError, match=r"merge: threshold is 2\.0 here and 3\.0 there"):
+        sums.merge(replace(sums, threshold=3.0))
+    with pytest.raises(ValueError, match="merge: level is 'token' here and 'product' there"):
+        sums.merge(_sums(rows, "product"))
+    with pytest.raises(ValueError, match="merge: known is"):
+        sums.merge(replace(sums, known=sums.known - {"lag"}))
+
+
+VALUES, MASK = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[True, True, False]])
+BY_INPUT = {
+    "weights": {SEEDS + "is_weight_mean", "applied_ess_fraction", "weight_mean", "masked_frac"},
+    "threshold": {SEEDS + "clipped_frac", "clamp_log_ratio_new_old_indicator"},
+    "lag": {"mismatch_lag0", *(f"{name}/lag_0" for name in ("num_tokens", "kl", "k3_kl", "chi2", "ess_fraction"))},
+    "advantages": set(),
+}
+OPTIONAL = {
+    "weights": torch.ones(1, 3),
+    "threshold": 2.0,
+    "lag": torch.zeros(1, 3, dtype=torch.int64),
+    "advantages": torch.ones(1),
+}
+
+
+@pytest.mark.parametrize("name", BY_INPUT)
+def test_what_rests_on_an_input_that_is_not_given_is_left_out(name: str) -> None:
+    without, alone = (
+        mismatch_metrics(VALUES, VALUES, MASK),
+        mismatch_metrics(VALUES, VALUES, MASK, **{name: OPTIONAL[name]}),
+    )
+    assert alone.keys() - without.keys() == BY_INPUT[name]
+    everything = mismatch_metrics(VALUES, VALUES, MASK, **OPTIONAL)
+    rest = {key: value for key, value in OPTIONAL.items() if key != name}
+    missing = everything.keys() - mismatch_metrics(VALUES, VALUES, MASK, **rest).keys()
+    assert missing >= BY_INPUT[name] and missing
+
+
+def test_identical_policies_have_no_divergence_and_the_full_sample() -> None:
+    got = mismatch_metrics(VALUES, VALUES, MASK, **OPTIONAL)
+    assert got[SEEDS + "training_log_ppl"] == got[SEEDS + "rollout_log_ppl"] == 1.5
+    ones = {"ess_fraction", "applied_ess_fraction", "weight_mean", "ratio_mean", "ratio_max", "ratio_min"}
+    ones |= {SEEDS + "ppl_ratio", SEEDS + "is_weight_mean"}
+    for name, value in got.items():
+        base = name.split("/lag_")[0]
+        if "ppl" in name and "ratio" not in name and "diff" not in name:
+            continue
+        if base == "num_tokens":
+            assert value == 2
+        elif name == SEEDS + "ess":
+            assert value == pytest.approx(1, abs=1e-7)
+        else:
+            assert value == (base in ones), name
+
+
+def test_without_a_valid_token_every_number_is_finite_and_that_of_identical_policies() -> None:
+    nan = torch.full((2, 3), math.nan)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    optional = {"weights": nan, "threshold": 2.0, "lag": torch.full((2, 3), -1), "advantages": nan}
+    got = mismatch_metrics(nan, nan, nothing, **optional)
+    same = torch.zeros(1, 1)
+    expected = mismatch_metrics(same, same, torch.ones(1, 1, dtype=torch.bool), weights=same + 1, threshold=2.0)
+    assert got == pytest.approx(expected, abs=1e-7)
+    assert mismatch_metrics(nan[:0], nan[:0], nothing[:0], weights=nan[:0], threshold=2.0) == got
+
+
+def test_a_rejected_batch_keeps_no_sample() -> None:
+    got = mismatch_metrics(VALUES, VALUES, MASK, weights=torch.zeros(1, 3), advantages=torch.tensor([-1.0]))
+    assert got["applied_ess_fraction"] == got["weight_mean"] == 0
+    assert got["ess_fraction"] == got["masked_frac"] == got["masked_frac_negative"] == 1
+    assert "masked_frac_positive" not in got
+
+
+def test_what_the_correction_rejects_may_come_as_a_mask() -> None:
+    tokens = torch.zeros(4)
+    row_ids, keep = torch.zeros(4, dtype=torch.int64), torch.tensor([True, False, True, False])
+    mask = torch.tensor([True, True, True, False])
+    got = MismatchSums.of_packed(tokens, tokens, mask, row_ids, keep_mask=keep).metrics()
+    assert got["masked_frac"] == pytest.approx(1 / 3)
+    assert "weight_mean" not in got
+
+
+def test_the_share_corrected_is_by_each_tokens_own_threshold() -> None:
+    rho = 0.55  # e^0.55 is below the threshold of lag 0 and above that of lag 4
+    mask, row_ids, lag = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 4, 4])
+    config = CorrectionConfig("token_truncate", schedule="power")
+    corrected = correct_packed(torch.full((4,), rho), torch.zeros(4), mask, lag, row_ids, config)
+    got = MismatchSums.of_packed(
+        torch.full((4,), rho), torch.zeros(4), mask, row_ids, lag=lag, threshold=2.0,
+        weights=corrected.weights, corrected_mask=corrected.corrected_mask,
+    ).metrics()  # fmt: skip
+    assert got["rollout_correction/clipped_frac"] == 0
+    assert got["corrected_frac"] == 0.5
+    assert (got["corrected_frac/lag_0"], got["corrected_frac/lag_4-7"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_mask": torch.ones(1, 2)}, "loss_mask has dtype torch.float32, expected torch.bool"),
+        ({"lag": torch.full((1, 2), 0.5)}, "lag has dtype torch.float32, expected an integer type"),
+    ],
+)
+def test_padded_tensors_of_the_wrong_type_are_named(change, message) -> None:
+    values = torch.zeros(1, 2)
+    given = {"loss_mask": torch.ones(1, 2, dtype=torch.bool), "lag": torch.zeros(1, 2, dtype=torch.int64)} | change
+    with pytest.raises(ValueError, match=message):
+        mismatch_metrics(values, values, **given)
+
+
+def test_a_fresh_token_in_a_row_of_older_weights_is_no_pure_engine_mismatch() -> None:
+    train, rollout = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -1.25, -1.0])
+    row_ids, lag = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 3])
+    # The old token is beyond the lag bound, and still its row's keys and values are old.
+    got = MismatchSums.of_packed(train, rollout, torch.tensor([True, True, False]), row_ids, lag=lag).metrics()
+    assert got["mismatch_lag0"] == 0.5
+    assert got["num_tokens/lag_0"] == 2
+    assert not any(name.endswith("lag_2-3") for name in got)
+
+
+def test_current_logprobs_move_the_new_old_divergence_and_nothing_else() -> None:
+    train, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9])
+    mask, row_ids = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    before = MismatchSums.of_packed(train, rollout, mask, row_ids).metrics()
+    after = MismatchSums.of_packed(train, rollout, mask, row_ids, current_logprobs=rollout + 0.5).metrics()
+    assert after["kl_new_old"] == pytest.approx(math.exp(0.5) - 1.5)
+    assert {name for name in after if after[name] != before[name]} == {"kl_new_old"}
+
+
+def test_ess_shows_a_collapse_that_the_clamped_one_hides() -> None:
+    rollout = torch.full((1, 100), -1.0)
+    train = rollout.clone()
+    train[0, 0] += 10.0
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    weights = correct(train, rollout, mask, torch.zeros(1, 100, dtype=torch.int64), CorrectionConfig()).weights
+    got = mismatch_metrics(train, rollout, mask, weights=weights, threshold=2.0)
+    assert got["ess_fraction"] < 0.02 < 0.64 < got[SEEDS + "ess"]
+    assert got["applied_ess_fraction"] > 0.9
+
+
+def test_the_widest_gaps_stay_finite() -> None:
+    train, rollout = torch.tensor([[-1e4, -1.0, -700.0]]), torch.tensor([[-1.0, -1e4, -900.0]])
+    mask, weights = torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 3)
+    got = mismatch_metrics(train, rollout, mask, weights=weights, threshold=2.0, lag=torch.tensor([[0, 1, 50]]))
+    assert all(math.isfinite(value) for value in got.values())
+
+
+def test_nothing_carries_a_gradient_or_waits_for_one() -> None:
+    train = torch.zeros(3, requires_grad=True)
+    mask, row_ids = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    sums = MismatchSums.of_packed(train, torch.zeros(3), mask, row_ids)
+    assert not (sums.tokens.requires_grad or sums.rows.requires_grad or sums.maxima.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lag": torch.tensor([[0, -1, -1]])}, "lag: 1 tokens have a lag below 0"),
+        ({"threshold": 0.9}, r"threshold = 0\.9: expected at least 1"),
+        ({"threshold": math.nan}, "threshold = nan"),
+        ({"level": "row"}, "level = 'row': expected 'token', 'geometric' or 'product'"),
+        ({"weights": torch.ones(1, 2)}, r"weights has shape \(1, 2\), expected \(1, 3\)"),
+        ({"advantages": torch.ones(2)}, r"advantages has shape \(2,\), expected \(1, 3\)"),
+        ({"loss_mask": torch.ones(1, 3)}, r"loss_mask has dtype torch\.float32, expected torch\.bool"),
+        ({"train_logprobs": torch.ones(3)}, r"train_logprobs has shape \(3,\), expected \[B, T\]"),
+    ],
+)
+def test_bad_input_is_refused_by_name(changed: dict, message: str) -> None:
+    inputs = {"train_logprobs": VALUES, "rollout_logprobs": VALUES, "loss_mask": MASK} | changed
+    with pytest.raises(ValueError, match=message):
+        mismatch_metrics(**inputs)
+
+
+def test_packed_tensors_of_other_lengths_are_refused_by_name() -> None:
+    values, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"row_ids has shape \(2,\), expected that of train_logprobs"):
+        MismatchSums.of_packed(values, values, mask, torch.zeros(2, dtype=torch.int64))

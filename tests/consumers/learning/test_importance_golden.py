@@ -1,0 +1,330 @@
+"""Every correction in the shared data, against what the peers' own functions computed.
+
+Inputs go in with NaN and infinities under the mask, padded and packed, with lags that a constant threshold ignores.
+verl's own statistics of its weights (rollout_is_*) are not among our metrics; its batch-norm factor is checked.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from penstock.consumers.learning.importance import Correction, correct, correct_packed, off_policy_rows_kept
+from penstock.schemas.config import CorrectionConfig, Rejection
+from torch import Tensor
+
+from golden_corrections import Golden, mask_of, names, per_token
+
+KINDS = (
+    "ms-swift.rollout_correction",
+    "verl.rollout_correction",
+    "trl.vllm_is",
+    "areal.rejection_sampling",
+    "slime.mis",
+)
+ELSEWHERE = {
+    ("ms-swift.rollout_correction", "offpolicy_metrics"): "test_diagnostics: a measurement, no correction",
+    ("verl.rollout_correction", "offpolicy_metrics"): "test_diagnostics: a measurement, no correction",
+    ("areal.rejection_sampling", "prox_logp"): "test_objective_decoupled_ppo: an approximation of the proximal policy",
+}
+NOT_OFFERED: dict[tuple[str, str, str], str] = {}
+"""(kind, section, variant) -> why it is not offered."""
+
+EXACT = {"rtol": 2e-6, "atol": 2e-7}
+FLOAT32 = {"rtol": 2e-5, "atol": 2e-7}
+
+
+def variants() -> Iterator[tuple[str, str, str]]:
+    """(file, section, key) of every correction in the files of KINDS."""
+    for kind in KINDS:
+        for name in names(f"{kind}.*"):
+            for section, content in Golden(name).outputs.items():
+                if (kind, section) in ELSEWHERE:
+                    continue
+                for key in content if isinstance(content, dict) else [""]:
+                    if (kind, section, key) not in NOT_OFFERED:
+                        yield name, section, key
+
+
+def corrected(golden: Golden, config: CorrectionConfig, **changed: Tensor) -> Correction:
+    """The padded correction, having seen that the valid tokens packed without padding are corrected alike."""
+    inputs = {
+        "proximal_logprobs": golden.poisoned(golden.proximal),
+        "behavior_logprobs": golden.poisoned(golden.behavior),
+        "loss_mask": golden.mask,
+        "lag": torch.where(golden.mask, golden.lag, -7),
+    }
+    if hasattr(golden, "current"):
+        inputs["current_logprobs"] = golden.poisoned(golden.current)
+    if hasattr(golden, "advantages"):
+        inputs["advantages"] = golden.poisoned(golden.advantages)
+    inputs |= changed
+    padded = correct(config=config, **inputs)
+    rows = torch.arange(len(golden.mask))[:, None].expand(golden.mask.shape)
+    packed = correct_packed(
+        config=config,
+        row_ids=rows[golden.mask],
+        **{name: values[golden.mask] for name, values in inputs.items()},
+    )
+    torch.testing.assert_close(padded.weights[golden.mask], packed.weights, rtol=1e-12, atol=0)
+    assert torch.equal(padded.keep_mask[golden.mask], packed.keep_mask)
+    assert padded.metrics == packed.metrics
+    assert not padded.weights[~golden.mask].any()
+    assert not padded.keep_mask[~golden.mask].any()
+    return padded
+
+
+def _bounds(text: str) -> tuple[float | None, float]:
+    lower, upper = text.split(":")
+    return None if lower == "None" else float(lower), float(upper)
+
+
+def _ms_swift(golden: Golden, key: str) -> CorrectionConfig:
+    mode, threshold = key.split("@")
+    return CorrectionConfig(mode=mode, threshold=float(threshold))
+
+
+def _check_ms_swift(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _ms_swift(golden, key))
+    by_row = key.startswith("sequence_truncate")
+    weights = golden.per_row(expected["weights"]) if by_row else per_token(expected["weights"])
+    torch.testing.assert_close(correction.weights, weights, **EXACT)
+    count = golden.mask.sum().item()
+    assert correction.weights.sum().item() / count == pytest.approx(expected["metrics"]["is_weight_mean"], rel=1e-6)
+    if key.startswith("token"):
+        clipped = correction.metrics["num_corrected"].item() / count
+        assert clipped == pytest.approx(expected["metrics"]["clipped_frac"], rel=1e-6)
+    if "mask" in key:
+        assert torch.equal(correction.keep_mask, weights != 0)
+
+
+def _verl(golden: Golden, key: str) -> CorrectionConfig:
+    level, rest = key.split("@")
+    threshold, _, normalize = rest.partition("+")
+    return CorrectionConfig(
+        mode=f"{level}_truncate",
+        threshold=float(threshold),
+        sequence_ratio="product" if level == "sequence" else "geometric",
+        batch_normalize=bool(normalize),
+    )
+
+
+def _check_verl(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _verl(golden, key))
+    assert torch.equal(correction.keep_mask, golden.mask)
+    if "weights" in expected:
+        read = golden.per_row if key.startswith("sequence") else per_token
+        torch.testing.assert_close(correction.weights, read(expected["weights"]), **EXACT)
+    else:
+        assert "batch_normalize" in key, "some files give only the factor of a normalization"
+    if "batch_normalize" in key:
+        plain = corrected(golden, _verl(golden, key.partition("+")[0])).weights
+        factor = (plain[golden.mask] / correction.weights[golden.mask]).unique()
+        torch.testing.assert_close(
+            factor, torch.full_like(factor, expected["metrics"]["rollout_is_batch_norm_factor"]), **EXACT
+        )
+
+
+def _verl_rejection(key: str) -> CorrectionConfig:
+    modes, thresholds = key.split("@")
+    rejections = []
+    for mode, threshold in zip(modes.split(","), thresholds.split(","), strict=True):
+        lower, _, upper = threshold.rpartition("_")
+        rejections.append(Rejection(mode, float(upper), float(lower) if lower else None))
+    return CorrectionConfig(mode="none", rejection=tuple(rejections))
+
+
+def _check_verl_rejection(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _verl_rejection(key))
+    assert torch.equal(correction.keep_mask, mask_of(expected["mask"]))
+    assert torch.equal(correction.weights, correction.keep_mask.double())
+    lost = golden.mask & ~correction.keep_mask
+    assert correction.metrics["num_masked"].item() / golden.mask.sum() == pytest.approx(expected["masked_fraction"])
+    assert lost.any(1).double().mean() == pytest.approx(expected["seq_masked_fraction"])
+
+
+def _trl(golden: Golden, key: str) -> CorrectionConfig:
+    mode, bounds = key.split("@")
+    lower, upper = _bounds(bounds)
+    by_row = mode.startswith("sequence")
+    return CorrectionConfig(
+        mode=mode,
+        threshold=upper,
+        lower=lower,
+        sequence_ratio="product" if by_row else "geometric",
+        sequence_mask_weight="sequence" if mode == "sequence_mask" else "token",
+    )
+
+
+def _check_trl(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _trl(golden, key))
+    weights = golden.per_row(expected) if key.startswith("sequence") else per_token(expected)
+    torch.testing.assert_close(correction.weights, weights, **EXACT)
+    if "mask" in key:
+        assert torch.equal(correction.keep_mask, weights != 0)
+
+
+def _areal(golden: Golden, key: str) -> CorrectionConfig:
+    variant, bounds = key.split("@")
+    level, action, metric, *aggregation = variant.split("/")
+    lower, upper = _bounds(bounds)
+    if metric.startswith("kl_"):
+        prefix = f"seq_{aggregation[0]}" if aggregation else "token"
+        return CorrectionConfig(mode="none", rejection=(Rejection(f"{prefix}_{metric[3:]}", upper),))
+    return CorrectionConfig(
+        mode=f"{level}_{ {'mask': 'mask', 'clamp': 'truncate'}[action] }",
+        threshold=upper,
+        lower=lower,
+        sequence_ratio="product" if aggregation == ["sum"] else "geometric",
+        sequence_mask_weight="sequence" if (level, action) == ("sequence", "mask") else "token",
+    )
+
+
+def _check_areal(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _areal(golden, key))
+    assert torch.equal(correction.keep_mask, mask_of(expected["mask"]))
+    filtered = correction.metrics["num_corrected"].item() / golden.mask.sum().item()
+    assert filtered == pytest.approx(expected["filtered_fraction"])
+    if "behave_imp_weight" in expected:
+        torch.testing.assert_close(correction.weights, per_token(expected["behave_imp_weight"]), **FLOAT32)
+
+
+def _check_m2(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, CorrectionConfig(mode="none", m2_budget=float(key)))
+    assert torch.equal(correction.keep_mask, mask_of(expected))
+
+
+def _slime(golden: Golden, key: str) -> CorrectionConfig:
+    settings = golden.params["mis_base"] | golden.params["mis"][key]
+    lower, upper = settings["tis_lower_bound"], settings["tis_upper_bound"]
+    action, level = settings["tis_mode"], settings["tis_level"]
+    rejection: tuple[Rejection, ...] = ()
+    if settings["use_rs"]:
+        low, high = settings.get("rs_lower_bound", lower), settings.get("rs_upper_bound", upper)
+        # Its bounds are of proximal / behavior, those of k1 of the inverse.
+        mode = {"token": "token_k1", "geometric": "seq_mean_k1"}[settings["rs_level"]]
+        rejection = (Rejection(mode, upper=1 / low, lower=1 / high),)
+        if settings["rs_veto_threshold"] is not None:
+            rejection += (Rejection("seq_max_k1", upper=1 / settings["rs_veto_threshold"]),)
+    return CorrectionConfig(
+        mode=f"{'token' if level == 'token' else 'sequence'}_{'mask' if action == 'mask' else 'truncate'}",
+        threshold=upper,
+        lower=None if action == "truncate" else lower,
+        sequence_ratio="product" if level == "sequence" else "geometric",
+        rejection=rejection,
+        batch_normalize=settings["tis_batch_normalize"],
+    )
+
+
+def _check_slime(golden: Golden, key: str, expected: Any) -> None:
+    correction = corrected(golden, _slime(golden, key))
+    keep = mask_of(expected["mask"])
+    assert torch.equal(correction.keep_mask, keep)
+    # slime hands out weights of tokens that its mask then drops.
+    weights = torch.where(keep, per_token(expected["weights"]), 0.0)
+    torch.testing.assert_close(correction.weights, weights, **EXACT)
+
+
+def _check_slime_tis(golden: Golden, key: str, expected: Any) -> None:
+    settings = golden.params["vanilla_tis"]
+    assert settings["tis_clip_low"] == 0
+    config = CorrectionConfig(mode="token_truncate", threshold=settings["tis_clip"])
+    torch.testing.assert_close(corrected(golden, config).weights, per_token(expected), **EXACT)
+
+
+def _check_icepop(golden: Golden, key: str, expected: Any) -> None:
+    settings = golden.params["icepop"]
+    config = CorrectionConfig(mode="token_mask", threshold=settings["tis_clip"], lower=settings["tis_clip_low"])
+    correction = corrected(golden, config)
+    torch.testing.assert_close(correction.weights, per_token(expected), **EXACT)
+    assert torch.equal(correction.keep_mask, per_token(expected) != 0)
+
+
+def _check_off_policy(golden: Golden, key: str, expected: Any) -> None:
+    by_token = isinstance(expected[0], str)
+    keep = mask_of(expected) & golden.mask if by_token else golden.per_row(expected) == 1
+    correction = corrected(golden, CorrectionConfig(mode="none", off_policy_delta=float(key)))
+    assert torch.equal(correction.keep_mask, keep)
+    kept = off_policy_rows_kept(
+        golden.poisoned(golden.behavior).flatten(),
+        golden.poisoned(golden.current).flatten(),
+        golden.mask.flatten(),
+        golden.poisoned(golden.advantages).flatten(),
+        torch.arange(len(keep)).repeat_interleave(keep.shape[1]),
+        float(key),
+    )
+    assert torch.equal(kept.view(keep.shape), keep)
+
+
+CHECKS: dict[tuple[str, str], Callable[[Golden, str, Any], None]] = {
+    ("ms-swift.rollout_correction", "is"): _check_ms_swift,
+    ("ms-swift.rollout_correction", "opsm_keep"): _check_off_policy,
+    ("verl.rollout_correction", "is"): _check_verl,
+    ("verl.rollout_correction", "rs"): _check_verl_rejection,
+    ("trl.vllm_is", "is"): _check_trl,
+    ("trl.vllm_is", "off_policy_mask"): _check_off_policy,
+    ("areal.rejection_sampling", "rejection_sampling"): _check_areal,
+    ("areal.rejection_sampling", "m2po_mask"): _check_m2,
+    ("slime.mis", "mis"): _check_slime,
+    ("slime.mis", "vanilla_tis"): _check_slime_tis,
+    ("slime.mis", "icepop"): _check_icepop,
+    ("slime.mis", "opsm"): _check_off_policy,
+}
+
+
+def _kind(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+@pytest.mark.parametrize(("name", "section", "key"), list(variants()))
+def test_the_peers_correction_is_reproduced(name, section, key) -> None:
+    golden = Golden(name)
+    content = golden.outputs[section]
+    CHECKS[_kind(name), section](golden, key, content[key] if key else content)
+
+
+def test_every_section_of_every_file_is_checked_here_or_elsewhere() -> None:
+    sections = {(_kind(name), section) for kind in KINDS for name in names(f"{kind}.*") for section in _outputs(name)}
+    assert sections == set(CHECKS) | set(ELSEWHERE)
+    assert all((kind, section) in CHECKS for kind, section, _ in NOT_OFFERED)
+    assert len(list(variants())) > 300
+
+
+def _outputs(name: str) -> list[str]:
+    return list(Golden(name).outputs)
+
+
+CONFIGS = {
+    ("ms-swift.rollout_correction", "is"): _ms_swift,
+    ("verl.rollout_correction", "is"): _verl,
+    ("trl.vllm_is", "is"): _trl,
+    ("areal.rejection_sampling", "rejection_sampling"): _areal,
+    ("slime.mis", "mis"): _slime,
+}
+
+
+@pytest.mark.parametrize(("name", "section", "key"), [v for v in variants() if (_kind(v[0]), v[1]) in CONFIGS and v[2]])
+def test_a_constant_schedule_and_lag_0_give_the_peers_weights_to_the_bit(name, section, key) -> None:
+    golden = Golden(name)
+    config = CONFIGS[_kind(name), section](golden, key)
+    expected = corrected(golden, config)
+    lags = torch.arange(golden.mask.numel()).view(golden.mask.shape)
+    _assert_same(corrected(golden, config, lag=lags), expected)
+    _assert_same(corrected(golden, _with(config, schedule="max_lag", max_lag=10_000), lag=lags), expected)
+    fresh = torch.zeros_like(lags)
+    for schedule in ("power", "exponential"):
+        _assert_same(corrected(golden, _with(config, schedule=schedule), lag=fresh), expected)
+    negative = torch.full(lags.shape, -1.0, dtype=torch.float64)
+    sign_aware = _with(config, schedule="sign_aware")
+    _assert_same(corrected(golden, sign_aware, lag=fresh, advantages=negative), expected)
+
+
+def _with(config: CorrectionConfig, **settings: Any) -> CorrectionConfig:
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    return CorrectionConfig(**(fields | settings))
+
+
+def _assert_same(found: Correction, expected: Correction) -> None:
+    assert torch.equal(found.weights, expected.weights)
+    assert torch.equal(found.keep_mask, expected.keep_mask)
+    assert found.metrics == expected.metrics

@@ -1,0 +1,300 @@
+"""What holds for every configuration of the correction, on random ones; and an oracle in plain Python to agree with."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from penstock.consumers.learning.importance import Correction, correct, correct_packed, trust
+from penstock.schemas.config import CorrectionConfig, Rejection
+
+from correction_oracle import Row, Token, oracle_correct, tau
+
+NAN, INF = float("nan"), float("inf")
+
+behaviors = st.floats(-12, 0)
+log_ratios = st.one_of(st.floats(-1, 1), st.floats(-4, 4), st.floats(-60, 60), st.just(0.0))
+lags = st.integers(0, 20)
+advantages = st.sampled_from([-1.5, -0.25, 0.0, 0.5, 2.0])
+
+
+@st.composite
+def batches(draw) -> list[Row]:
+    """1 to 4 rows of equal length; a row's advantage is its own, a token's lag any."""
+    length = draw(st.integers(1, 6))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        advantage = draw(advantages)
+        row = []
+        for _ in range(length):
+            behavior = draw(behaviors)
+            row.append(
+                Token(
+                    proximal=behavior + draw(log_ratios),
+                    behavior=behavior,
+                    current=behavior + draw(st.floats(-2, 2)),
+                    advantage=advantage,
+                    lag=draw(lags),
+                    valid=draw(st.integers(0, 3)) > 0,
+                )
+            )
+        rows.append(row)
+    return rows
+
+
+@st.composite
+def rejections(draw) -> Rejection:
+    scope = draw(st.sampled_from(["token", "seq_sum", "seq_mean", "seq_max"]))
+    estimator = draw(st.sampled_from(["k1", "k2", "k3"]))
+    if estimator != "k1":
+        return Rejection(f"{scope}_{estimator}", draw(st.floats(0.01, 10)))
+    lower = None if scope == "seq_max" else draw(st.none() | st.floats(0.05, 1))
+    return Rejection(f"{scope}_k1", draw(st.floats(1, 20)), lower)
+
+
+@st.composite
+def configs(draw, *, batch_level: bool = True, masks_beside: bool = True) -> CorrectionConfig:
+    """Every combination that a configuration accepts."""
+    mode = draw(st.sampled_from(["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]))
+    schedule = draw(st.sampled_from(["const", "power", "exponential", "sign_aware", "max_lag"]))
+    max_lag = st.integers(0, 20)
+    chosen: dict[str, Any] = {
+        "mode": mode,
+        "threshold": draw(st.just(1.0) | st.floats(1, 8)),
+        "lower": draw(st.none() | st.floats(0.05, 1)),
+        "schedule": schedule,
+        "lag_scale": draw(st.floats(0.1, 10)),
+        "lag_power": draw(st.floats(0, 3)),
+        "lag_decay": draw(st.floats(0.1, 1)),
+        "max_lag": draw(max_lag if schedule == "max_lag" else st.none() | max_lag),
+    }
+    if mode.startswith("sequence"):
+        chosen["sequence_ratio"] = draw(st.sampled_from(["geometric", "product"]))
+    if mode == "sequence_mask":
+        chosen["sequence_mask_weight"] = draw(st.sampled_from(["token", "sequence"]))
+    if masks_beside:
+        chosen["rejection"] = tuple(draw(st.lists(rejections(), max_size=2)))
+        chosen["off_policy_delta"] = draw(st.none() | st.floats(0, 1))
+    if batch_level:
+        chosen["batch_normalize"] = draw(st.booleans())
+        chosen["m2_budget"] = draw(st.none() | st.floats(0.001, 5))
+    return CorrectionConfig(**chosen)
+
+
+def tensors(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """The arguments of `correct`, [B, T]."""
+
+    def column(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor([[getattr(token, name) for token in row] for row in rows], dtype=dtype)
+
+    return {
+        "proximal_logprobs": column("proximal"),
+        "behavior_logprobs": column("behavior"),
+        "current_logprobs": column("current"),
+        "advantages": column("advantage"),
+        "loss_mask": column("valid", torch.bool),
+        "lag": column("lag", torch.int64),
+    }
+
+
+def assert_same(found: Correction, expected: Correction) -> None:
+    """Equal up to the order in which a row or the batch was added up."""
+    assert torch.equal(found.keep_mask, expected.keep_mask)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-12, atol=0)
+    assert torch.equal(found.corrected_mask, expected.corrected_mask)
+    assert found.metrics == expected.metrics
+
+
+def cut(correction: Correction, *index: Any) -> Correction:
+    """Its tokens at `index`; the sums are those of all of them."""
+    parts = (correction.weights, correction.keep_mask, correction.corrected_mask)
+    weights, keep_mask, corrected_mask = (part[index] for part in parts)
+    return Correction(weights, keep_mask, correction.metrics, corrected_mask)
+
+
+many = settings(deadline=None, derandomize=True, max_examples=100)
+more = settings(deadline=None, derandomize=True, max_examples=400)
+
+
+@given(rows=batches(), config=configs())
+@more
+def test_the_correction_agrees_with_its_definition_in_plain_python(rows, config) -> None:
+    correction = correct(config=config, **tensors(rows))
+    judged = oracle_correct(rows, config)
+    assert correction.keep_mask.tolist() == [[kept for _, kept in row] for row in judged]
+    expected = torch.tensor([[weight for weight, _ in row] for row in judged], dtype=torch.float64)
+    torch.testing.assert_close(correction.weights, expected, rtol=1e-11, atol=0)
+    valid = sum(token.valid for row in rows for token in row)
+    kept = sum(kept for row in judged for _, kept in row)
+    assert correction.metrics["num_masked"] == valid - kept
+    assert correction.metrics["num_corrected"] == valid - kept + correction.metrics["num_truncated"]
+
+
+@given(rows=batches(), config=configs(batch_level=False), later=st.integers(1, 10))
+@many
+def test_no_weight_grows_with_lag(rows, config, later) -> None:
+    fresh = tensors(rows)
+    stale = fresh | {"lag": fresh["lag"] + later}
+    before, after = correct(config=config, **fresh), correct(config=config, **stale)
+    assert (after.weights <= before.weights).all()
+    assert not (after.keep_mask & ~before.keep_mask).any()
+
+
+@given(config=configs(), lag=st.lists(lags, min_size=1, max_size=6), advantage=advantages)
+@many
+def test_equal_policies_weigh_1_at_every_lag_up_to_the_bound(config, lag, advantage) -> None:
+    row = [Token(-1.25, -1.25, -1.25, advantage, d, True) for d in lag]
+    correction = correct(config=config, **tensors([row]))
+    allowed = torch.tensor([[config.max_lag is None or d <= config.max_lag for d in lag]])
+    assert torch.equal(correction.keep_mask, allowed)
+    assert torch.equal(correction.weights, allowed.double())
+    assert correction.metrics["num_truncated"] == 0
+
+
+@given(rows=batches(), config=configs(), poison=st.sampled_from([NAN, INF, -INF]))
+@many
+def test_what_lies_under_the_mask_changes_nothing(rows, config, poison) -> None:
+    clean = tensors(rows)
+    dirty = dict(clean)
+    for sign, name in (
+        (1, "proximal_logprobs"),
+        (-1, "behavior_logprobs"),
+        (1, "current_logprobs"),
+        (-1, "advantages"),
+    ):
+        dirty[name] = torch.where(clean["loss_mask"], clean[name], sign * poison)
+    dirty["lag"] = torch.where(clean["loss_mask"], clean["lag"], -3)
+    found, expected = correct(config=config, **dirty), correct(config=config, **clean)
+    assert torch.equal(found.weights, expected.weights)
+    assert torch.equal(found.keep_mask, expected.keep_mask)
+    assert found.metrics == expected.metrics
+
+
+@given(rows=batches(), config=configs(), seed=st.integers(0, 99), width=st.integers(0, 3))
+@many
+def test_the_order_of_rows_and_padding_change_nothing(rows, config, seed, width) -> None:
+    inputs = tensors(rows)
+    expected = correct(config=config, **inputs)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    moved = {name: torch.nn.functional.pad(values[order], (0, width)) for name, values in inputs.items()}
+    found = correct(config=config, **moved)
+    length = expected.weights.shape[1]
+    assert not found.keep_mask[:, length:].any()
+    assert_same(
+        cut(found, slice(None), slice(length)),
+        cut(expected, order),
+    )
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_packed_tokens_are_corrected_as_padded_ones(rows, config) -> None:
+    inputs = tensors(rows)
+    mask = inputs["loss_mask"]
+    row_ids = torch.arange(len(rows))[:, None].expand(mask.shape)[mask]
+    packed = correct_packed(config=config, row_ids=row_ids, **{name: t[mask] for name, t in inputs.items()})
+    padded = correct(config=config, **inputs)
+    assert_same(packed, cut(padded, mask))
+
+
+@given(rows=batches(), config=configs(batch_level=False))
+@many
+def test_rows_are_corrected_alone_as_together_unless_the_configuration_says_otherwise(rows, config) -> None:
+    assert not config.is_batch_level
+    together = correct(config=config, **tensors(rows))
+    for index, row in enumerate(rows):
+        alone = correct(config=config, **tensors([row]))
+        torch.testing.assert_close(alone.weights[0], together.weights[index], rtol=1e-12, atol=0)
+        assert torch.equal(alone.keep_mask[0], together.keep_mask[index])
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_a_token_level_configuration_corrects_each_token_as_if_it_were_alone(rows, config) -> None:
+    assume(config.is_token_level)
+    together = correct(config=config, **tensors(rows))
+    alone = correct(config=config, **tensors([[token] for row in rows for token in row]))
+    assert torch.equal(alone.weights.view(together.weights.shape), together.weights)
+    assert torch.equal(alone.keep_mask.view(together.keep_mask.shape), together.keep_mask)
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_weights_carry_no_gradient(rows, config) -> None:
+    inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in tensors(rows).items()}
+    correction = correct(config=config, **inputs)
+    assert not correction.weights.requires_grad
+    assert not any(value.requires_grad for value in correction.metrics.values())
+
+
+@given(rows=batches(), config=configs(batch_level=False), other=st.lists(lags, min_size=6, max_size=6))
+@many
+def test_splitting_a_row_into_versions_changes_thresholds_only(rows, config, other) -> None:
+    inputs = tensors(rows)
+    split = inputs | {"lag": torch.tensor(other)[: inputs["lag"].shape[1]].expand(inputs["lag"].shape)}
+    before, after = correct(config=config, **inputs), correct(config=config, **split)
+    if config.schedule == "const" and config.max_lag is None:
+        assert torch.equal(before.weights, after.weights)
+        assert torch.equal(before.keep_mask, after.keep_mask)
+    # A weight that neither threshold bounds is the ratio itself, whatever the lag.
+    high = trust(inputs["lag"].max(), config).item(), trust(torch.tensor(max(other)), config).item()
+    free = before.keep_mask & after.keep_mask & (before.weights < min(high)) & (after.weights < min(high))
+    assert torch.equal(before.weights[free], after.weights[free])
+
+
+@given(config=configs(), lag=st.lists(lags, min_size=1, max_size=8))
+@many
+def test_trust_starts_at_the_threshold_and_never_rises(config, lag) -> None:
+    curve = trust(torch.tensor([0, *sorted(lag)]), config)
+    assert curve.dtype == torch.float64
+    assert curve[0] == config.threshold
+    assert (curve.diff() <= 0).all()
+    assert (curve >= 1).all()
+    for d, value in zip(sorted(lag), curve[1:].tolist(), strict=True):
+        assert value == pytest.approx(tau(d, config), rel=1e-14)
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_weights_are_finite_and_0_where_a_token_is_masked(rows, config) -> None:
+    inputs = tensors(rows)
+    correction = correct(config=config, **inputs)
+    assert torch.isfinite(correction.weights).all()
+    assert (correction.weights[correction.keep_mask] > 0).all()
+    assert not correction.weights[~correction.keep_mask].any()
+    assert not (correction.keep_mask & ~inputs["loss_mask"]).any()
+    if config.mode.endswith("truncate") and not config.batch_normalize:
+        assert (correction.weights <= config.threshold).all()
+
+
+@given(rows=batches(), config=configs())
+@many
+def test_float32_inputs_give_float32_weights_close_to_the_exact_ones(rows, config) -> None:
+    rounded = {name: t.float() if t.is_floating_point() else t for name, t in tensors(rows).items()}
+    exact = {name: t.double() if t.is_floating_point() else t for name, t in rounded.items()}
+    found, expected = correct(config=config, **rounded), correct(config=config, **exact)
+    assert found.weights.dtype == torch.float32
+    # A ratio within rounding of a threshold may fall on either side of it.
+    assume(torch.equal(found.keep_mask, expected.keep_mask))
+    # The difference of two logprobs is rounded in float32: some 1e-6 of a log-ratio of 20, added up over 6 tokens.
+    torch.testing.assert_close(found.weights, expected.weights.float(), rtol=3e-5, atol=1e-9)
+
+
+@given(
+    squares=st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.5, 1.0, 3.0]), min_size=1, max_size=12),
+    budget=st.floats(0.001, 10),
+)
+@many
+def test_the_m2_budget_keeps_as_much_as_fits(squares, budget) -> None:
+    row = [Token(math.sqrt(s), 0.0, 0.0, 1.0, 0, True) for s in squares]
+    keep = correct(config=CorrectionConfig("none", m2_budget=budget), **tensors([row])).keep_mask[0]
+    kept = [s for s, k in zip(squares, keep.tolist(), strict=True) if k]
+    dropped = [s for s, k in zip(squares, keep.tolist(), strict=True) if not k]
+    assert kept
+    assert all(k < d for k in kept for d in dropped)
+    assert sum(kept) / len(kept) < budget + 1e-12 or set(kept) == {min(squares)}
+    if dropped:
+        more = kept + [d for d in dropped if d == min(dropped)]
+        assert sum(more) / len(more) >= budget - 1e-12

@@ -1,0 +1,282 @@
+"""One batch in, one optimizer step: gradients against the oracle, skipped steps, weights out, state kept."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
+from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, Learner
+from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fp64_oracle import grpo_loss
+from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment, tiny_model
+
+UNCLIPPED = TrainerConfig(device="cpu", learning_rate=1e-2, max_grad_norm=1e9)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def _groups(count: int = 5, seed: int = 0, **changes: Any):
+    return [random_group(i, seed, **changes) for i in range(1, count + 1)]
+
+
+def _gradients(learner: Learner, batch) -> tuple[dict[str, Tensor], Any]:
+    """The gradient of one step that is not taken, by parameter name, and the step's report."""
+    caught: dict[str, Tensor] = {}
+    learner.optimizer.step = lambda: caught.update(
+        {name: p.grad.clone() for name, p in learner.model.module.named_parameters()}
+    )
+    report = learner.step(batch)
+    del learner.optimizer.step
+    return caught, report
+
+
+def _weights(learner: Learner) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.module.named_parameters()}
+
+
+def _assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
+    assert got.keys() == wanted.keys()
+    scale = math.sqrt(sum(float(t.double().square().sum()) for t in wanted.values()))
+    for name in wanted:
+        assert (got[name].double() - wanted[name].double()).norm() <= relative * scale, name
+
+
+class Poisoned:
+    """An objective whose loss is not finite."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(loss=inputs.current_logprobs.sum() * float("nan"))
+
+
+class Steep:
+    """An objective of finite loss and infinite gradient."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(loss=(inputs.current_logprobs - inputs.proximal_logprobs).abs().sqrt().sum())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_loss_and_gradient_equal_those_of_rows_one_by_one(tmp_path, tied, temperature) -> None:
+    oracle = tiny_model(tmp_path / "tiny", tied=tied).double()
+    config = configuration(tmp_path / "tiny", max_lag=3, trainer=UNCLIPPED)
+    groups = [*_groups(temperature=temperature), random_group(9, 0, rewards=[1.0] * 4)]
+    loss = grpo_loss(oracle, groups, lag_from(7), lag_bound=3, threshold=2.0)
+    loss.backward()
+    gradients, report = _gradients(Learner(config), pack(groups, lag_from(7), config))
+    assert report.num_tokens_masked_lag > 0
+    assert report.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    _assert_close(gradients, {name: p.grad for name, p in oracle.named_parameters()}, 1e-5)
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in oracle.parameters()))
+    assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_micro_batches_give_the_gradient_of_the_whole(folder) -> None:
+    groups = _groups(8)
+    whole_config = configuration(folder, trainer=UNCLIPPED)
+    small = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=30)
+    parts_config = configuration(folder, trainer=small)
+    parts = pack(groups, lag_from(7), parts_config)
+    assert len(parts.microbatches) > 3
+    whole_gradients, whole = _gradients(Learner(whole_config), pack(groups, lag_from(7), whole_config))
+    part_gradients, part = _gradients(Learner(parts_config), parts)
+    _assert_close(part_gradients, whole_gradients, 1e-6)
+    assert part.metrics == pytest.approx(whole.metrics | {"learning_rate": part.metrics["learning_rate"]}, rel=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder) -> None:
+    groups = _groups()
+    plain = configuration(folder, trainer=UNCLIPPED)
+    lean = configuration(folder, trainer=TrainerConfig(device="cpu", max_grad_norm=1e9, gradient_checkpointing=True))
+    expected, _ = _gradients(Learner(plain), pack(groups, lag_from(7), plain))
+    got, _ = _gradients(Learner(lean), pack(groups, lag_from(7), lean))
+    _assert_close(got, expected, 1e-7)
+
+
+def test_the_order_of_groups_changes_only_rounding(folder) -> None:
+    groups, config = _groups(6), configuration(folder, trainer=UNCLIPPED)
+    expected, _ = _gradients(Learner(config), pack(groups, lag_from(7), config))
+    got, _ = _gradients(Learner(config), pack(groups[::-1], lag_from(7), config))
+    _assert_close(got, expected, 1e-6)
+
+
+def test_a_rewarded_token_becomes_likelier(folder) -> None:
+    group = group_of(
+        1, [[segment([1, 2, 5], [(2, 3)], [7], [-3.0])], [segment([1, 2, 8], [(2, 3)], [7], [-3.0])]], [1, 0]
+    )
+    config = configuration(folder)
+    learner = Learner(config)
+
+    def margin() -> float:
+        with torch.no_grad():
+            hidden, head = learner.model.forward(pack([group], lag_from(7), config).microbatches[0])
+            scores = hidden[-1] @ head.t()
+            return float(scores[5] - scores[8])
+
+    before = margin()
+    for _ in range(5):
+        assert learner.step(pack([group], lag_from(7), config)).skipped_reason is None
+    assert margin() > before
+    assert learner.num_steps == 5
+
+
+def test_equal_batches_and_states_give_equal_bits(folder) -> None:
+    config = configuration(folder)
+    results = []
+    for _ in range(2):
+        learner = Learner(config)
+        metrics = [learner.step(pack(_groups(seed=s), lag_from(7), config)).metrics for s in range(3)]
+        results.append((_weights(learner), metrics))
+    (weights, metrics), (again, metrics_again) = results
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert metrics == metrics_again
+
+
+def test_a_report_names_what_the_update_lines_need(folder) -> None:
+    config = configuration(folder, max_lag=2)
+    batch = pack(_groups(), lag_from(7), config)
+    report = Learner(config).step(batch)
+    names = {"reward", "loss", "entropy", "chi2", "ess_fraction", "rollout_correction/kl", "rollout_correction/k3_kl"}
+    names |= {"policy_clipped_frac", "grad_norm", "learning_rate"}
+    assert names <= report.metrics.keys()
+    assert all(isinstance(value, float) and math.isfinite(value) for value in report.metrics.values())
+    assert report.lag_histogram == batch.lag_histogram
+    assert report.num_tokens_trained + report.num_tokens_masked_lag == sum(report.lag_histogram.values())
+    assert report.metrics["policy_clipped_frac"] == 0
+    assert 0 < report.metrics["entropy"] < math.log(VOCABULARY)
+
+
+def test_the_mismatch_at_lag_0_is_the_mean_gap_of_rows_that_are_fresh_throughout(folder) -> None:
+    config = configuration(folder, max_lag=4)
+    runs = [(2, 5)]
+    fresh = segment([1, 2, 3, 4, 5], runs, [7, 7, 7], [-1.0, -2.0, -3.0])
+    mixed = segment([1, 2, 6, 7, 8], runs, [6, 7, 7], [-9.0, -9.0, -9.0])
+    batch = pack([group_of(1, [[fresh], [mixed]], [0.0, 1.0])], lag_from(7), config)
+    learner = Learner(config)
+    (proximal,) = learner.proximal_logprobs(batch)
+    (part,) = batch.microbatches
+    gaps = (proximal - part.behavior_logprobs).abs()[part.behavior_logprobs > -5]
+    assert len(gaps) == 3
+    assert learner.step(batch).metrics["mismatch_lag0"] == pytest.approx(gaps.mean().item(), rel=1e-6)
+    stale = pack([group_of(1, [[mixed], [mixed]], [0.0, 1.0])], lag_from(7), config)
+    assert "mismatch_lag0" not in learner.step(stale).metrics
+
+
+def test_a_batch_past_the_lag_bound_takes_no_step_and_says_so(folder) -> None:
+    config = configuration(folder, max_lag=0)
+    learner = Learner(config)
+    before = _weights(learner)
+    report = learner.step(pack(_groups(), lag_from(20), config))
+    assert report.skipped_reason == NOTHING_TO_TRAIN
+    assert report.metrics["loss"] == 0
+    assert (learner.num_steps, learner.num_batches) == (0, 1)
+    assert all(torch.equal(before[name], after) for name, after in _weights(learner).items())
+
+
+def test_a_batch_without_variance_takes_no_step(folder) -> None:
+    config = configuration(folder)
+    learner = Learner(config)
+    batch = pack([random_group(1, 0, rewards=[0.5] * 4)], lag_from(7), config)
+    assert learner.step(batch).skipped_reason == NOTHING_TO_TRAIN
+    assert learner.num_steps == 0
+
+
+def test_a_batch_that_the_correction_rejects_throughout_takes_no_step(folder) -> None:
+    config = configuration(folder, correction=CorrectionConfig(mode="token_mask", threshold=1.0))
+    rows = [[segment([1, 2, 3 + s], [(2, 3)], [7], [-50.0])] for s in range(2)]
+    report = Learner(config).step(pack([group_of(1, rows, [0.0, 1.0])], lag_from(7), config))
+    assert report.skipped_reason == NOTHING_TO_TRAIN
+    assert report.metrics["rollout_correction/clipped_frac"] == 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"), [("Poisoned", "loss is not finite"), ("Steep", "gradient norm is not finite")]
+)
+def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch, objective, reason) -> None:
+    good, config = configuration(folder), configuration(folder)
+    learner = Learner(config)
+    learner.step(pack(_groups(), lag_from(7), config))
+    before, state = _weights(learner), copy.deepcopy(learner.optimizer.state_dict())
+    monkeypatch.setattr(learner.scorer, "objective", {"Poisoned": Poisoned, "Steep": Steep}[objective]())
+    report = learner.step(pack(_groups(seed=1), lag_from(7), config))
+    assert report.skipped_reason == reason
+    assert (learner.num_steps, learner.num_batches) == (1, 1)
+    assert all(torch.equal(before[name], after) for name, after in _weights(learner).items())
+    assert str(learner.optimizer.state_dict()) == str(state)
+    # The next good batch trains as if nothing had happened.
+    monkeypatch.undo()
+    learner.scorer.objective = Learner(good).scorer.objective
+    assert learner.step(pack(_groups(seed=2), lag_from(7), config)).skipped_reason is None
+
+
+def test_bfloat16_runs_on_the_published_values_with_gradients_for_the_masters(folder) -> None:
+    model = ModelConfig(path=str(folder), dtype="bfloat16")
+    config = configuration(folder, model=model, trainer=UNCLIPPED)
+    groups = _groups()
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).double()
+    loss = grpo_loss(rounded, groups, lag_from(7), lag_bound=4, threshold=2.0)
+    loss.backward()
+    learner = Learner(config)
+    hidden, head = learner.model.forward(pack(groups, lag_from(7), config).microbatches[0])
+    # What the head's 16-bit products on CUDA take: both operands as they are published.
+    assert hidden.dtype == head.dtype == torch.bfloat16
+    assert torch.equal(head, learner.published_weights()["model.embed_tokens.weight"])
+    gradients, report = _gradients(learner, pack(groups, lag_from(7), config))
+    assert all(p.dtype == torch.float32 for p in learner.model.parameters())
+    # The body computes in bfloat16: a regression alarm, not a proof.
+    assert report.metrics["loss"] == pytest.approx(loss.item(), rel=0.1)
+    _assert_close(gradients, {name: p.grad for name, p in rounded.named_parameters()}, 0.1)
+
+
+def test_steps_smaller_than_a_bfloat16_step_add_up_in_the_masters(folder) -> None:
+    trainer = TrainerConfig(device="cpu", learning_rate=1e-5)
+    config = configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), trainer=trainer)
+    learner = Learner(config)
+    before = _weights(learner)
+    learner.step(pack(_groups(), lag_from(7), config))
+    assert any(not torch.equal(before[name], after) for name, after in _weights(learner).items())
+
+
+def test_a_resumed_learner_continues_with_equal_bits(folder, tmp_path) -> None:
+    config = configuration(folder, trainer=TrainerConfig(device="cpu", learning_rate=1e-2, warmup_steps=10))
+    learner = Learner(config)
+    for seed in range(3):
+        learner.step(pack(_groups(seed=seed), lag_from(7), config))
+    torch.save(learner.state_dict(), tmp_path / "learner.pt")
+    learner.save_model(tmp_path / "saved")
+    resumed = Learner(config)
+    resumed.load_model(tmp_path / "saved")
+    resumed.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
+    assert (resumed.num_steps, resumed.num_batches) == (3, 3)
+    reports = [each.step(pack(_groups(seed=3), lag_from(7), config)) for each in (learner, resumed)]
+    assert reports[0].metrics == reports[1].metrics
+    expected = _weights(learner)
+    assert all(torch.equal(expected[name], after) for name, after in _weights(resumed).items())
+
+
+def test_the_learning_rate_warms_up_and_falls_to_0_at_the_last_update(folder) -> None:
+    trainer = TrainerConfig(device="cpu", learning_rate=1.0, warmup_steps=2, decay="linear")
+    learner = Learner(configuration(folder, trainer=trainer), num_updates=4)
+    rates = []
+    for learner.num_batches in range(5):
+        rates.append(learner._learning_rate())
+    assert rates == pytest.approx([0.5, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_gradients_are_clipped_to_the_norm(folder) -> None:
+    config = configuration(folder, trainer=TrainerConfig(device="cpu", max_grad_norm=1e-3))
+    gradients, report = _gradients(Learner(config), pack(_groups(), lag_from(7), config))
+    assert report.metrics["grad_norm"] > 1e-3
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+    assert norm == pytest.approx(1e-3, rel=1e-3)

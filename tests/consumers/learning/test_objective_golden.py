@@ -1,0 +1,205 @@
+"""The losses and gradients of every objective against the peers' own functions."""
+
+from typing import Any
+
+import pytest
+import torch
+from penstock.consumers.learning.importance import correct
+from penstock.consumers.learning.interfaces import LossInputs
+from penstock.consumers.learning.objectives.cispo import Cispo
+from penstock.consumers.learning.objectives.dapo import Dapo
+from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo, interpolated_proximal
+from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.learning.objectives.gspo import Gspo
+from penstock.consumers.learning.objectives.reinforce import Reinforce
+from penstock.consumers.learning.objectives.sapo import Sapo
+from penstock.consumers.learning.objectives.terms import PolicyObjective
+from penstock.schemas.config import CorrectionConfig, Rejection
+
+from golden_corrections import Golden, names, per_token
+
+NONE = CorrectionConfig("none")
+ANY_WEIGHT = 1e9
+SEQUENCE: dict[str, Any] = {"aggregation": "sequence"}
+WIDE: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
+
+
+def truncate(threshold: float) -> CorrectionConfig:
+    return CorrectionConfig("token_truncate", threshold=threshold)
+
+
+def mask(threshold: float, lower: float | None = None) -> CorrectionConfig:
+    return CorrectionConfig("token_mask", threshold=threshold, lower=lower)
+
+
+def verl_bypass() -> CorrectionConfig:
+    return CorrectionConfig("none", bypass=True, rejection=(Rejection("seq_mean_k3", upper=0.3),))
+
+
+OPSM = CorrectionConfig("none", off_policy_delta=0.1)
+
+VARIANTS: dict[tuple[str, str], tuple[PolicyObjective, CorrectionConfig]] = {
+    ("areal", "no_rs"): (DecoupledPpo(), NONE),
+    ("areal", "decoupled_token_mask@5"): (DecoupledPpo(), mask(5.0)),
+    ("areal", "decoupled_token_mask@0.8:1.25"): (DecoupledPpo(), mask(1.25, 0.8)),
+    ("areal", "decoupled_token_clamp@2"): (DecoupledPpo(), truncate(2.0)),
+    ("areal", "decoupled_seq_mask@0.8:1.1"): (
+        DecoupledPpo(),
+        CorrectionConfig("sequence_mask", threshold=1.1, lower=0.8, sequence_mask_weight="sequence"),
+    ),
+    ("areal", "decoupled_clip_higher_dual"): (DecoupledPpo(clip_high=0.28, dual_clip=3.0), mask(5.0)),
+    ("areal", "gspo"): (Gspo(clip_low=0.2, clip_high=0.2, aggregation="token"), NONE),
+    ("areal", "decoupled_loglinear_prox"): (DecoupledPpo(proximal="loglinear", total_weight_cap=ANY_WEIGHT), NONE),
+    ("ms-swift", "grpo"): (Grpo(**SEQUENCE), NONE),
+    ("ms-swift", "dapo_clip_higher"): (Dapo(), NONE),
+    ("ms-swift", "gspo"): (Gspo(), NONE),
+    ("ms-swift", "gspo_wide"): (Gspo(**WIDE), NONE),
+    ("ms-swift", "gspo_token"): (Gspo(gradient="token", **WIDE), NONE),
+    ("ms-swift", "cispo"): (Cispo(clip_high=1.2 - 1), NONE),
+    ("ms-swift", "sapo"): (Sapo(), NONE),
+    ("ms-swift", "bnpo_delta"): (Grpo(dual_clip=1.5), NONE),
+    ("ms-swift", "grpo+token_truncate@2"): (Grpo(**SEQUENCE), truncate(2.0)),
+    ("ms-swift", "grpo+token_mask@1.25"): (Grpo(**SEQUENCE), mask(1.25)),
+    ("ms-swift", "dapo+sequence_mask@1.05"): (Grpo(), CorrectionConfig("sequence_mask", threshold=1.05)),
+    ("ms-swift", "grpo+opsm@0.1"): (Grpo(**SEQUENCE), OPSM),
+    ("ms-swift", "dapo+opsm@0.1"): (Grpo(), OPSM),
+    ("nemo-rl", "grpo"): (Grpo(), NONE),
+    ("nemo-rl", "is"): (Grpo(), truncate(ANY_WEIGHT)),
+    ("nemo-rl", "tis@2"): (Grpo(), truncate(2.0)),
+    ("nemo-rl", "icepop@0.5:5"): (Grpo(), mask(5.0, 0.5)),
+    ("nemo-rl", "seq-mask-tis@0.8:1.1"): (Grpo(), CorrectionConfig("sequence_mask", threshold=1.1, lower=0.8)),
+    ("nemo-rl", "gspo"): (Gspo(), NONE),
+    ("nemo-rl", "gspo+seq_is"): (
+        Gspo(clip_low=0.2, clip_high=0.2),
+        CorrectionConfig("sequence_truncate", threshold=ANY_WEIGHT, sequence_ratio="product"),
+    ),
+    ("nemo-rl", "cispo"): (Cispo(clip_high=0.2), NONE),
+    ("nemo-rl", "dapo_clip_higher_dual"): (Dapo(dual_clip=3.0), NONE),
+    ("slime", "ppo_clip"): (Grpo(**SEQUENCE), NONE),
+    ("slime", "dapo_clip_higher"): (Dapo(**SEQUENCE), NONE),
+    ("slime", "gspo"): (Gspo(), NONE),
+    ("slime", "cispo"): (Cispo(clip_high=0.2, **SEQUENCE), NONE),
+    ("trl", "grpo"): (Grpo(**SEQUENCE), NONE),
+    ("trl", "dapo_clip_higher"): (Dapo(), NONE),
+    ("trl", "gspo"): (Gspo(), NONE),
+    ("trl", "gspo_wide"): (Gspo(**WIDE), NONE),
+    ("trl", "cispo"): (Cispo(clip_high=1.2 - 1), NONE),
+    ("trl", "sapo"): (Sapo(), NONE),
+    ("trl", "grpo+token_truncate"): (Grpo(**SEQUENCE), truncate(3.0)),
+    ("trl", "dapo+sequence_mask(default)"): (
+        Grpo(),
+        CorrectionConfig("sequence_mask", threshold=3.0, sequence_ratio="product", sequence_mask_weight="sequence"),
+    ),
+    ("trl", "grpo+opsm@0.1"): (Grpo(**SEQUENCE), OPSM),
+    ("verl", "ppo_clip"): (Grpo(dual_clip=3.0), NONE),
+    ("verl", "dapo_clip_higher"): (Dapo(dual_clip=10.0), NONE),
+    ("verl", "gspo"): (Gspo(gradient="token"), NONE),
+    ("verl", "gspo_wide"): (Gspo(gradient="token", **WIDE), NONE),
+    ("verl", "cispo"): (Cispo(clip_high=0.2), NONE),
+    ("verl", "sapo"): (Sapo(), NONE),
+    ("verl", "decoupled_token_tis"): (Grpo(dual_clip=3.0), truncate(2.0)),
+    ("verl", "decoupled_sequence_tis"): (
+        Grpo(dual_clip=3.0),
+        CorrectionConfig("sequence_truncate", threshold=2.0, sequence_ratio="product"),
+    ),
+    ("verl", "decoupled_geo_rs_token_tis"): (
+        Grpo(dual_clip=3.0),
+        CorrectionConfig("token_truncate", threshold=2.0, rejection=(Rejection("seq_mean_k1", upper=1.5, lower=0.6),)),
+    ),
+    ("verl", "bypass_ppo_clip"): (Grpo(dual_clip=3.0), verl_bypass()),
+    ("verl", "bypass_reinforce"): (Reinforce(ratio_cap=2.0), verl_bypass()),
+}
+
+NOT_OFFERED = {
+    ("prime-rl", "default"): "DPPO's mask by a difference of probabilities, with a penalty of its own; not asked for",
+    ("prime-rl", "ipo"): "a threshold on the difference of probabilities, with a penalty of its own; not asked for",
+    ("trl", "vespo"): "its gamma weight needs the sequence's product ratio against the behavior policy; one peer only",
+    ("verl", "gmpo"): "clips each token's log-ratio by the advantage's sign before a geometric mean; one peer only",
+}
+
+CASES = ["case04_mixed_lag_in_sequence", "case09_multi_turn_holes"]
+
+
+def _inputs(golden: Golden, correction: CorrectionConfig, current: torch.Tensor) -> LossInputs:
+    """The rows of a golden file laid end to end, poison under the mask."""
+    behavior, proximal = golden.poisoned(golden.behavior), golden.poisoned(golden.proximal)
+    advantages = golden.poisoned(golden.advantages)
+    # At the first step of a batch, the only one that bypass is compared at, the proximal policy is the current one.
+    corrected = correct(
+        current.detach() if correction.bypass else proximal,
+        behavior,
+        golden.mask,
+        golden.lag,
+        correction,
+        advantages=advantages,
+        current_logprobs=current,
+    )
+    num_rows, width = golden.mask.shape
+    return LossInputs(
+        current_logprobs=current.flatten(),
+        proximal_logprobs=(behavior if correction.bypass else proximal).flatten(),
+        behavior_logprobs=behavior.flatten(),
+        importance_weights=corrected.weights.flatten(),
+        advantages=advantages.flatten(),
+        loss_mask=corrected.keep_mask.flatten(),
+        entropy=torch.full((num_rows * width,), float("nan"), dtype=torch.float64),
+        row_ids=torch.arange(num_rows).repeat_interleave(width),
+        rollout_tokens=golden.mask.sum(1, keepdim=True).expand(num_rows, width).flatten().double(),
+        denominator=float(golden.mask.sum()),
+        num_rollouts=num_rows,
+        lag=golden.lag.flatten(),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source_and_variant", VARIANTS, ids="-".join)
+def test_loss_and_gradient_reproduce(source_and_variant, case) -> None:
+    source, variant = source_and_variant
+    objective, correction = VARIANTS[source_and_variant]
+    golden = Golden(f"{source}.losses.{case}")
+    expected = golden.outputs[variant]
+    current = golden.poisoned(golden.current).requires_grad_()
+    loss = objective(_inputs(golden, correction, current)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], rel=2e-6)
+    torch.testing.assert_close(current.grad, per_token(expected["grad"]), rtol=2e-6, atol=2e-7)
+
+
+def test_every_golden_variant_is_reproduced_or_declined_with_a_reason() -> None:
+    found = {(name.split(".")[0], variant) for name in names("*.losses.*") for variant in Golden(name).outputs}
+    assert found == VARIANTS.keys() | NOT_OFFERED.keys()
+    assert not VARIANTS.keys() & NOT_OFFERED.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("source", "variant", "name", "metric"),
+    [
+        ("verl", "ppo_clip", "actor/pg_clipfrac", "policy_clipped_frac"),
+        ("verl", "ppo_clip", "actor/pg_clipfrac_lower", "policy_dual_clipped_frac"),
+        ("verl", "gspo_wide", "actor/pg_clipfrac", "policy_clipped_frac"),
+        ("verl", "cispo", "actor/pg_clipfrac", "policy_clipped_frac"),
+        ("verl", "bypass_ppo_clip", "actor/pg_clipfrac", "policy_clipped_frac"),
+        ("ms-swift", "grpo", "region_clip_mean", "policy_clipped_frac"),
+        ("ms-swift", "grpo", "low_clip_mean", "policy_clipped_low_frac"),
+        ("ms-swift", "grpo", "high_clip_mean", "policy_clipped_high_frac"),
+        ("ms-swift", "gspo", "low_clip_mean", "policy_clipped_low_frac"),
+    ],
+)
+def test_the_clipped_shares_reproduce(source, variant, name, metric, case) -> None:
+    golden = Golden(f"{source}.losses.{case}")
+    objective, correction = VARIANTS[source, variant]
+    inputs = _inputs(golden, correction, golden.poisoned(golden.current))
+    share = objective(inputs).metrics[metric].item() / inputs.loss_mask.sum().item()
+    assert share == pytest.approx(golden.outputs[variant]["metrics"][name], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", names("areal.rejection_sampling.*"))
+@pytest.mark.parametrize("method", ["loglinear", "linear"])
+def test_the_interpolated_proximal_policy_reproduces(name, method) -> None:
+    golden = Golden(name)
+    found = interpolated_proximal(golden.behavior, golden.current, golden.lag, method)
+    expected = per_token(golden.outputs["prox_logp"][method])
+    if method == "linear":  # AReaL adds 1e-10 to the probability before the logarithm.
+        found = torch.log(found.exp() + 1e-10)
+    torch.testing.assert_close(torch.where(golden.mask, found, 0.0), expected, rtol=2e-6, atol=2e-7)

@@ -1,0 +1,210 @@
+"""What the objectives share: aggregation, the KL to a reference, the entropy bonus, arguments and attributes."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from penstock.consumers.learning.interfaces import LossInputs, Objective
+from penstock.consumers.learning.objectives.cispo import Cispo
+from penstock.consumers.learning.objectives.dapo import Dapo
+from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
+from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.learning.objectives.gspo import Gspo
+from penstock.consumers.learning.objectives.reinforce import Reinforce
+from penstock.consumers.learning.objectives.sapo import Sapo
+from penstock.consumers.learning.objectives.terms import reference_kl
+from penstock.schemas.config import Plug
+from penstock.schemas.process.plugins import construct
+
+from objective_cases import OBJECTIVES, changed, gradients, packed_inputs
+
+EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo]
+
+
+def _of_ones(lengths: tuple[int, ...]) -> LossInputs:
+    """Every token's gain is 1: two rollouts of rows of these lengths at the proximal policy."""
+    inputs = packed_inputs(0, lengths, drift=0.0)
+    ones = torch.ones_like(inputs.advantages)
+    return changed(inputs, advantages=ones, importance_weights=ones)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # packed_inputs: rollouts of 3 + 1 and 4 + 2 tokens; 15 tokens and 4 rollouts in the whole optimizer step.
+        ({"aggregation": "token"}, 10 / 15),
+        ({"aggregation": "sequence"}, 2 / 4),
+        ({"aggregation": "constant", "constant_denominator": 20}, 10 / (4 * 20)),
+    ],
+)
+def test_the_three_aggregations(arguments, expected) -> None:
+    assert Grpo(**arguments)(_of_ones((3, 1, 4, 2))).loss.item() == pytest.approx(-expected, rel=1e-14)
+
+
+def test_sequence_aggregation_weighs_rollouts_of_any_length_alike() -> None:
+    inputs = _of_ones((1, 1, 5, 4))
+    current = gradients(Grpo(aggregation="sequence"), inputs)[1]
+    assert current[:2].sum().item() == pytest.approx(current[2:].sum().item(), rel=1e-14)
+
+
+def _expected_kl_gradient(estimator: str, theta: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The KL term's gradient by theta, in exact expectation over one token sampled from softmax(theta)."""
+    log_p = torch.log_softmax(theta, 0)
+    current = log_p.detach().requires_grad_()
+    inputs = changed(
+        packed_inputs(0, (len(theta),)),
+        current_logprobs=current,
+        advantages=torch.zeros_like(theta),
+        reference_logprobs=torch.log_softmax(reference, 0),
+        denominator=1.0,
+    )
+    loss = Grpo(kl_coefficient=1.0, kl_estimator=estimator)(inputs).loss
+    by_logprob = torch.autograd.grad(loss, current)[0]
+    return torch.autograd.grad((log_p.detach().exp() * by_logprob * log_p).sum(), theta)[0]
+
+
+def test_the_gradients_of_the_kl_estimators_are_those_that_are_documented() -> None:
+    generator = torch.Generator().manual_seed(5)
+    theta = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, generator=generator, dtype=torch.float64)
+    log_p, log_q = torch.log_softmax(theta, 0), torch.log_softmax(reference, 0)
+    of_current = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), theta, retain_graph=True)[0]
+    of_reference = torch.autograd.grad((log_q.exp() * (log_q - log_p)).sum(), theta)[0]
+    assert of_current.abs().max() > 0.05
+    torch.testing.assert_close(_expected_kl_gradient("k1", theta, reference), torch.zeros_like(theta))
+    torch.testing.assert_close(_expected_kl_gradient("k2", theta, reference), of_current)
+    torch.testing.assert_close(_expected_kl_gradient("k3", theta, reference), of_reference)
+
+
+def test_k1_and_k3_estimate_the_kl_of_the_current_policy_without_bias() -> None:
+    generator = torch.Generator().manual_seed(6)
+    log_p, log_q = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((log_p.exp() * reference_kl(log_p, log_q, estimator)).sum(), kl)
+
+
+def test_k3_keeps_its_accuracy_where_the_policies_hardly_differ() -> None:
+    current = torch.tensor([-1.0], dtype=torch.float32)
+    found = reference_kl(current, current + 1e-3, "k3").item()
+    x = (current + 1e-3).item() - current.item()
+    assert found == pytest.approx(x**2 / 2 + x**3 / 6, rel=1e-3)
+
+
+def test_the_reference_kl_is_reported_even_where_it_is_not_part_of_the_loss() -> None:
+    inputs = packed_inputs(3)
+    reported = Grpo()(inputs).metrics["reference_kl"]
+    expected = reference_kl(inputs.current_logprobs.detach(), inputs.reference_logprobs, "k3").sum()
+    torch.testing.assert_close(reported, expected)
+    without = Grpo()(changed(inputs, reference_logprobs=None))
+    assert "reference_kl" not in without.metrics
+    assert torch.equal(without.loss, Grpo()(inputs).loss)
+
+
+@pytest.mark.parametrize("kind", EVERY_CLASS)
+def test_a_kl_term_without_a_reference_is_refused(kind) -> None:
+    objective = kind(kl_coefficient=0.1)
+    assert objective.needs_reference
+    with pytest.raises(ValueError, match=f"{kind.__name__}: reference_logprobs is None with kl_coefficient = 0.1"):
+        objective(changed(packed_inputs(0), reference_logprobs=None))
+
+
+@pytest.mark.parametrize("kind", EVERY_CLASS)
+def test_the_entropy_bonus_reaches_the_entropys_gradient(kind) -> None:
+    inputs = packed_inputs(0)
+    plain_loss, plain, nothing = gradients(kind(aggregation="token"), inputs)
+    loss, current, entropy = gradients(kind(aggregation="token", entropy_coefficient=0.5), inputs)
+    torch.testing.assert_close(entropy, torch.full_like(entropy, -0.5 / inputs.denominator))
+    torch.testing.assert_close(loss, plain_loss - 0.5 * inputs.entropy.detach().sum() / inputs.denominator)
+    assert torch.equal(current, plain)
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("kind", EVERY_CLASS)
+def test_the_weight_scales_each_tokens_gradient(kind) -> None:
+    inputs = packed_inputs(0, (1, 1, 1, 1))
+    once = gradients(kind(), changed(inputs, importance_weights=torch.ones_like(inputs.advantages)))[1]
+    torch.testing.assert_close(gradients(kind(), inputs)[1], inputs.importance_weights * once, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("kind", EVERY_CLASS)
+def test_at_the_proximal_policy_the_gradient_is_the_weighted_policy_gradient(kind) -> None:
+    inputs = packed_inputs(0)
+    inputs = changed(inputs, proximal_logprobs=inputs.current_logprobs.detach())
+    if kind is Gspo:  # The weights of a row meet in its ratio's gradient.
+        inputs = changed(inputs, importance_weights=torch.ones(10).double(), advantages=inputs.row_ids.double() - 1)
+    gradient = gradients(kind(aggregation="token"), inputs)[1]
+    torch.testing.assert_close(gradient, -inputs.importance_weights * inputs.advantages / inputs.denominator)
+
+
+def test_what_the_trainer_reads_off_an_objective() -> None:
+    attributes = {
+        kind.__name__: (kind().token_level, kind().needs_reference, kind().reads_behavior) for kind in EVERY_CLASS
+    }
+    assert attributes == {name: (name != "Gspo", False, False) for name in attributes}
+    assert DecoupledPpo(proximal="linear", total_weight_cap=2.0).reads_behavior
+    for objective in OBJECTIVES.values():
+        assert objective.needs_reference == (objective.kl_coefficient > 0)
+
+
+BAD: list[tuple[type, dict[str, Any]]] = [
+    *[
+        (kind, arguments)
+        for kind in EVERY_CLASS
+        for arguments in (
+            {"aggregation": "mean"},
+            {"aggregation": "rollout"},
+            {"constant_denominator": 5.0},
+            {"kl_coefficient": -0.1},
+            {"kl_coefficient": float("nan")},
+            {"kl_estimator": "k4"},
+            {"entropy_coefficient": -1.0},
+            {"entropy_coefficient": "0.1"},
+        )
+    ],
+    *[
+        (kind, arguments)
+        for kind in (Grpo, Dapo, Gspo, DecoupledPpo)
+        for arguments in (
+            {"clip_low": 0.0},
+            {"clip_low": 1.5},
+            {"clip_high": -0.1},
+            {"clip_high": float("inf")},
+            {"clip_high": True},
+            {"dual_clip": 1.0},
+        )
+    ],
+    (Grpo, {"constant_denominator": None, "aggregation": "constant"}),
+    (Grpo, {"constant_denominator": 0, "aggregation": "constant"}),
+    (Gspo, {"gradient": "row"}),
+    (Cispo, {"clip_low": 0.0}),
+    (Cispo, {"clip_high": 0.0}),
+    (Reinforce, {"ratio_cap": 0.5}),
+    (Sapo, {"temperature_positive": 0.0}),
+    (Sapo, {"temperature_negative": -1.0}),
+    (DecoupledPpo, {"proximal": "old"}),
+    (DecoupledPpo, {"total_weight_cap": None, "proximal": "loglinear"}),
+    (DecoupledPpo, {"total_weight_cap": 0.5, "proximal": "linear"}),
+    (DecoupledPpo, {"total_weight_cap": 5.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), BAD)
+def test_arguments_out_of_range_are_refused_by_name_and_value(kind, arguments) -> None:
+    name, value = next(iter(arguments.items()))
+    with pytest.raises(ValueError) as caught:
+        kind(**arguments)
+    assert str(caught.value).startswith(f"{kind.__name__}: {name} is {value!r}, expected ")
+
+
+@pytest.mark.parametrize("kind", EVERY_CLASS)
+def test_a_run_file_plugs_each_by_path(kind) -> None:
+    path = f"{kind.__module__}:{kind.__name__}"
+    built = construct(
+        Plug(path=path, kwargs={"aggregation": "token", "entropy_coefficient": 0.01}), "objective", Objective
+    )
+    assert built == kind(aggregation="token", entropy_coefficient=0.01)
+    # A plain signature lets a wrong name be refused before anything runs.
+    with pytest.raises(TypeError, match="clip_hi"):
+        inspect.signature(kind).bind(clip_hi=0.3)

@@ -1,0 +1,318 @@
+"""The record of a run whose trainer is killed, rolled back or short of disk: each trained group once, on its line."""
+
+import errno
+import logging
+import random
+import signal
+import subprocess
+
+import pytest
+from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.consumers.stream.checkpoints import Checkpoints
+from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW
+from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import encode_group
+
+from mini_producer import group_fields
+from trainer_bench import KilledError, assert_settled_once, at_step, wait_for
+from trainer_process import with_learner
+
+pytestmark = pytest.mark.redis
+
+PLACES = {
+    "before the record is on the disk": (SegmentFiles, "sync", "before"),
+    "between record and checkpoint": (SegmentFiles, "sync", "after"),
+    "between checkpoint and commit": (Checkpoints, "write", "after"),
+    "after the commit": (Checkpoints, "committed", "before"),
+    "in the middle of a batch": (SegmentFiles, "append", "before"),
+}
+
+
+def recorded(record: Record, *, outcome: str = "trained") -> list[int]:
+    """The indexes of this outcome on the surviving line, in the order in which they were trained."""
+    return [group.entry.index for group in record.groups() if group.entry.outcome == outcome]
+
+
+def assert_recorded_once(bench, client) -> Record:
+    """What the saved policy was trained on, by the learner's own account, is what the record holds, in its order."""
+    record = Record(bench.folder)
+    assert recorded(record) == bench.saved_training(client)
+    assert record.missing == []
+    assert [at.entry.position for at in record.batches] == list(range(len(record.batches)))
+    updates = [head.update for head in map(record.head, record.batches) if head.counts]
+    assert updates == list(range(1, len(updates) + 1))
+    for group in record.groups():
+        whole = record.group(group)
+        decoded = whole.decode()
+        assert decoded.index == group.entry.index and encode_group(decoded) == whole.payload
+    return record
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, redis_client, monkeypatch, place):
+    owner, method, when = PLACES[place]
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    original, calls = getattr(owner, method), []
+    fatal = 6 if method == "append" else 2
+
+    def die(self, *args):
+        calls.append(args)
+        if len(calls) == fatal and when == "before":
+            raise KilledError
+        result = original(self, *args)
+        if len(calls) == fatal:
+            raise KilledError
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, die)
+        with pytest.raises(RunFailedError if method == "append" else KilledError):
+            first.run()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+    record = assert_recorded_once(bench, redis_client)
+    assert len(record.batches) == 12
+
+
+OFTEN_A_NEW_SEGMENT = with_learner("""
+import random
+import penstock.consumers.observe.record_files
+penstock.consumers.observe.record_files._MB = 4_000
+class Learner(ScriptedLearner):
+    def step(self, batch):
+        time.sleep(random.uniform(0, 0.01))
+        return super().step(batch)
+""")
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_client, processes):
+    # kill -9 at any moment, in a segment of four kilobytes, a checkpoint every third update.
+    rng = random.Random(3)
+    bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=60", "checkpoint.every=3"]
+    bench.overrides += ["evaluation.num_prompts=0"]
+    bench.hardy_producer()
+    for life in range(4):
+        process = processes.start("trainer", *(["--resume"] if life else []), program=OFTEN_A_NEW_SEGMENT)
+        is_last = life == 3
+        if is_last:
+            assert process.wait(120) == 0, processes.log("trainer")
+            break
+        started = life * 10**9
+        fatal = started + rng.randint(3, 9)
+        wait_for(lambda fatal=fatal: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= fatal)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        Record(bench.folder)  # whatever the kill has left can be read
+    assert_settled_once(bench, redis_client)
+    record = assert_recorded_once(bench, redis_client)
+    assert len(record.batches) == 60
+    assert len(record.segments) > 20
+    assert record.num_undone > 0, "some kill fell between two checkpoints"
+
+
+DIES_WRITING_THE_SEVENTH_BATCH = with_learner("""
+write, calls = os.write, []
+def write_half(descriptor, data):
+    if isinstance(data, memoryview):  # as the record writes; the first is the header
+        calls.append(data)
+        if len(calls) == 8:
+            write(descriptor, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write(descriptor, data)
+os.write = write_half
+Learner = ScriptedLearner
+""")
+
+
+def test_a_batch_half_written_when_the_trainer_was_killed_is_said_and_done_again(bench, redis_client, processes):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    process = processes.start("first", program=DIES_WRITING_THE_SEVENTH_BATCH)
+    assert process.wait(60) == -signal.SIGKILL, processes.log("first")
+    torn = Record(bench.folder)
+    assert len(torn.batches) == 6
+    assert "after batch 6 of the segment are no whole one" in torn.notes[0] and "cut off by a kill" in torn.notes[0]
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    record = assert_recorded_once(bench, redis_client)
+    assert len(record.batches) == 12 and record.num_undone == 2
+
+
+def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first._recorder._wait()
+    before = Record(bench.folder)
+    assert len(before.batches) == 7, "what follows the checkpoint counts while nobody has gone back to it"
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    between = Record(bench.folder)
+    assert len(between.batches) == 4 and between.num_undone == 3, "said before the first new batch"
+    assert second.run()
+    record = assert_recorded_once(bench, redis_client)
+    assert record.num_undone == 3
+    assert [at.segment.header.epoch for at in record.batches] == [0] * 4 + [1] * 8
+    assert record.header.forks == {1: 4} and record.header.line == {0: 4}
+
+
+def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became_of_them(bench, redis_client):
+    def answer(index: int, version: int) -> dict:
+        return group_fields(index, version, rewards=(1.0, 1.0) if index % 5 == 0 else (1.0, 0.0))
+
+    bench.overrides = ["record=true", "evaluation.num_prompts=0"]
+    bench.hardy_producer(answer)
+    trainer = bench.trainer()
+    trainer.learner.fail_at[3] = "gradient norm is not finite"
+    trainer.learner.never_finite = {2}
+    assert trainer.run()
+    record = Record(bench.folder)
+    ledger = trainer._ledger
+    for outcome in ("trained", "skipped", "dead"):
+        indexes = recorded(record, outcome=outcome)
+        assert sorted(indexes) == list(ledger.by_outcome[outcome]), outcome
+        assert indexes
+    dead = {g.entry.index: g.entry.reason for g in record.groups() if g.entry.outcome == "dead"}
+    assert dead.pop(2) == "loss is not finite" and len(dead) == 4
+    assert set(dead.values()) == {"gradient norm is not finite"}
+    failed = [head for head in map(record.head, record.batches) if not head.counts]
+    assert [(head.position, head.update, head.skipped_reason) for head in failed] == [
+        (3, 3, "gradient norm is not finite")
+    ]
+    assert len(record.batches) == 12 + 1
+
+
+def test_a_run_that_is_given_up_has_recorded_what_it_books(bench, redis_client):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    trainer = bench.trainer()
+    step = trainer.learner.step
+
+    def fail(batch):
+        if trainer.learner.num_steps == 2:
+            trainer.learner.fail_at[2] = "loss is not finite"
+        return step(batch)
+
+    trainer.learner.step = fail
+    with pytest.raises(RunFailedError):
+        trainer.run()
+    trainer.close()
+    record = Record(bench.folder)
+    assert sorted(recorded(record, outcome="dead")) == list(trainer._ledger.by_outcome["dead"])
+    assert len(record.batches) == 2 + MAX_FAILED_STEPS_IN_A_ROW
+    assert record.segments[0].is_closed
+
+
+def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    trainer = bench.trainer()
+    sync, left = SegmentFiles.sync, [1]
+
+    def full(self) -> None:
+        if left[0]:
+            left[0] -= 1
+            assert redis_client.hget(bench.keys.commit, "checkpoint") is None
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(self)
+
+    monkeypatch.setattr(SegmentFiles, "sync", full)
+    assert trainer.run()
+    said = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(said) == 1 and "the record of rollouts cannot be written" in said[0]
+    assert left == [0]
+    assert_recorded_once(bench, redis_client)
+
+
+def test_a_run_without_record_leaves_none_and_a_later_one_says_what_is_missing(bench, redis_client):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    assert not (bench.folder / "record").exists()
+    bench.overrides = ["record=true"]
+    second = bench.trainer(resume=True)
+    assert second.run()
+    record = Record(bench.folder)
+    assert record.missing == [(0, 4)] and len(record.batches) == 8
+    assert recorded(record) == bench.saved_training(redis_client)[16:]
+
+
+def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_committed_without(
+    bench, redis_client, monkeypatch, caplog
+):
+    import penstock.schemas.record
+
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    with monkeypatch.context() as patch:
+
+        def refuse_from_now_on() -> None:
+            first._recorder._wait()  # the batch before is written in a thread
+            patch.setattr(penstock.schemas.record, "MAX_FRAME_BYTES", 100)
+
+        at_step(first, 5, refuse_from_now_on)
+        with pytest.raises(
+            RunFailedError, match=r"a batch cannot be recorded: ValueError: batch 5: .* at most 100; cont"
+        ):
+            first.run()
+        first.close()
+    assert len(bench.saved_training(redis_client)) == 4 * 4, "the checkpoint before it"
+    assert "no checkpoint: the record of rollouts cannot be written" in caplog.text
+    assert len(Record(bench.folder).batches) == 5
+    assert bench.trainer(resume=True).run()
+    assert_recorded_once(bench, redis_client)
+
+
+def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redis_client, monkeypatch, caplog):
+    bench.overrides = ["record=true"]
+    trainer = bench.trainer()
+    recorder = trainer._recorder
+    recorder._writing = recorder._thread.submit(lambda: 1 // 0)
+
+    def fail(self) -> None:
+        raise ValueError("no such file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentFiles, "close", fail)
+        trainer.close()
+    assert "a batch cannot be recorded: ZeroDivisionError" in caplog.text
+    assert "the record of rollouts is not closed: no such file" in caplog.text
+    assert recorder._thread._shutdown
+
+
+def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(bench, redis_client):
+    bench.overrides = ["record=true"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first._recorder._wait()
+    bench.overrides = ["record=false"]
+    second = bench.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    second.learner.fail_at[9] = KilledError()
+    with pytest.raises(KilledError):
+        second.run()
+    record = Record(bench.folder)
+    assert len(record.batches) == 4 and record.num_undone == 3 and record.header.epoch == 1
+    assert recorded(record) == bench.saved_training(redis_client)[:16]
+    bench.overrides = ["record=true"]
+    assert bench.trainer(resume=True).run()
+    record = Record(bench.folder)
+    assert record.missing == [(4, 8)] and [at.entry.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]

@@ -1,0 +1,41 @@
+"""What the trainer serves about its queue: as full as it was before the batch made room, and fresh while it waits."""
+
+import pytest
+
+from trainer_bench import Bench, at_step, wait_for
+from trainer_thread import TrainerThread
+
+pytestmark = pytest.mark.redis
+
+CREDIT = 12
+
+
+def test_a_queue_at_its_bound_is_seen_before_the_batch_makes_room(bench: Bench, redis_client) -> None:
+    trainer, producer = bench.trainer(), bench.producer()
+    value, seen = bench.metrics.registry.get_sample_value, []
+
+    def fill_the_queue() -> None:
+        wait_for(lambda: not redis_client.xlen(bench.keys.prompts))
+        producer.stop.set()  # what is released from now on stays where it is
+        producer.join()
+
+    def look_and_go_on() -> None:
+        seen.append((value("penstock_groups_open"), value("penstock_prompts_open")))
+        bench.producer()
+
+    at_step(trainer, 3, fill_the_queue)
+    at_step(trainer, 4, look_and_go_on)
+    assert trainer.run()
+    assert seen == [(CREDIT, 0)]
+    assert value("penstock_credit_groups") == CREDIT
+    assert value("penstock_lag_bound_steps") == 2
+
+
+def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are(bench: Bench) -> None:
+    trainer = bench.trainer()
+    value = bench.metrics.registry.get_sample_value
+    thread = TrainerThread(trainer)
+    wait_for(lambda: (value("penstock_groups_open"), value("penstock_prompts_open")) == (CREDIT, CREDIT))
+    trainer.stop()
+    thread.join(60)
+    assert thread.outcome is False

@@ -1,0 +1,487 @@
+"""TensorBoard and Weights & Biases, by what their own packages read back, and sinks that fail."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import penstock.consumers.__main__ as entry
+import pytest
+from penstock.consumers.observe.sinks import feeding
+from penstock.consumers.observe.sinks.feeding import Sinks, check_sinks
+from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
+from penstock.consumers.observe.sinks.weights_and_biases import _Run
+from penstock.consumers.stream.checkpoints import Checkpoints
+from penstock.schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
+
+from fake_wandb import FakeServer, Settings
+from trainer_bench import KilledError, wait_for
+
+OFFLINE = WandbConfig(project="lab", mode="offline")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def errors() -> list[str]:
+    return []
+
+
+def run_config(**metrics: Any) -> RunConfig:
+    return RunConfig(
+        name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), metrics=MetricsConfig(**metrics)
+    )
+
+
+def line(update: int, reward: float) -> dict[str, Any]:
+    return {
+        "update": update,
+        "time_s": 1000.0 + update,
+        "reward": reward,
+        "kl/lag_2-3": None,
+        "num_tokens_trained": 7,
+        "phase_s": {"forward": 0.5},
+        "skipped_reason": None,
+    }
+
+
+def evaluation(update: int, accuracy: float) -> dict[str, Any]:
+    return {"update": update, "time_s": 1000.0 + update, "policy_version": update, "accuracy": accuracy}
+
+
+def wait_for_the_next_second() -> None:
+    """TensorBoard orders its files by their names, which hold the second: no two trainers of a run start in one."""
+    second = int(time.time())
+    while int(time.time()) == second:
+        time.sleep(0.02)
+
+
+def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
+    """(step, value, time) of each point that TensorBoard shows."""
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
+
+
+def read_wandb(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]]]]:
+    """(run id, (step, numbers) of each row) of each session, oldest first."""
+    datastore = pytest.importorskip("wandb.sdk.internal.datastore")
+    records = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    sessions = []
+    for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        store, run_id, history = datastore.DataStore(), "", []
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = records.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "run":
+                run_id = record.run.run_id
+            elif record.WhichOneof("record_type") == "history":
+                row = {
+                    each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in record.history.item
+                }
+                numbers = {k: v for k, v in row.items() if not k.startswith("_")}
+                history.append((record.history.step.num, numbers))
+        store.close()
+        sessions.append((run_id, history))
+    return sessions
+
+
+def test_the_numbers_of_a_line_keep_their_names_and_are_nothing_else():
+    assert numbers_of({**line(3, 0.5), "queue": True, "name": "x"}) == {
+        "reward": 0.5,
+        "num_tokens_trained": 7.0,
+        "phase_s/forward": 0.5,
+    }
+
+
+def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
+    pytest.importorskip("tensorboard")
+    config = run_config(tensorboard=True)
+    first = Sinks(config, tmp_path, 0, errors.append)
+    first.evaluation(evaluation(0, 0.1))
+    for update in range(1, 13):
+        first.update(line(update, update / 100))
+        if update in (5, 8, 10):
+            first.evaluation(evaluation(update, update / 10))
+    first.close()
+    wait_for_the_next_second()
+    again = Sinks(config, tmp_path, 8, errors.append)  # from the checkpoint at update 8
+    again.evaluation(evaluation(8, 0.9))
+    for update in range(9, 12):
+        again.update(line(update, 0.5))
+    again.close()
+    points = read_tensorboard(tmp_path / "tensorboard" / "updates", "reward")
+    wanted = [(update, update / 100) for update in range(1, 9)] + [(update, 0.5) for update in range(9, 12)]
+    assert [point[0] for point in points] == [step for step, _ in wanted]
+    assert [point[1] for point in points] == pytest.approx([value for _, value in wanted])
+    assert points[0][2] == 1001.0, "the time is that of the line"
+    accuracies = read_tensorboard(tmp_path / "tensorboard" / "evaluations", "accuracy")
+    assert [(step, pytest.approx(value)) for step, value, _ in accuracies] == [(0, 0.1), (5, 0.5), (8, 0.9)]
+    assert errors == []
+
+
+def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors):
+    pytest.importorskip("wandb")
+    config = run_config(wandb=OFFLINE)
+    for start in (0, 3):
+        opened = Sinks(config, tmp_path, start, errors.append)
+        opened.evaluation(evaluation(start, 0.25))
+        for update in range(start + 1, start + 4):
+            opened.update(line(update, update / 8))
+        opened.evaluation(evaluation(start + 2, 0.75))
+        opened.close()
+    (first_id, first), (second_id, second) = read_wandb(tmp_path)
+    assert first_id == second_id == json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert [step for step, _ in first] == [0, 1, 2, 3] and [step for step, _ in second] == [3, 4, 5, 6]
+    first = dict(first)
+    assert first[0] == {"evaluation/accuracy": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
+    assert first[2] == {"reward": 0.25, "num_tokens_trained": 7, "phase_s/forward": 0.5}
+    assert first[3] == {
+        **first[2], "reward": 0.375,
+        "evaluation/accuracy": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
+    }  # fmt: skip
+    assert errors == []
+
+
+def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkeypatch, tmp_path):
+    server = FakeServer()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=server.init, Settings=Settings))
+    config = run_config(wandb=WandbConfig(project="lab"))
+
+    def session(start: int, updates: range, evaluations: dict[int, list[int]]) -> None:
+        """evaluations: by the update after whose line they come in."""
+        run = _Run(config.metrics.wandb, config, tmp_path, "0a1b2c3d")
+        assert server.asked["mode"] == "online" and server.asked["resume"] == "allow"
+        for update in (start, *updates):
+            if update > start:
+                run.write(SinkPoint("updates", update, 0.0, {"reward": update / 8}))
+            for evaluated in evaluations.get(update, []):
+                run.write(SinkPoint("evaluations", evaluated, 0.0, {"accuracy": 0.5}))
+        run.finish()
+
+    session(0, range(1, 8), {0: [0], 7: [5]})
+    session(4, range(5, 11), {4: [4], 5: [5], 10: [10]})  # W&B has 5 to 7 already
+    session(10, range(11, 13), {10: [10], 11: [12], 12: [11]})
+    assert server.dropped == []
+    updates = [(step, row["reward"] * 8) for step, row in server.rows if "reward" in row]
+    assert updates == [(update, update) for update in range(1, 13)], "each once, at its own step"
+    evaluated = [row["evaluation/update"] for _, row in server.rows if "evaluation/update" in row]
+    assert evaluated == [0, 5, 4, 5, 10, 10, 12, 11]
+
+
+def test_wandbs_process_ends_by_itself_after_a_killed_trainer_while_the_server_is_away(tmp_path):
+    (tmp_path / "wandb.py").write_text("from fake_wandb import *\n")
+    program = (
+        "import multiprocessing, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from penstock.consumers.observe.sinks import weights_and_biases\n"
+        "from penstock.schemas.config import ModelConfig, Plug, RunConfig, WandbConfig\n"
+        "if __name__ == '__main__':\n"
+        "    weights_and_biases.FINISH_S = 0.5\n"
+        "    config = RunConfig(name='r', model=ModelConfig(path='m'), environment=Plug(path='a:B'))\n"
+        "    weights_and_biases.WeightsAndBiases(WandbConfig(project='lab'), config, Path(sys.argv[1]))\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = tmp_path / "trainer.py"
+    script.write_text(program)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests" / "doubles"), str(ROOT)]),
+        "FAKE_WANDB_AWAY": "1",
+    }
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as killed:
+        pid = int(killed.stdout.readline())
+        assert killed.wait(60) == -signal.SIGKILL
+        try:
+            killed.communicate(timeout=20)  # the pipe is W&B's process's too: it ends when that has ended
+        except subprocess.TimeoutExpired:
+            os.kill(pid, signal.SIGKILL)
+            raise
+
+
+def test_a_batch_that_made_no_update_is_not_written_twice(tmp_path, monkeypatch, errors):
+    written: list[SinkPoint] = []
+    fake = SimpleNamespace(write=written.append, close=lambda: None)
+    monkeypatch.setattr(feeding, "_tensorboard", lambda folder, start: fake)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 4, errors.append)
+    for update in (4, 5, 5, 6):
+        opened.update(line(update, 0.5))
+    opened.close()
+    assert [point.update for point in written] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("package", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": OFFLINE})]
+)
+@pytest.mark.parametrize("found", [None, SimpleNamespace(origin=None)], ids=["not there", "a folder of that name"])
+def test_a_sink_whose_package_is_missing_is_refused_with_the_extra(package, metrics, found, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(ConfigError, match=rf"metrics\.{package} is set: .* pip install 'penstock\[{package}\]'"):
+        check_sinks(MetricsConfig(**metrics))
+    check_sinks(MetricsConfig())
+
+
+def failing(where: str) -> Callable[..., Any]:
+    def open_sink(*_: Any) -> Any:
+        def fail(*_: Any) -> None:
+            raise OSError("no room")
+
+        if where == "open":
+            fail()
+        idle: Callable[..., None] = lambda *_: None  # noqa: E731
+        return SimpleNamespace(write=fail if where == "write" else idle, close=fail if where == "close" else idle)
+
+    return open_sink
+
+
+@pytest.mark.parametrize(("where", "count"), [("open", 4), ("write", 3), ("close", 1)])
+def test_a_sink_that_fails_is_said_once_and_counted(where, count, tmp_path, monkeypatch, caplog, errors):
+    monkeypatch.setattr(feeding, "_tensorboard", failing(where))
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    with caplog.at_level(logging.WARNING):
+        for update in (1, 2, 3):
+            opened.update(line(update, 0.5))
+        opened.close()
+    assert errors == ["tensorboard"] * count
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("metrics.tensorboard: ") and "no room" in message
+
+
+def test_a_sink_that_cannot_be_opened_at_first_is_opened_later_and_what_it_missed_is_counted(
+    tmp_path, monkeypatch, caplog, errors
+):
+    written: list[int] = []
+    asked: list[int | None] = []
+    is_away, wait_s = threading.Event(), threading.Event()
+    is_away.set()
+
+    def open_sink(folder: Path, start: int | None) -> Any:
+        asked.append(start)
+        if is_away.is_set():
+            raise OSError("the server is away")
+        return SimpleNamespace(write=lambda point: written.append(point.update), close=lambda: None)
+
+    monkeypatch.setattr(feeding, "_tensorboard", open_sink)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 4, errors.append)
+    wait_for(lambda: errors)
+    opened.update(line(5, 0.5))
+    wait_for(lambda: len(errors) >= 2)
+    is_away.clear()
+    update = 5
+    while not written:
+        update += 1
+        opened.update(line(update, 0.5))
+        assert not wait_s.wait(0.02) and update < 2000
+    opened.close()
+    num_failed = sum(1 for _ in asked) - 1
+    assert written[0] > 5 and written == list(range(written[0], update + 1))
+    assert set(asked) == {4}, "it was never open before"
+    assert len(errors) == num_failed + len(range(5, written[0])), "each failure and each point that is not there"
+    assert len(caplog.records) == 1 and "cannot be opened: OSError: the server is away" in caplog.text
+
+
+def test_a_sink_that_stays_away_is_tried_less_and_less_often(tmp_path, monkeypatch, errors):
+    clock = [0.0]
+    tried: list[float] = []
+
+    def open_sink(*_: Any) -> Any:
+        tried.append(clock[0])
+        raise OSError("away")
+
+    monkeypatch.setattr(feeding, "_tensorboard", open_sink)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    wait_for(lambda: len(errors) == 1)
+    for update in range(1, 101):
+        clock[0] += 30
+        opened.update(line(update, 0.5))
+        wait_for(lambda: len(errors) == update + len(tried))  # noqa: B023
+    opened.close()
+    assert tried == [0, 30, 90, 210, 450, 930, 1530, 2130, 2730]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as TensorBoard's own thread ends
+def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwards(tmp_path, monkeypatch, errors):
+    pytest.importorskip("tensorboard")
+    from penstock.consumers.observe.sinks import tensorboard
+
+    monkeypatch.setattr(tensorboard, "_FLUSH_S", 0)
+    monkeypatch.setattr(feeding, "FIRST_RETRY_S", 0.05)
+    folder, aside = tmp_path / "tensorboard" / "updates", tmp_path / "aside"
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    opened.update(line(1, 0.5))
+    wait_for(lambda: folder.exists() and any(b"reward" in file.read_bytes() for file in folder.iterdir()))
+    wait_for(opened._feeders[0]._points.empty)
+    folder.rename(aside)
+    folder.write_text("in the way")
+    update = 1
+    while not errors:
+        update += 1
+        opened.update(line(update, 0.5))
+        time.sleep(0.02)
+    folder.unlink()
+    aside.rename(folder)
+    wait_for_the_next_second()
+    last = update + 500
+    while update < last and sum(b"reward" in file.read_bytes() for file in folder.iterdir()) < 2:
+        update += 1
+        opened.update(line(update, 0.5))
+        time.sleep(0.02)
+    opened.close()
+    steps = [step for step, *_ in read_tensorboard(folder, "reward")]
+    assert steps[0] == 1 and steps[-1] == update, "what was there stays, and it goes on"
+    assert steps == sorted(set(steps))
+
+
+def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_points(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from penstock.consumers.observe.sinks.tensorboard import TensorBoard
+
+    sink = TensorBoard(tmp_path, 0)
+
+    def fail() -> None:
+        raise OSError("no room")
+
+    closed: list[str] = []
+    close = sink._writers["evaluations"].close
+    monkeypatch.setattr(sink._writers["updates"], "close", fail)
+    monkeypatch.setattr(sink._writers["evaluations"], "close", lambda: (close(), closed.append("evaluations")))
+    sink.write(SinkPoint("evaluations", 3, 1003.0, {"accuracy": 0.5}))
+    with pytest.raises(OSError, match="no room"):
+        sink.close()
+    assert closed == ["evaluations"]
+    assert read_tensorboard(tmp_path / "evaluations", "accuracy") == [(3, 0.5, 1003.0)]
+    monkeypatch.undo()
+    sink.close()
+
+
+def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
+    release = threading.Event()
+    hung = SimpleNamespace(write=lambda point: release.wait(60), close=lambda: None)
+    monkeypatch.setattr(feeding, "_tensorboard", lambda *_: hung)
+    monkeypatch.setattr(feeding, "check_sinks", lambda config: None)
+    monkeypatch.setattr(feeding, "MAX_WAITING", 5)
+    monkeypatch.setattr(feeding, "CLOSE_S", 0.2)
+    opened = Sinks(run_config(tensorboard=True), tmp_path, 0, errors.append)
+    for update in range(1, 21):
+        opened.update(line(update, 0.5))
+    opened.close()
+    opened.close()
+    release.set()
+    assert 15 <= len(errors) <= 16, "all but those that wait and the one in hand, and the last wait"
+    assert len(caplog.records) == 1 and "does not keep up" in caplog.text
+
+
+@pytest.mark.redis
+def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(bench):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    wait_for_the_next_second()
+    second = bench.trainer(resume=True)
+    assert second.run()
+    second.close()
+    updates = {row["update"]: row["reward"] for row in bench.lines("updates.jsonl")}
+    points = read_tensorboard(bench.folder / "tensorboard" / "updates", "reward")
+    assert {step: pytest.approx(value) for step, value, _ in points} == updates
+    assert [step for step, _, _ in points] == list(range(1, 13))
+    steps = [step for step, *_ in read_tensorboard(bench.folder / "tensorboard" / "evaluations", "accuracy")]
+    assert steps == sorted(set(steps)) and {0, 5, 10, 12} <= set(steps)
+    sessions = read_wandb(bench.folder)
+    assert len({run_id for run_id, _ in sessions}) == 1 and len(sessions) == 2
+    steps = [[step for step, row in history if "reward" in row] for _, history in sessions]
+    assert steps == [[1, 2, 3, 4, 5, 6], list(range(5, 13))], "the checkpoint is of update 4"
+    assert bench.metrics.sink_errors.labels("wandb")._value.get() == 0
+
+
+@pytest.mark.redis
+def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
+    pytest.importorskip("tensorboard")
+    bench.overrides = ["metrics.tensorboard=true"]
+    bench.folder.mkdir()
+    (bench.folder / "tensorboard").write_text("in the way")
+    bench.hardy_producer()
+    trainer = bench.trainer()
+    assert trainer.run()
+    trainer.close()
+    num_points = len(bench.lines("updates.jsonl")) + len(bench.lines("evaluations.jsonl"))
+    count = bench.metrics.registry.get_sample_value("penstock_sink_errors_total", {"sink": "tensorboard"})
+    assert count == 1 + num_points
+    assert sum("metrics.tensorboard: it cannot be opened" in each.getMessage() for each in caplog.records) == 1
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("how", ["resume", "standby"])
+def test_a_trainer_without_the_sinks_package_takes_nothing_over(bench, redis_client, monkeypatch, caplog, how):
+    monkeypatch.setenv("REDIS_URL", bench.url)
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    first.close()
+    epoch = redis_client.hgetall(bench.keys.commit)
+    claimed = Checkpoints(bench.folder / "checkpoints", 2, Path("none")).newest_epoch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    bench.overrides = ["metrics.tensorboard=true"]
+    assert entry.main(bench.config, runs=bench.runs, **{how: True}) == 2
+    assert "metrics.tensorboard is set: the package tensorboard is not installed" in caplog.text
+    assert redis_client.hgetall(bench.keys.commit) == epoch
+    assert Checkpoints(bench.folder / "checkpoints", 2, Path("none")).newest_epoch() == claimed == 0
+
+
+@pytest.mark.redis
+def test_the_record_is_closed_before_the_sinks_which_may_take_their_time(bench, monkeypatch):
+    closed: list[str] = []
+    bench.overrides = ["record=true"]
+    trainer = bench.trainer()
+    for name in ("_recorder", "_sinks"):
+        part = getattr(trainer, name)
+
+        def close(name: str = name, close: Callable[[], None] = part.close) -> None:
+            closed.append(name)
+            close()
+
+        monkeypatch.setattr(part, "close", close)
+    trainer.close()
+    assert closed == ["_recorder", "_sinks"]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "run.toml"
+    file.write_text('name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n[metrics.wandb]\nproject = "lab"\n')
+    yield file
+
+
+def test_sinks_are_off_unless_asked_for(run_file):
+    assert load_config(run_file).metrics.wandb == WandbConfig(project="lab")
+    assert MetricsConfig().wandb is None and MetricsConfig().tensorboard is False
+    with pytest.raises(ConfigError, match=r"metrics\.wandb\.mode = 'later': expected one of 'online', 'offline'"):
+        load_config(run_file, ["metrics.wandb.mode=later"])
+    with pytest.raises(ConfigError, match=r"metrics\.wandb\.project = ''"):
+        load_config(run_file, ['metrics.wandb.project=""'])

@@ -1,0 +1,171 @@
+"""JsonLines and books of the run folder on a disk without room: training goes on, and what is lost is said."""
+
+import contextlib
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from penstock.consumers.observe.ledger_file import LedgerFile
+from penstock.schemas.process.json_lines import MAX_WAITING_LINES, JsonLines
+
+from trainer_bench import assert_settled_once
+from trainer_process import TrainerProcesses
+
+
+@contextlib.contextmanager
+def disk_of(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond `num_bytes`; the write that would is cut there, as by a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def read(file: Path) -> list[int]:
+    return [json.loads(line)["n"] for line in file.read_text().splitlines()]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert not [record for record in caplog.records if record.exc_info]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path):
+    lines = JsonLines(tmp_path / "run" / "updates.jsonl")
+    for n in range(3):
+        lines.write(n=n)
+        assert read(tmp_path / "run" / "updates.jsonl") == list(range(n + 1))
+    lines.close()
+    lines.close()
+
+
+def test_a_line_that_a_kill_has_torn_stays_one_of_its_own(tmp_path):
+    file = tmp_path / "updates.jsonl"
+    file.write_text('{"n": 0}\n{"n": 1, "lag_histo')
+    lines = JsonLines(file)
+    lines.write(n=2)
+    lines.write(n=3)
+    lines.close()
+    assert file.read_text() == '{"n": 0}\n{"n": 1, "lag_histo\n{"n": 2}\n{"n": 3}\n'
+
+
+@pytest.mark.parametrize("room", range(100, 112))
+def test_lines_that_do_not_fit_wait_for_room_and_none_is_torn(tmp_path, caplog, room):
+    file = tmp_path / "updates.jsonl"
+    lines = JsonLines(file)
+    for n in range(10, 20):
+        lines.write(n=n)  # of 10 bytes each
+    with disk_of(room):
+        for n in range(20, 25):
+            lines.write(n=n)
+        assert read(file) == list(range(10, 20 + (room - 100) // 10)), "whole lines only"
+    lines.write(n=25)
+    lines.close()
+    assert read(file) == list(range(10, 26))
+    assert warnings(caplog) == [f"{file} cannot be written: [Errno 27] File too large; the run goes on, its lines wait"]
+
+
+def test_lines_beyond_those_that_may_wait_are_lost_and_counted(tmp_path, caplog):
+    file = tmp_path / "updates.jsonl"
+    lines = JsonLines(file)
+    with disk_of(0):
+        for n in range(MAX_WAITING_LINES + 7):
+            lines.write(n=n)
+    lines.write(n=-1)
+    lines.write(n=-2)
+    assert read(file) == [*range(7, MAX_WAITING_LINES + 7), -1, -2]
+    assert len(warnings(caplog)) == 2
+    assert warnings(caplog)[1] == f"{file}: 7 lines are lost"
+    with disk_of(0):
+        lines.write(n=-3)
+    assert len(warnings(caplog)) == 3, "a disk that is full again is said again"
+    lines.close()
+    assert read(file)[-1] == -3
+    assert len(warnings(caplog)) == 3
+
+
+def test_a_disk_that_stays_full_costs_one_warning_and_at_the_end_the_number_of_lines(caplog):
+    lines = JsonLines(Path("/dev/full"))
+    for n in range(50):
+        lines.write(n=n)
+    assert warnings(caplog) == [
+        "/dev/full cannot be written: [Errno 28] No space left on device; the run goes on, its lines wait"
+    ]
+    lines.close()
+    assert warnings(caplog)[1:] == ["/dev/full: 50 lines are lost"]
+
+
+def test_books_that_do_not_fit_leave_those_of_before(tmp_path, caplog):
+    file = tmp_path / "trainer.json"
+    books = LedgerFile(file)
+    books.write({"n": 1})
+    with disk_of(0):
+        books.write({"n": 2})
+        books.write({"n": 3})
+        assert json.loads(file.read_text()) == {"n": 1}
+    books.write({"n": 4})
+    assert json.loads(file.read_text()) == {"n": 4}
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{file} cannot be written: [Errno 27] File too large; it is written with a later")
+
+
+# The run folder is a small tmpfs of the process's own, full from one step to another: lines, books and checkpoints go
+# there. What it holds at the end is copied out, for it goes with the process.
+FULL_RUN_FOLDER = """
+import os, shutil, sys
+from pathlib import Path
+from tests.chaos.disk import SmallDisk, enter_namespace
+
+if not enter_namespace():
+    sys.exit(77)
+folder = Path(os.environ["RUN_FOLDER"])
+disk = SmallDisk(folder)
+from scripted_learner import ScriptedLearner
+import penstock.consumers.__main__ as entry
+from penstock.deploy.cli import main
+
+class Learner(ScriptedLearner):
+    def step(self, batch):
+        if self.num_steps == 5:
+            disk.fill(0)
+        if self.num_steps == 30:
+            disk.drain()
+        return super().step(batch)
+
+entry._load_learner = Learner
+status = main(sys.argv[1:])
+shutil.copytree(folder, os.environ["COPY"])
+sys.exit(status)
+"""
+
+
+@pytest.mark.redis
+def test_a_run_whose_folder_is_full_for_a_while_trains_on_and_has_every_line(
+    bench, redis_client, processes: TrainerProcesses, tmp_path, monkeypatch
+):
+    weights, copy = tmp_path / "weights", tmp_path / "copy" / "test"
+    bench.overrides = ["num_updates=40", "evaluation.every=10", f"weights.folder={weights}"]
+    monkeypatch.setenv("RUN_FOLDER", str(bench.folder))
+    monkeypatch.setenv("COPY", str(copy))
+    bench.hardy_producer()
+    process = processes.start("trainer", program=FULL_RUN_FOLDER)
+    status = process.wait(120)
+    log = processes.log("trainer")
+    if status == 77:
+        pytest.skip("no mount namespace to be had here")
+    assert status == 0, log
+    assert "Traceback" not in log
+    bench.runs = copy.parent
+    assert_settled_once(bench, redis_client)
+    assert [line["update"] for line in bench.lines("updates.jsonl")] == list(range(1, 41))
+    assert [line["update"] for line in bench.lines("evaluations.jsonl")] == [0, 10, 20, 30, 40]
+    assert bench.books()["finished"]
+    told = [line for line in log.splitlines() if "No space left on device" in line]
+    assert len([line for line in told if "updates.jsonl cannot be written" in line]) == 1
+    assert [line for line in told if "training goes on, next try in 1 s" in line], "the checkpoint of update 8"
+    assert "lines are lost" not in log

@@ -1,0 +1,183 @@
+"""A checkpoint is whole or not used."""
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.stream.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointState,
+    CheckpointWriteError,
+    restore_rng,
+    rng_state,
+)
+from penstock.schemas.config import TrainerConfig
+from safetensors import SafetensorError
+
+from scripted_learner import ScriptedLearner
+from training_groups import configuration, lag_from, random_group, tiny_model
+
+
+def state(version: int) -> CheckpointState:
+    return CheckpointState(
+        policy_version=version, num_batches=version, ledger={}, forks={1: 3}, announced={0: 9}, counters={"x": 1.5}
+    )
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, keep=2)
+
+
+def write(checkpoints: Checkpoints, version: int, *, commit: bool = True) -> str:
+    learner = ScriptedLearner(None)
+    learner.num_steps, learner.trained = version, list(range(version))
+    name = checkpoints.write(learner, state(version))
+    if commit:
+        checkpoints.committed(name)
+    return name
+
+
+def load(tmp_path, pointer):
+    learner = ScriptedLearner(None)
+    loaded = Checkpoints(tmp_path, keep=2).load(pointer, learner)
+    return loaded, learner
+
+
+def test_what_was_written_is_read_back(checkpoints, tmp_path):
+    name = write(checkpoints, 5)
+    loaded, learner = load(tmp_path, name)
+    assert loaded == state(5)
+    assert (learner.num_steps, learner.trained) == (5, [0, 1, 2, 3, 4])
+
+
+def test_a_run_without_checkpoints_has_none_to_load(tmp_path):
+    assert load(tmp_path, None)[0] is None
+
+
+def test_the_last_two_committed_are_kept(checkpoints, tmp_path):
+    names = [write(checkpoints, version) for version in (1, 2, 3)]
+    write(checkpoints, 4, commit=False)
+    newest = write(checkpoints, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([names[2], newest])
+
+
+def test_a_checkpoint_that_redis_does_not_point_to_is_passed_over(checkpoints, tmp_path):
+    name = write(checkpoints, 1)
+    write(checkpoints, 2, commit=False)
+    assert load(tmp_path, name)[0].policy_version == 1
+    assert load(tmp_path, None)[0].policy_version == 2, "without a pointer the newest valid one counts"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "sums"])
+def test_a_damaged_checkpoint_is_detected_and_its_predecessor_used(checkpoints, tmp_path, damage, caplog):
+    write(checkpoints, 1)
+    name = write(checkpoints, 2)
+    file = tmp_path / name / ("checksums.json" if damage == "sums" else "learner.pt")
+    content = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    elif damage == "flip":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        file.write_bytes(content[: len(content) // 2])
+    loaded, learner = load(tmp_path, name)
+    assert loaded.policy_version == 1 and learner.num_steps == 1
+    assert f"checkpoint {tmp_path / name} cannot be used" in caplog.text
+
+
+def test_checkpoints_of_which_none_is_whole_are_an_error(checkpoints, tmp_path):
+    name = write(checkpoints, 1)
+    (tmp_path / name / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*state.json: checksum differs"):
+        load(tmp_path, name)
+
+
+def test_no_two_trainers_get_one_epoch(tmp_path):
+    first, second = Checkpoints(tmp_path, keep=2), Checkpoints(tmp_path, keep=2)
+    assert first.claim_epoch(0) == 0
+    assert second.claim_epoch(0) == 1
+    assert first.claim_epoch(7) == 7, "Redis may know of epochs that this disk does not"
+    assert second.claim_epoch(0) == 8
+
+
+def test_a_checkpoint_s_model_folder_holds_the_tokenizer(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (base / name).write_text(name)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2, base)
+    assert not (tmp_path / "checkpoints").exists(), "one that only stands by leaves no trace"
+    checkpoints.claim_epoch(0)
+    name = write(checkpoints, 1)
+    files = {file.name for file in (tmp_path / "checkpoints" / name / "model").iterdir()}
+    assert files == {"trained.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_trainer_that_sleeps_through_its_replacement_deletes_nothing_newer(tmp_path):
+    sleeping, successor = Checkpoints(tmp_path, keep=2), Checkpoints(tmp_path, keep=2)
+    write(sleeping, 1)
+    last = write(sleeping, 2, commit=False)
+    newer = write(successor, 9, commit=False)  # under way, and not yet committed
+    sleeping.committed(last)
+    assert (tmp_path / newer / "state.json").is_file()
+
+
+def test_the_state_of_every_random_generator_is_kept(checkpoints, tmp_path):
+    random.seed(7)
+    np.random.seed(7)
+    np.random.normal()  # leaves the second of a pair behind
+    saved = msgspec.structs.replace(state(1), rng=rng_state())
+    name = checkpoints.write(ScriptedLearner(None), saved)
+    drawn = [random.random(), np.random.normal(), np.random.rand()]
+    random.seed(8)
+    np.random.seed(8)
+    loaded, _ = load(tmp_path, name)
+    restore_rng(loaded.rng)
+    assert [random.random(), np.random.normal(), np.random.rand()] == drawn
+
+
+def test_a_real_learner_continues_from_its_checkpoint_with_equal_bits(checkpoints, tmp_path):
+    # Warm-up and decay, moments of the optimizer, torch's generator: all of it decides what the next steps do.
+    tiny_model(tmp_path / "tiny")
+    trainer = TrainerConfig(device="cpu", learning_rate=1e-2, warmup_steps=4, decay="linear")
+    config = configuration(tmp_path / "tiny", trainer=trainer, num_updates=8)
+    batches = [pack([random_group(i, seed) for i in (1, 2, 3)], lag_from(7), config) for seed in range(6)]
+    learner = Learner(config)
+    for batch in batches[:3]:
+        learner.step(batch)
+    torch.rand(5)
+    (tmp_path / "checkpoints").mkdir()
+    folder = Checkpoints(tmp_path / "checkpoints", keep=2)
+    name = folder.write(learner, state(3))
+    resumed = Learner(config)
+    torch.manual_seed(99)
+    assert folder.load(name, resumed) == state(3)
+    drawn = torch.rand(3)
+    torch.set_rng_state(torch.load(tmp_path / "checkpoints" / name / "learner.pt", weights_only=True)["rng"])
+    assert torch.equal(torch.rand(3), drawn)
+    for batch in batches[3:]:
+        expected, got = learner.step(batch), resumed.step(batch)
+        assert got.metrics == expected.metrics
+    weights = resumed.published_weights()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.published_weights().items())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("os error 28")])
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(checkpoints, tmp_path, error):
+    before = write(checkpoints, 1)
+
+    class Full(ScriptedLearner):
+        def save_model(self, folder):
+            super().save_model(folder)
+            raise error
+
+    with pytest.raises(CheckpointWriteError, match=r"checkpoint .* cannot be written: .*28"):
+        checkpoints.write(Full(None), state(2))
+    assert [path.name for path in tmp_path.iterdir()] == [before]
+    assert load(tmp_path, before)[0].policy_version == 1

@@ -1,0 +1,302 @@
+"""Scripts, reader, releaser, publisher and evaluator, each alone on a real server."""
+
+import hashlib
+
+import msgspec
+import pytest
+import torch
+from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.stream.connection import RedisGoneError, TrainerConnection
+from penstock.consumers.stream.evaluation import Evaluator
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
+from penstock.consumers.weights.publisher import Publisher
+from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.keys import Field, Keys, Kind
+from penstock.schemas.policy import WeightManifest, make_version
+from penstock.schemas.rollout import encode_group
+from safetensors.torch import load_file
+
+from mini_producer import dead_fields, group_fields, make_group
+
+pytestmark = pytest.mark.redis
+
+KEYS = Keys("test")
+
+
+@pytest.fixture
+def connection(redis_url):
+    connection = TrainerConnection(redis_url, outage_s=5)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def scripts(connection):
+    scripts = Scripts(connection.client, KEYS)
+    scripts.open_epoch(0, "me")
+    return scripts
+
+
+def config(**changes) -> RunConfig:
+    return RunConfig(
+        name="test",
+        model=ModelConfig(path="none"),
+        environment=Plug(path="none:None"),
+        **{"num_updates": 10, "groups_per_batch": 4, "group_size": 2, "max_lag": 2, **changes},
+    )
+
+
+def lag_table(current: int = 5) -> LagTable:
+    return LagTable(current, {}, {})
+
+
+def test_every_write_of_an_older_epoch_is_refused(scripts):
+    scripts.open_epoch(3, "other")
+    for write in (
+        lambda: scripts.open_epoch(2, "me"),
+        lambda: scripts.open_epoch(3, "me"),
+        lambda: scripts.release(0, 5, 0, 0),
+        lambda: scripts.release_again(0, 0, [1]),
+        lambda: scripts.drop_unreachable(0),
+        lambda: scripts.announce(0, 1, b"{}", 4, None),
+        lambda: scripts.evaluate(0, [0], 3),
+        lambda: scripts.dead_letter(0, 1, "poison", b""),
+        lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
+        lambda: scripts.finish(0),
+    ):
+        with pytest.raises(FencedError):
+            write()
+
+
+def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
+    assert scripts.open_epoch(4, "me")[b"epoch"] == b"4"
+    assert scripts.open_epoch(4, "me")[b"epoch"] == b"4"
+
+
+def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
+    assert scripts.release(0, 5, 0, 7) == 5
+    assert scripts.release(0, 5, 0, 7) == 5
+    entries = redis_client.xrange(KEYS.prompts)
+    assert [(fields[Field.INDEX], fields[Field.VERSION]) for _, fields in entries] == [
+        (str(index).encode(), b"7") for index in range(1, 6)
+    ]
+
+
+def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, redis_client):
+    assert scripts.release(0, 12, 10, 0) == 12
+    assert [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)] == [11, 12]
+
+
+def test_credit_bounds_what_is_released_and_not_settled(connection, scripts):
+    ledger = Ledger()
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
+    assert releaser.top_up(0) == 12  # (max_lag + 1) * groups_per_batch
+    assert releaser.top_up(0) == 0
+    for index in (1, 2, 7):
+        ledger.settle(index, "trained")
+    assert releaser.top_up(0) == 3
+    assert ledger.num_open == 12
+
+
+def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts):
+    ledger = Ledger()
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(num_updates=3), 0, lambda: num_updates_left)
+    num_updates_left = 3
+    releaser.top_up(0)
+    for index in range(1, 10):
+        ledger.settle(index, "dead" if index == 5 else "trained")
+    num_updates_left = 1
+    assert releaser.top_up(0) == 1, "a dead group fills no batch and is replaced; nothing else is needed"
+
+
+def test_a_group_comes_into_hand_once_however_often_it_was_appended(connection, redis_client):
+    ledger = Ledger()
+    ledger.num_released = 4
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    for index in (2, 1, 2, 3):
+        redis_client.xadd(KEYS.rollouts, group_fields(index, 5))
+    ledger.settle(3, "trained")
+    reader.read_to_end(lag_table())
+    assert list(reader.ready) == [2, 1]
+    assert ledger.num_duplicates_dropped == 2
+    reader.rewind()
+    reader.read_to_end(lag_table())
+    assert list(reader.ready) == [2, 1]
+
+
+def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
+    ledger = Ledger()
+    ledger.num_released = 6
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    payload = encode_group(make_group(2, 5))
+    for fields in (
+        {Field.KIND: Kind.GROUP, Field.PAYLOAD: payload},
+        {Field.INDEX: "1", Field.KIND: Kind.GROUP, Field.PAYLOAD: payload[:-7]},
+        {Field.INDEX: "2", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(make_group(9, 5))},
+        group_fields(3, 6),
+        group_fields(4, 5, rewards=(0.0, 1.0, 1.0)),
+        dead_fields(5, "reward: ZeroDivisionError"),
+        group_fields(99, 5),
+        group_fields(6, 5),
+    ):
+        redis_client.xadd(KEYS.rollouts, fields)
+    reader.read_to_end(lag_table(5))
+    assert list(reader.ready) == [6]
+    refused = [(record.index, record.reason) for record in reader.take_refused()]
+    assert refused[0] == (None, "poison: index field None")
+    assert refused[1][0] == 1 and refused[1][1].startswith("poison: payload: not a rollout group")
+    assert refused[2] == (2, "poison: index: the entry says 2, its payload 9")
+    assert refused[3] == (3, "poison: version_spans: version 6 is ahead of the trainer's 5")
+    assert refused[4] == (4, "poison: rollouts: 3 siblings, expected at most 2")
+    assert refused[5] == (5, "reward: ZeroDivisionError")
+    assert refused[6] == (None, "poison: index 99 was never released")
+
+
+@pytest.mark.parametrize("dead_first", [True, False])
+def test_an_index_that_arrives_dead_and_alive_is_settled_once(connection, redis_client, dead_first):
+    ledger = Ledger()
+    ledger.num_released = 1
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    entries = [dead_fields(1, "reward: once"), group_fields(1, 5)]
+    for fields in entries if dead_first else reversed(entries):
+        redis_client.xadd(KEYS.rollouts, fields)
+    reader.read_to_end(lag_table())
+    assert len(reader.ready) + len(reader.take_refused()) == 1
+    assert bool(reader.ready) is not dead_first
+    assert ledger.num_duplicates_dropped == 1
+
+
+def test_the_stream_may_be_trimmed_up_to_the_first_group_in_hand(connection, redis_client):
+    ledger = Ledger()
+    ledger.num_released = 3
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    ids = [redis_client.xadd(KEYS.rollouts, group_fields(index, 5)) for index in (1, 2, 3)]
+    reader.read_to_end(lag_table())
+    del reader.ready[1]
+    assert reader.first_unsettled() == ids[1]
+    reader.ready.clear()
+    assert reader.first_unsettled() > ids[2]
+
+
+def test_reconciling_releases_exactly_what_is_in_neither_stream(connection, scripts, redis_client):
+    ledger = Ledger()
+    releaser = Releaser(connection, scripts, KEYS, ledger, config(), 0, lambda: config().num_updates)
+    releaser.top_up(0)
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    entries = {int(fields[Field.INDEX]): entry_id for entry_id, fields in redis_client.xrange(KEYS.prompts)}
+    for index in (1, 2, 3, 4):
+        redis_client.xdel(KEYS.prompts, entries[index])
+    ledger.settle(1, "trained")
+    redis_client.xadd(KEYS.rollouts, group_fields(2, 0))
+    redis_client.xadd(KEYS.rollouts, dead_fields(3, "deadline"))
+    assert releaser.reconcile(reader, lag_table()) == 1
+    assert releaser.release_postponed(reader, 0) == {"lost": 1}
+    prompts = [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)]
+    assert prompts == [5, 6, 7, 8, 9, 10, 11, 12, 4]
+    assert releaser.reconcile(reader, lag_table()) == 0
+    assert ledger.released_again == {"lost": 1}
+
+
+def test_a_group_is_stale_only_when_no_token_lies_within_the_bound():
+    group = make_group(1, 3)
+    assert is_stale(group, lag_table(6), 2)
+    assert not is_stale(group, lag_table(5), 2)
+    mixed = msgspec.structs.replace(group, rollouts=(*group.rollouts, *make_group(1, 5).rollouts))
+    assert not is_stale(mixed, lag_table(6), 2)
+    assert not is_stale(make_group(1, -1), lag_table(6), 2), "an unknown version is masked by the batch, not dropped"
+
+
+def test_a_published_policy_can_be_verified_from_its_manifest(connection, scripts, redis_client, tmp_path):
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    for version in range(4):
+        publisher.publish(weights, version, version - 1)
+    newest = redis_client.xrevrange(KEYS.policy, count=1)[0][1][Field.MANIFEST]
+    manifest = msgspec.json.decode(newest, type=WeightManifest)
+    file = tmp_path / manifest.file
+    assert (manifest.version, manifest.parent_version) == (3, 2)
+    assert hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() == manifest.checksum
+    assert file.stat().st_size == manifest.total_bytes
+    assert {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors} == {
+        "a": ("float32", (2, 3)),
+        "b": ("bfloat16", (4,)),
+    }
+    assert torch.equal(load_file(file)["a"], weights["a"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2.safetensors", "v3.safetensors"]
+    assert redis_client.xlen(KEYS.policy) == 2
+
+
+def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scripts, redis_client, tmp_path):
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    publisher.publish({"a": torch.zeros(1)}, 0, -1)
+    publisher.publish({"a": torch.zeros(1)}, 1, 0)
+    commit = scripts.open_epoch(1, "next")
+    Publisher(connection, scripts, tmp_path, keep=2, epoch=1).publish(
+        {"a": torch.zeros(1)}, make_version(1, 0), 1, fork=True
+    )
+    assert forks_of(commit) == {}
+    assert announced_of(commit) == {0: 1}
+    commit = redis_client.hgetall(KEYS.commit)
+    assert forks_of(commit) == {1: 1}
+    assert announced_of(commit) == {0: 1, 1: make_version(1, 0)}
+
+
+def result(version: int, n: int, reward: float) -> dict:
+    group = make_group(0, version, rewards=(reward,), evaluation_id=f"{version}-{n}")
+    return {Field.EVALUATION: f"{version}-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+
+
+def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
+    evaluator.request(5)
+    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
+    redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
+    redis_client.xadd(KEYS.evaluation_results, result(5, 1, 0.0))
+    redis_client.xadd(KEYS.evaluation_results, result(5, 2, 1.0))
+    redis_client.xadd(KEYS.evaluation_results, result(4, 3, 1.0))
+    assert evaluator.collect() == []
+    redis_client.xadd(
+        KEYS.evaluation_results, {Field.EVALUATION: "5-3", Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
+    )
+    (done,) = evaluator.collect()
+    assert done.policy_version == 5
+    assert done.accuracy == pytest.approx(2 / 3)
+    assert (done.num_prompts, done.num_failed) == (3, 1)
+    assert evaluator.pending == []
+
+
+def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
+    evaluator.request(5)
+    evaluator.request(5)
+    evaluator.request_again()
+    assert redis_client.xlen(KEYS.evaluations) == 3
+    redis_client.delete(KEYS.evaluations)
+    evaluator.request_again()
+    assert redis_client.xlen(KEYS.evaluations) == 3, "what an emptied server lost is asked for anew"
+
+
+def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=2)
+    evaluator.request(5)
+    redis_client.delete(KEYS.evaluations)
+    evaluator.request(7)
+    evaluator.request_again()
+    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"7-1", b"7-2"]
+
+
+def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):
+    kinds = []
+    connection = TrainerConnection(f"unix://{tmp_path}/none.sock", outage_s=0.2, on_error=kinds.append)
+    with pytest.raises(RedisGoneError, match="Redis has been away for"):
+        connection.call(lambda client: client.ping())
+    assert set(kinds) == {"ConnectionError"}
+
+
+def test_a_refused_password_is_an_error_at_once(server_url):
+    connection = TrainerConnection(server_url.replace("unix://:", "unix://:not-"), outage_s=30)
+    with pytest.raises(RedisGoneError, match="Redis refuses the user name or password"):
+        connection.call(lambda client: client.ping())

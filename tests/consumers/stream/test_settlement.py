@@ -1,0 +1,43 @@
+"""What ends a run in which groups die: only a row of dead ones with no good one in between."""
+
+import time
+
+import pytest
+from penstock.consumers.observe.errors import RunFailedError
+
+from mini_producer import dead_fields, group_fields
+from trainer_bench import Bench, KilledError, assert_settled_once
+
+pytestmark = pytest.mark.redis
+
+
+def leave_a_full_stream(bench: Bench, redis_client, is_dead) -> None:
+    """A trainer that is killed before its first update, and a stream that holds all it had released."""
+    bench.overrides = ["max_lag=20", "trainer.max_dead_in_a_row=10"]
+    bench.producer(
+        lambda index, version: dead_fields(index, "prompt: bad") if is_dead(index) else group_fields(index, version)
+    )
+    first = bench.trainer()
+    first.learner.fail_at[0] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    deadline = time.monotonic() + 60
+    while redis_client.xlen(bench.keys.rollouts) < 48:
+        assert time.monotonic() < deadline, "the producer has not answered what was released"
+        time.sleep(0.005)
+
+
+def test_dead_groups_among_good_ones_do_not_end_a_run_that_reads_them_all_at_once(bench, redis_client):
+    leave_a_full_stream(bench, redis_client, lambda index: index % 3 == 0)
+    second = bench.trainer(resume=True)
+    assert second.run()
+    books = bench.books()
+    assert books["num_groups_dead"] > 10
+    dead = {index for index in range(1, books["num_groups_released"] + 1) if index % 3 == 0}
+    assert_settled_once(bench, redis_client, dead=dead)
+
+
+def test_a_row_of_dead_groups_ends_a_run_that_reads_them_all_at_once(bench, redis_client):
+    leave_a_full_stream(bench, redis_client, lambda index: index > 20)
+    with pytest.raises(RunFailedError, match="max_dead_in_a_row = 10 groups have died in a row"):
+        bench.trainer(resume=True).run()

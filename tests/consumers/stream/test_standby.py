@@ -1,0 +1,321 @@
+"""One trainer holds a run, another stands by; the first, woken up after it was replaced, changes nothing any more."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import penstock.consumers.__main__ as entry
+import pytest
+import redis
+from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.scripts import FencedError
+from penstock.schemas.config import ConfigError
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
+
+from mini_producer import dead_fields, group_fields
+from scripted_learner import ScriptedLearner
+from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once, wait_for
+from trainer_process import wait_until_stopped, with_learner
+from trainer_thread import TrainerThread
+
+pytestmark = pytest.mark.redis
+
+
+def files(bench: Bench) -> dict[str, float]:
+    """Checkpoints and weights with the time of their last change."""
+    found = [*(bench.folder / "checkpoints").rglob("*"), *(bench.folder / "weights").iterdir()]
+    return {str(path): path.stat().st_mtime_ns for path in found if path.is_file()}
+
+
+def contents(client: redis.Redis) -> dict[bytes, object]:
+    """Everything in Redis but the lease."""
+    read = {b"stream": client.xrange, b"hash": client.hgetall, b"string": client.get}
+    return {key: read[client.type(key)](key) for key in client.scan_iter() if not key.endswith(b":lease")}
+
+
+# Where the first trainer is when it falls asleep: before a command is executed, or after with the reply under way.
+ASLEEP = [
+    *(("before", name, nth) for name, nth in [("commit", 2), ("announce", 6), ("release", 6), ("release_again", 1)]),
+    *(("before", name, nth) for name, nth in [("dead_letter", 2), ("evaluate", 2), ("check", 1), ("XREAD", 9)]),
+    *(("reply", name, nth) for name, nth in [("commit", 1), ("commit", 2), ("announce", 6), ("release_again", 1)]),
+]
+
+
+@pytest.mark.parametrize(("when", "command", "nth"), ASLEEP)
+def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, redis_client, command, nth, when):
+    stale_once = set()
+
+    def answer(index: int, version: int) -> dict:
+        if index in (7, 17):
+            return dead_fields(index, "reward: boom")
+        if index == 21 and index not in stale_once:
+            stale_once.add(index)
+            return group_fields(index, 0)
+        return group_fields(index, version)
+
+    bench.overrides = ["weights.keep_versions=2"]
+    bench.hardy_producer(answer)
+    with bench.proxy() as proxy:
+        asleep = proxy.hold(command, nth, when)
+        first = TrainerThread(bench.trainer(url=proxy.url))
+        asleep.wait()
+        second = bench.trainer(resume=True)
+        second.learner.fail_at[11] = KilledError()  # so that there is something left for the first to spoil
+        with pytest.raises(KilledError):
+            second.run()
+        wait_for(lambda: not redis_client.xlen(bench.keys.prompts) + redis_client.xlen(bench.keys.evaluations))
+        before, streams = files(bench), contents(redis_client)
+        asleep.release()
+        first.join(60)
+        assert isinstance(first.outcome, FencedError), first.outcome
+        assert "this trainer is of epoch 0, the run is in epoch 1" in str(first.outcome)
+        after = files(bench)
+        assert {*after} <= {*before}, "it adds no file"
+        taken = {Path(path).relative_to(bench.folder).parts[1] for path in {*before} - {*after}}
+        kept = {*second._checkpoints._committed, *(file.name for file in second._publisher._published)}
+        assert not taken & kept, "what it deletes is what it wrote itself and nobody needs"
+        assert contents(redis_client) == streams
+        third = bench.trainer(resume=True)
+        assert third.run()
+    assert_settled_once(bench, redis_client, dead={7, 17})
+
+
+def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_successors(bench, redis_client, monkeypatch):
+    bench.hardy_producer()
+    first = bench.trainer()
+    asleep, wake_up = threading.Event(), threading.Event()
+    committed = first._checkpoints.committed
+
+    def fall_asleep(name: str) -> None:
+        # Between the commit, in which it was still the run's trainer, and the deletion of older checkpoints.
+        asleep.set()
+        assert wake_up.wait(60)
+        committed(name)
+
+    monkeypatch.setattr(first._checkpoints, "committed", fall_asleep)
+    thread = TrainerThread(first)
+    assert asleep.wait(60)
+    second = bench.trainer(resume=True)
+    assert second.run()
+    wake_up.set()
+    thread.join(60)
+    assert isinstance(thread.outcome, FencedError)
+    pointer = redis_client.hget(bench.keys.commit, "checkpoint").decode()
+    assert int(pointer.partition("-")[0]) > VERSIONS_PER_EPOCH
+    assert (bench.folder / "checkpoints" / pointer / "state.json").is_file(), "the first has deleted the committed one"
+    assert_settled_once(bench, redis_client)
+
+
+def test_what_a_fenced_trainer_wrote_last_stays_until_its_successor_commits(bench, redis_client):
+    bench.hardy_producer()
+    with bench.proxy() as proxy:
+        asleep = proxy.hold("commit", 2, "before")
+        first = TrainerThread(bench.trainer(url=proxy.url))
+        asleep.wait()
+        second = bench.trainer(resume=True)
+        names = {path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()}
+        asleep.release()
+        first.join(60)
+    assert isinstance(first.outcome, FencedError), first.outcome
+    # It cannot know that no try of its commit was executed: the successor could stand on this checkpoint.
+    left = {path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()}
+    assert left == names and sorted(name.partition("-")[0] for name in left) == ["4", "8"]
+    assert second.run()
+    assert not [path.name for path in (bench.folder / "checkpoints").glob("8-*")]
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.fixture
+def leadership(bench, redis_url) -> Iterator[Callable[[], Leadership]]:
+    opened: list[Leadership] = []
+
+    def make() -> Leadership:
+        connection = TrainerConnection(redis_url, outage_s=20)
+        bench.connections.append(connection)
+        opened.append(Leadership(connection, bench.keys, Checkpoints(bench.folder / "checkpoints", 2), lease_s=1.0))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.end()
+
+
+class StandingBy(threading.Thread):
+    def __init__(self, leadership: Leadership) -> None:
+        super().__init__(daemon=True)
+        self._leadership = leadership
+        self.outcome: bool | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.outcome = self._leadership.stand_by()
+
+
+def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_lets_one_in(
+    leadership, redis_client, bench
+):
+    holder = leadership()
+    holder.open(0)
+    waiting = [StandingBy(leadership()) for _ in range(3)]
+    time.sleep(2.5)  # two leases and a half: only a renewal keeps it
+    assert redis_client.exists(bench.keys.lease)
+    assert [thread.outcome for thread in waiting] == [None] * 3
+    holder.end()
+    wait_for(lambda: any(thread.outcome for thread in waiting))
+    assert [thread.outcome for thread in waiting].count(True) == 1, "one of them takes over, the others wait on"
+    redis_client.hset(bench.keys.commit, "finished", 1)
+    for thread in waiting:
+        thread.join(10)
+    assert sorted(thread.outcome for thread in waiting) == [False, False, True]
+
+
+def test_a_standby_waits_for_a_run_that_has_not_begun(leadership, redis_client, bench):
+    waiting = StandingBy(leadership())
+    time.sleep(2.5)
+    assert waiting.outcome is None and not redis_client.exists(bench.keys.lease)
+    redis_client.hset(bench.keys.commit, "finished", 1)
+    waiting.join(10)
+    assert waiting.outcome is False
+
+
+def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(leadership, redis_client, bench):
+    holder = leadership()
+    bench.folder.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
+    (bench.folder / "checkpoints" / "epoch-0").touch()
+    holder.open(0)
+    waiting = StandingBy(leadership())
+    for _ in range(4):
+        redis_client.flushall()
+        time.sleep(0.4)
+    assert waiting.outcome is None
+    holder.check()  # puts the epoch back
+    assert redis_client.hget(bench.keys.commit, "epoch") == b"0"
+    redis_client.hset(bench.keys.commit, "finished", 1)
+    waiting.join(10)
+
+
+def epoch(client: redis.Redis, bench: Bench) -> int:
+    return int(client.hget(bench.keys.commit, "epoch") or -1)
+
+
+@pytest.mark.slow
+def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
+    bench.overrides = ["num_updates=120", "checkpoint.every=10", "trainer.lease_s=2.0"]
+    bench.hardy_producer()
+    first = processes.start("first")
+    wait_for(lambda: epoch(redis_client, bench) == 0)
+    second = processes.start("second", "--standby")
+    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"20-"))
+    assert epoch(redis_client, bench) == 0, "the lease of a live trainer is left alone"
+    first.send_signal(signal.SIGSTOP)
+    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"1000000020-"))
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(60) == 1
+    assert second.wait(120) == 0
+    assert_settled_once(bench, redis_client)
+    logs = {name: processes.log(name) for name in ("first", "second")}
+    assert "this trainer is of epoch 0, the run is in epoch 1" in logs["first"].splitlines()[-1]
+    assert "taking it over" in logs["second"]
+    assert not any("Traceback" in text for text in logs.values())
+    third = processes.start("third", "--standby")
+    assert third.wait(60) == 0
+    assert "the run is finished" in processes.log("third")
+
+
+@pytest.mark.slow
+def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client, processes):
+    bench.overrides = ["num_updates=80", "checkpoint.every=1000", "trainer.lease_s=2.0"]
+    bench.hardy_producer()
+    first = processes.start("first")
+    wait_for(lambda: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= 20)
+    second = processes.start("second", "--standby")
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 0
+    trained_by_first = bench.saved_training(redis_client)
+    assert len(trained_by_first) >= 80
+    assert second.wait(120) == 0
+    assert bench.saved_training(redis_client)[: len(trained_by_first)] == trained_by_first
+    assert_settled_once(bench, redis_client)
+
+
+# It reads its checkpoint as a real learner does: transformers finds no model in a folder that is gone.
+ASLEEP_WHILE_LOADING = with_learner("""
+from penstock.consumers.learning.model import _load
+
+class Learner(ScriptedLearner):
+    def load_model(self, folder):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _load(str(folder))
+""")
+
+
+def test_a_trainer_replaced_while_it_loads_its_checkpoint_says_that_it_was(bench, redis_client, processes):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    process = processes.start("second", "--resume", program=ASLEEP_WHILE_LOADING)
+    wait_until_stopped(process)
+    third = bench.trainer(resume=True)
+    assert third.run()
+    assert not list((bench.folder / "checkpoints").glob("4-*")), "the one that the second is loading is gone"
+    before, streams = files(bench), contents(redis_client)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) == 1
+    lines = processes.log("second").splitlines()
+    assert lines[-1].endswith("this trainer is of epoch 1, the run is in epoch 2"), lines
+    assert "Traceback" not in processes.log("second") and "transformers" not in processes.log("second")
+    assert (files(bench), contents(redis_client)) == (before, streams)
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.mark.parametrize("what_it_meets", [FileNotFoundError, ConfigError, CheckpointError, RuntimeError])
+def test_whatever_a_replaced_trainer_meets_in_its_checkpoint_it_is_told_that_it_was_replaced(
+    bench, redis_client, monkeypatch, caplog, what_it_meets
+):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+
+    def load(self, pointer, learner):
+        monkeypatch.undo()
+        monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+        bench.trainer(resume=True)
+        raise what_it_meets("the checkpoint is gone")
+
+    monkeypatch.setattr(Checkpoints, "load", load)
+    with pytest.raises(FencedError, match="this trainer is of epoch 1, the run is in epoch 2"):
+        bench.trainer(resume=True)
+
+
+def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoint(bench, redis_client):
+    bench.hardy_producer()
+    first = bench.trainer()
+    first.learner.fail_at[5] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    for file in (bench.folder / "checkpoints").glob("4-*/learner.pt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*learner.pt is missing"):
+        bench.trainer(resume=True)
+
+
+def test_a_stopped_trainer_commits_a_second_starts_and_the_first_s_work_is_kept(bench, redis_client):
+    bench.hardy_producer()
+    first = bench.trainer()
+    thread = TrainerThread(first)
+    wait_for(lambda: first.learner.num_steps >= 3)
+    first.stop()
+    thread.join(60)
+    second = bench.trainer(resume=True)
+    assert second.run()
+    assert_balanced(bench, second)
+    assert json.loads((bench.folder / "trainer.json").read_text())["epoch"] == 1

@@ -1,0 +1,215 @@
+"""What starts in the containers: passwords handed out, the trainer begun or continued, a GPU for each producer."""
+
+import hashlib
+import http.server
+import json
+import os
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from penstock.deploy.images import hand_out, healthy
+
+IMAGES = Path(__file__).parents[3] / "deploy" / "images"
+
+
+class Machine:
+    """A PATH with a `penstock` that notes how it was called and does as told, and a machine with three GPUs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs = folder / "runs"
+        self.runs.mkdir()
+        self.locks = folder / "locks"
+        self.locks.mkdir()
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        self.calls_file = folder / "calls"
+        self.put("nvidia-smi", "printf '0\\n1\\n2\\n'")
+
+    def put(self, name: str, script: str) -> None:
+        file = self._bin / name
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+
+    def put_penstock(self, script: str) -> None:
+        self.put("penstock", f'echo "$*" >> {self.calls_file}\n{script}')
+
+    def start(self, name: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [IMAGES / name, "/workspace/run.toml"],
+            env={
+                "PATH": f"{self._bin}:{os.environ['PATH']}",
+                "RUN": "demo",
+                "RUNS": str(self.runs),
+                "GPU_LOCKS": str(self.locks),
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Starts it and waits for its end."""
+        with self.start(name, **environment) as process:
+            output, said = process.communicate(timeout=30)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, said)
+
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+
+    def wait_for_calls(self, count: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(self.calls()) < count:
+            assert time.monotonic() < deadline, self.calls()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_trainer_begins_a_run_that_has_no_checkpoints_and_reports_its_end(machine: Machine) -> None:
+    machine.put_penstock("exit 0")
+    assert machine.run("trainer.sh").returncode == 0
+    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
+    assert machine.calls() == [f"trainer {common}", f"report demo --runs {machine.runs}"]
+
+
+def test_a_trainer_continues_a_run_that_was_begun(machine: Machine) -> None:
+    (machine.runs / "demo" / "checkpoints").mkdir(parents=True)
+    (machine.runs / "demo" / "checkpoints" / "epoch-0").touch()
+    machine.put_penstock("exit 0")
+    assert machine.run("trainer.sh").returncode == 0
+    assert machine.calls()[0].endswith("--resume")
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_a_failed_trainer_is_a_failed_container(machine: Machine, status: int) -> None:
+    machine.put_penstock(f"exit {status}")
+    assert machine.run("trainer.sh").returncode == status
+    assert len(machine.calls()) == 1
+
+
+def test_a_trainer_that_is_stopped_is_waited_for_and_is_not_a_complete_run(machine: Machine) -> None:
+    trapping = "trap 'sleep 0.3; echo saved; exit 0' TERM"
+    machine.put("penstock", f'{trapping}\necho "$*" >> {machine.calls_file}\nwhile :; do sleep 0.02; done')
+    process = machine.start("trainer.sh")
+    machine.wait_for_calls(1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (143, "saved\n")
+    assert len(machine.calls()) == 1
+
+
+def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: Machine) -> None:
+    machine.put_penstock('[ "$1" = trainer ]')
+    done = machine.run("trainer.sh")
+    assert done.returncode == 0
+    assert "the run is complete; its report could not be written" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["trainer.sh", "producer.sh"])
+def test_a_container_without_the_runs_name_says_so(machine: Machine, script: str) -> None:
+    done = machine.run(script, RUN="")
+    assert done.returncode != 0
+    assert "the name of the run is missing" in done.stderr
+
+
+def test_a_producer_without_gpus_starts_as_it_is(machine: Machine) -> None:
+    machine.put_penstock('echo "${CUDA_VISIBLE_DEVICES-none}"')
+    assert machine.run("producer.sh").stdout == "none\n"
+    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
+    assert machine.calls() == [f"producer {common}"]
+
+
+def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: Machine) -> None:
+    machine.put_penstock('echo "$CUDA_VISIBLE_DEVICES"\nexec sleep 60')
+    running = []
+    try:
+        for count in (1, 2):
+            running.append(machine.start("producer.sh", TRAINER_GPU="1"))
+            machine.wait_for_calls(count)
+        taken = [process.stdout.readline().strip() for process in running if process.stdout]
+        assert taken == ["0", "2"]
+        third = machine.run("producer.sh", TRAINER_GPU="1")
+        assert third.returncode == 2
+        assert "no GPU is free" in third.stderr
+        running[0].kill()
+        running[0].wait(30)
+        running.append(machine.start("producer.sh", TRAINER_GPU="1"))
+        freed = running[-1].stdout
+        assert freed is not None and freed.readline() == "0\n"
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate(timeout=30)
+
+
+def test_passwords_are_made_once_and_each_part_gets_its_own(tmp_path: Path) -> None:
+    arguments = ["lab", "--passwords", str(tmp_path / "all"), "--to", str(tmp_path / "to"), "--redis", "redis:6379"]
+    assert hand_out.main(arguments) == 0
+    first = {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert hand_out.main(arguments) == 0
+    assert {file.relative_to(tmp_path): file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == first
+    users = (tmp_path / "to" / "redis" / "users.acl").read_text()
+    seen = set()
+    for part in ("producer", "trainer", "observer", "operator"):
+        file = tmp_path / "to" / part / "password"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o400
+        assert file.read_text() == (tmp_path / "all" / f"lab-{part}").read_text()
+        assert (tmp_path / "to" / part / "username").read_text() == f"lab-{part}"
+        assert f"user lab-{part} reset on #{hashlib.sha256(file.read_bytes()).hexdigest()}" in users
+        assert file.read_text() not in users
+        seen.add(file.read_text())
+    assert len(seen) == 4
+
+
+def test_given_passwords_are_kept_and_written_as_json_whatever_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "lab-observer").write_text('with "quotes"\n')
+    hand_out.hand_out("lab", tmp_path / "all", tmp_path / "to", "redis:6379")
+    assert (tmp_path / "to" / "observer" / "password").read_text() == 'with "quotes"'
+    exporter = json.loads((tmp_path / "to" / "observer" / "exporter.json").read_text())
+    assert exporter == {"redis://redis:6379": 'with "quotes"', "redis://lab-observer@redis:6379": 'with "quotes"'}
+
+
+def test_a_bad_run_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["a/b", "--passwords", str(tmp_path / "all"), "--to", str(tmp_path / "to"), "--redis", "redis:6379"]
+    assert hand_out.main(arguments) == 2
+    assert "a/b" in capsys.readouterr().err
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(healthy, "URL", f"http://127.0.0.1:{server.server_port}/metrics")
+        yield
+        server.shutdown()
+        thread.join()
+
+
+def test_a_container_is_healthy_while_its_metrics_are_served(metrics: None) -> None:
+    assert healthy.main() == 0
+
+
+def test_a_container_that_serves_no_metrics_is_not(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(healthy, "URL", "http://127.0.0.1:9/metrics")
+    assert healthy.main() == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err

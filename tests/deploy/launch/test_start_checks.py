@@ -1,0 +1,164 @@
+"""What is found wrong with a run before anything starts."""
+
+import tomllib
+
+import msgspec
+import pytest
+from penstock.deploy.launch.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
+from penstock.schemas.config import (
+    ConfigError,
+    CorrectionConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    Plug,
+    RedisConfig,
+    RunConfig,
+    SamplingConfig,
+    load_config,
+)
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import (
+    Reward,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    encode_group,
+    pack_floats,
+    pack_ids,
+)
+
+from wire_examples import FINGERPRINT
+
+
+@pytest.fixture
+def config(model_folder) -> RunConfig:
+    return RunConfig(
+        name="r",
+        model=ModelConfig(path=str(model_folder)),
+        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2}),
+    )
+
+
+def changed(config: RunConfig, **fields: object) -> RunConfig:
+    return msgspec.structs.replace(config, **fields)
+
+
+def test_a_sound_run_passes_without_a_warning(config):
+    assert check(config).warnings == []
+
+
+def test_a_model_folder_that_does_not_exist_is_named(config):
+    with pytest.raises(ConfigError, match=r"model\.path = 'no/where': no such folder.*penstock make-model no/where"):
+        check(changed(config, model=ModelConfig(path="no/where")))
+
+
+def test_a_folder_without_a_model_is_named(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json in it"):
+        check(changed(config, model=ModelConfig(path=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("plug", "message"),
+    [
+        (Plug(path="penstock.producers.environments.arithmetic:Nothing"), "has no 'Nothing'"),
+        (Plug(path="no_such_lab:Environment"), "cannot import 'no_such_lab'"),
+        (Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"widht": 2}), "refuses them"),
+        (Plug(path="pathlib:Path"), "refuses them|lacks"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_refused(config, plug, message):
+    with pytest.raises(ConfigError, match=message):
+        check(changed(config, environment=plug))
+
+
+def test_a_reward_must_be_a_function(config):
+    with pytest.raises(ConfigError, match=r"reward\.path = 'math:pi': expected a function"):
+        check(changed(config, reward=Plug(path="math:pi")))
+
+
+def test_an_objective_must_exist(config):
+    check_objective(config)
+    with pytest.raises(ConfigError, match=r"objective\.path"):
+        check_objective(changed(config, objective=Plug(path="penstock.consumers.learning.objectives.grpo:Gpro")))
+
+
+def test_memory_must_hold_twice_the_credit(config):
+    small = changed(config, redis=RedisConfig(maxmemory_mb=1), sampling=SamplingConfig(max_tokens=4096))
+    with pytest.raises(ConfigError, match=r"redis\.maxmemory_mb = 1: the 96 groups .* expected at least twice that"):
+        check(small)
+
+
+def test_a_group_that_may_pass_the_entry_cap_is_warned_of(config):
+    (warning,) = check(changed(config, group_size=64, sampling=SamplingConfig(max_tokens=16384))).warnings
+    assert "group_size = 64 with sampling.max_tokens = 16384" in warning
+
+
+def test_the_estimate_is_not_below_a_full_group(config):
+    num_prompt, num_sampled = 64, config.sampling.max_tokens
+    rollout = Rollout(
+        segments=(
+            Segment(
+                token_ids=pack_ids(range(num_prompt + num_sampled)),
+                behavior_logprobs=pack_floats([-1.0] * num_sampled),
+                loss_mask=((num_prompt, num_prompt + num_sampled),),
+                version_spans=(VersionSpan(3, num_prompt, num_prompt + num_sampled),),
+            ),
+        ),
+        reward=Reward(value=1.0, parts={"exact": 1.0}),
+    )
+    group = RolloutGroup(
+        index=1,
+        prompt=Prompt(text="1" * num_prompt),
+        rollouts=(rollout,) * config.group_size,
+        producer_id="p",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(),
+    )
+    assert len(encode_group(group)) <= estimated_group_bytes(config) <= 2 * len(encode_group(group))
+
+
+def test_resolved_configuration_reads_back_with_every_default_written_out(config, tmp_path):
+    text = resolved_toml(config)
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert load_config(file) == config
+    document = tomllib.loads(text)
+    assert document["engine"]["prefix_caching"] is False and document["correction"]["threshold"] == 2.0
+    assert "# engine.max_model_len is not set" in text
+
+
+def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
+    available = config.environment.kwargs.get("num_evaluation_prompts", 256)
+    assert check(config).config.evaluation.num_prompts == available
+    assert check(changed(config, evaluation=EvaluationConfig(num_prompts=3))).config.evaluation.num_prompts == 3
+    with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
+        check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"sampling": SamplingConfig(temperature=0.005)},
+            r"temperature = 0.005: vLLM does not sample groups so",
+        ),
+        (
+            {"engine": EngineConfig(args={"logprobs_mode": "raw_logprobs"})},
+            r"args.logprobs_mode = .*expected engine",
+        ),
+    ],
+)
+def test_what_the_engine_would_refuse_is_said_before_it_starts(config, fields, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(changed(config, **fields))
+
+
+def test_an_objective_that_forms_the_correction_itself_is_refused_beside_one(config) -> None:
+    kwargs = {"proximal": "loglinear", "total_weight_cap": 5.0}
+    objective = Plug(path="penstock.consumers.learning.objectives.decoupled_ppo:DecoupledPpo", kwargs=kwargs)
+    with pytest.raises(ConfigError, match="counted twice"):
+        check_objective(changed(config, objective=objective))
+    check_objective(changed(config, objective=objective, correction=CorrectionConfig(mode="none")))

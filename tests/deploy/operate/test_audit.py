@@ -1,0 +1,426 @@
+"""The audit: right about live, stopped, finished and killed runs, and about books that were made wrong on purpose."""
+
+import hashlib
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock.consumers.stream.scripts import Scripts
+from penstock.deploy.launch import redis_server
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.deploy.launch.run_folder import RunFolder
+from penstock.deploy.operate import audit as audit_module
+from penstock.deploy.operate import run_access
+from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, judge, name_indexes
+from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
+from penstock.schemas.config import CheckpointConfig, EvaluationConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field
+from penstock.schemas.process.redis_url import connection_file
+
+from mini_producer import dead_fields, group_fields
+from short_run import KilledError, ShortRun
+
+
+def ranges(*indexes: int) -> tuple[tuple[int, int], ...]:
+    return tuple((index, index + 1) for index in sorted(indexes))
+
+
+def books_of(
+    *, policy_version: int = 5, released: int = 0, prompts=(), stream=(), requested=None, finished=False, **ledger
+):
+    """prompts: (index, version) in the order of release; stream: indexes that were appended after all prompts."""
+    ledger.setdefault("dead_by_reason", {"poison": ledger["dead"]} if "dead" in ledger else {})
+    reading = Reading(
+        saved=SavedLedger(policy_version=policy_version, ledger=LedgerState(**ledger)),
+        released=released,
+        prompts=[OpenPrompt(f"{n}-0", index, version, False) for n, (index, version) in enumerate(prompts, 1)],
+        stream=[StreamEntry(f"{n}-0", index) for n, index in enumerate(stream, 1000)],
+        requested=requested or {},
+        letters=set(),
+        finished=finished,
+    )
+    return judge(reading)
+
+
+def problems(books) -> list[str]:
+    return [str(problem) for problem in books.problems]
+
+
+@given(st.lists(st.sampled_from(["trained", "skipped", "dead", "prompt", "stream"]), max_size=40), st.data())
+def test_books_balance_until_one_index_is_taken_out_of_them(places, data):
+    def judged(gone: int):
+        at = {place: [n for n, p in enumerate(places, 1) if p == place and n != gone] for place in set(places)}
+        return books_of(
+            released=len(places),
+            prompts=[(index, 5) for index in at.get("prompt", ())],
+            stream=at.get("stream", ()),
+            **{outcome: ranges(*at.get(outcome, ())) for outcome in ("trained", "skipped", "dead")},
+        )
+
+    books = judged(gone=0)
+    assert problems(books) == []
+    counted = (books.trained, books.skipped, books.dead, books.queued, books.on_stream)
+    assert counted == tuple(places.count(place) for place in ("trained", "skipped", "dead", "prompt", "stream"))
+    if places:
+        gone = data.draw(st.integers(1, len(places)))
+        assert problems(judged(gone)) == [f"lost: neither settled, nor on the stream, nor a prompt: {gone}"]
+
+
+def test_an_index_that_was_settled_twice_is_named_with_both_outcomes():
+    assert problems(books_of(released=4, trained=((1, 4),), skipped=((3, 5),))) == [
+        "settled twice (trained and skipped): 3"
+    ]
+    assert problems(books_of(released=3, trained=((1, 3), (2, 4)))) == ["settled twice (trained and trained): 2"]
+
+
+def test_a_settled_index_that_a_later_policy_released_again_is_named():
+    again = "settled, and released again: 2"
+    assert problems(books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 6)])) == [again]
+    assert problems(books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 5)])) == [again]
+    assert problems(books_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 10**9)])) == [again]
+
+
+def test_a_prompt_that_a_fault_has_left_of_a_settled_index_stands_beside_the_books():
+    books = books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 4), (3, 1)])
+    assert problems(books) == [] and books.settled_prompts == 2
+    # It died while the trainer stood at this very policy, and its prompt had been stored twice.
+    assert problems(books_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 5)])) == []
+
+
+def test_a_requeued_index_may_be_a_prompt_while_the_checkpoint_still_has_it_dead():
+    wrong = {"policy_version": 5, "released": 3, "dead": ((1, 4),), "prompts": [(2, 7)]}
+    books = books_of(**wrong, requested={2: "9-0"})
+    assert problems(books) == [] and (books.dead, books.requeued_waiting, books.settled_prompts) == (3, 1, 0)
+    # The same request, honored before this checkpoint, excuses nothing: the index has died again since.
+    assert problems(books_of(**wrong, requested={2: "9-0"}, requeued={2: ("9-0", "5-0")})) != []
+
+
+def test_an_index_that_is_settled_and_was_never_released_is_named():
+    assert problems(books_of(released=3, trained=((1, 4), (7, 9)))) == ["settled, but never released: 7-8"]
+
+
+def test_a_dead_index_needs_exactly_one_reason():
+    wrong = "dead without exactly one reason, or with one and not dead: "
+    assert problems(books_of(released=2, dead=((1, 3),), dead_by_reason={"lag": ((1, 2),)})) == [wrong + "2"]
+    twice = {"lag": ((1, 3),), "poison": ((1, 2),)}
+    assert problems(books_of(released=2, dead=((1, 3),), dead_by_reason=twice)) == [wrong + "1"]
+    assert problems(books_of(released=2, trained=((1, 3),), dead_by_reason={"lag": ((2, 3),)})) == [wrong + "2"]
+
+
+def test_what_is_open_when_a_run_ends_is_cancelled_wherever_it_was():
+    books = books_of(released=6, trained=((1, 3),), prompts=[(3, 5)], stream=[4], finished=True)
+    assert problems(books) == []
+    assert (books.cancelled, books.queued, books.on_stream, books.claimed) == (4, 0, 0, 0)
+
+
+def test_a_stale_group_counts_once_although_its_entry_is_still_on_the_stream():
+    entry, prompt = StreamEntry("5-0", 1), OpenPrompt("6-0", 1, 5, True)
+    books = judge(Reading(SavedLedger(), 1, [prompt], [entry], {}, set(), False))
+    assert (books.claimed, books.on_stream) == (1, 0) and problems(books) == []
+    books = judge(Reading(SavedLedger(), 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
+    assert (books.claimed, books.on_stream) == (0, 1)
+
+
+def test_an_index_that_the_trainer_has_postponed_is_not_lost():
+    books = books_of(released=3, trained=((1, 2),), postponed=(2, 3), stream=[3])
+    assert problems(books) == [] and (books.postponed, books.on_stream) == (1, 1)
+    assert books_of(released=3, trained=((1, 2),), postponed=(2, 3), finished=True).cancelled == 2
+
+
+def test_entries_that_name_no_released_index_stand_beside_the_books():
+    books = books_of(released=1, trained=((1, 2),), stream=[0, 99], prompts=[(50, 1)])
+    assert problems(books) == [] and books.never_released == 3
+
+
+def test_many_indexes_are_named_as_ranges():
+    assert name_indexes([12, 3, 7, 8, 9]) == "3, 7-9, 12"
+    assert name_indexes(range(2, 100, 2)).endswith("38, 40, … (49 in all)")
+
+
+@pytest.fixture
+def run(redis_url, tmp_path, monkeypatch):
+    run = ShortRun(redis_url, tmp_path, monkeypatch)
+    yield run
+    run.close()
+
+
+@pytest.mark.redis
+def test_a_finished_run_balances_and_its_counts_are_those_of_the_trainer(run, capsys):
+    run.producer(
+        lambda index, version: (
+            dead_fields(index, "reward: boom")
+            if index in (3, 9)
+            else group_fields(index, version, rewards=(0.0, float(index != 5)))
+        )
+    )
+    assert run.trainer().run()
+    status, out, _ = run.command(capsys, "audit", "test")
+    assert status == 0
+    assert "The books balance: each of 50 released indexes is in exactly one place." in out
+    found = run.json(capsys, "audit", "test")
+    assert found["balanced"] and found["finished"] and found["update"] == 12
+    books, trainer = found["books"], run.books()
+    assert books["dead_reasons"] == {"reward": 2} == trainer["dead_reasons"]
+    for name in ("released", "trained", "skipped", "dead", "cancelled"):
+        assert books[name] == trainer[f"num_groups_{name}"]
+    assert (books["trained"], books["skipped"]) == (47, 1)
+    assert found["num_evaluations"] == 4 and found["num_letters"] == 2
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("at", [0, 3, 4, 9])
+def test_a_killed_run_balances_by_its_last_checkpoint_and_what_redis_holds(run, capsys, at):
+    run.producer()
+    with pytest.raises(KilledError):
+        run.trainer(fail_at={at: KilledError()}).run()
+    run.end_producers()
+    found = run.json(capsys, "audit", "test")
+    assert found["balanced"] and not found["finished"]
+    books = found["books"]
+    assert books["trained"] == at // 4 * 16, "what was trained after the checkpoint is not saved, and on the stream"
+    assert books["released"] == books["trained"] + books["on_stream"] + books["queued"] + books["claimed"]
+
+
+@pytest.mark.redis
+def test_a_run_whose_trainer_died_between_checkpoint_and_commit_balances_by_the_committed_one(run, capsys, monkeypatch):
+    commit = Scripts.commit
+    commits = []
+
+    def die_at_the_second(self, *arguments):
+        commits.append(arguments)
+        if len(commits) == 2:
+            raise KilledError
+        return commit(self, *arguments)
+
+    monkeypatch.setattr(Scripts, "commit", die_at_the_second)
+    run.producer()
+    with pytest.raises(KilledError):
+        run.trainer().run()
+    run.end_producers()
+    found = run.json(capsys, "audit", "test")
+    saved = [path.name for path in (run.folder / "checkpoints").iterdir() if path.is_dir()]
+    assert {name.partition("-")[0] for name in saved} == {"4", "8"}
+    assert found["checkpoint"].startswith("4-") and found["balanced"] and found["books"]["trained"] == 16
+
+
+@pytest.mark.redis
+def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch, capsys):
+    changes = {
+        "num_updates": 120,
+        "checkpoint": CheckpointConfig(every=1),
+        "evaluation": EvaluationConfig(num_prompts=0),
+    }
+    run = ShortRun(redis_url, tmp_path, monkeypatch, **changes)
+    chance = random.Random(0)
+
+    def answer(index: int, version: int) -> dict:
+        # Some come too old and are released again, some die: each way that an index can take.
+        kind = chance.random()
+        if kind < 0.1:
+            return dead_fields(index, "reward: boom")
+        return group_fields(index, max(0, version - 9) if kind < 0.3 else version)
+
+    try:
+        run.producer(answer)
+        trainer = run.trainer()
+        thread = run.train(trainer)
+        num_audits = num_moving = 0
+        while thread.is_alive():
+            found = run.json(capsys, "audit", "test")
+            assert found["balanced"], found["books"]["problems"]
+            num_audits += 1
+            num_moving += 0 < found["update"] < 120
+        thread.join()
+        assert num_audits > 5 and num_moving > 2
+        assert run.json(capsys, "audit", "test")["balanced"]
+        assert run.books()["num_groups_released_again"]["stale"] > 0
+    finally:
+        run.close()
+
+
+def tamper(run: ShortRun, change) -> None:
+    """Changes the books in the committed checkpoint, and its checksum with them."""
+    (folder,) = [path for path in (run.folder / "checkpoints").iterdir() if path.name.startswith("8-")]
+    state = json.loads((folder / "state.json").read_text())
+    change(state["ledger"])
+    data = json.dumps(state).encode()
+    (folder / "state.json").write_bytes(data)
+    sums = json.loads((folder / "checksums.json").read_text())
+    sums["state.json"] = hashlib.blake2b(data, digest_size=16).hexdigest()
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.fixture
+def stopped(run):
+    """A run killed at update 10, its checkpoint of update 8, and nobody there."""
+    run.producer()
+    with pytest.raises(KilledError):
+        run.trainer(fail_at={10: KilledError()}).run()
+    run.end_producers()
+    return run
+
+
+def audit_fails(run, capsys) -> str:
+    status, out, _ = run.command(capsys, "audit", "test")
+    assert status == 1 and "The books do NOT balance." in out
+    (line,) = [line for line in out.splitlines() if line.startswith("PROBLEM ")]
+    return line
+
+
+@pytest.mark.redis
+def test_a_lost_index_is_named(stopped, redis_client, capsys):
+    entries = redis_client.xrange(stopped.keys.rollouts)
+    unsettled = [(entry, fields) for entry, fields in entries if int(fields[Field.INDEX]) > 32]
+    entry_id, fields = unsettled[2]
+    redis_client.xdel(stopped.keys.rollouts, entry_id)
+    assert audit_fails(stopped, capsys) == (
+        f"PROBLEM lost: neither settled, nor on the stream, nor a prompt: {int(fields[Field.INDEX])}"
+    )
+
+
+@pytest.mark.redis
+def test_an_index_trained_twice_is_named(stopped, capsys):
+    tamper(stopped, lambda ledger: ledger["skipped"].append([7, 8]))
+    assert audit_fails(stopped, capsys) == "PROBLEM settled twice (trained and skipped): 7"
+
+
+@pytest.mark.redis
+def test_an_index_settled_and_released_again_is_named(stopped, redis_client, capsys):
+    redis_client.xadd(stopped.keys.prompts, {Field.INDEX: 7, Field.VERSION: 9})
+    assert audit_fails(stopped, capsys) == "PROBLEM settled, and released again: 7"
+
+
+@pytest.mark.redis
+def test_an_index_released_again_for_an_operator_balances_before_the_next_commit(run, redis_client, capsys):
+    run.producer(lambda index, version: dead_fields(3, "reward: x") if index == 3 else group_fields(index, version))
+    with pytest.raises(KilledError):
+        run.trainer(fail_at={10: KilledError()}).run()
+    run.end_producers()
+    redis_client.xadd(run.keys.prompts, {Field.INDEX: 3, Field.VERSION: 9})
+    assert audit_fails(run, capsys) == "PROBLEM settled, and released again: 3"
+    assert run.command(capsys, "dead", "requeue", "test", "3")[0] == 0
+    status, out, _ = run.command(capsys, "audit", "test")
+    assert status == 0 and "1 dead ones are requeued" in out
+
+
+@pytest.mark.redis
+def test_claims_count_as_such(stopped, redis_client, capsys):
+    last = stopped.json(capsys, "audit", "test")["books"]["released"]
+    redis_client.hset(stopped.keys.commit, "released", last + 3)
+    for index in range(last + 1, last + 4):
+        redis_client.xadd(stopped.keys.prompts, {Field.INDEX: index, Field.VERSION: 9})
+    redis_client.xreadgroup(PRODUCERS_GROUP, "p", {stopped.keys.prompts: ">"}, count=2)
+    found = stopped.json(capsys, "audit", "test")
+    assert found["balanced"] and (found["books"]["claimed"], found["books"]["queued"]) == (2, 1)
+
+
+@pytest.mark.redis
+def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stopped, redis_client, capsys, monkeypatch):
+    read = audit_module._read
+    hidden = []
+
+    def read_while_one_moves(client, keys, folder):
+        """Hides one index at a time, a different one each time, as if it moved between two looks."""
+        sight = read(client, keys, folder)
+        hidden.append(sight.reading.stream[-1 - len(hidden)])
+        stream = [entry for entry in sight.reading.stream if entry != hidden[-1]]
+        return sight._replace(reading=sight.reading._replace(stream=stream), after=[*sight.after, len(hidden)])
+
+    monkeypatch.setattr(audit_module, "_read", read_while_one_moves)
+    assert stopped.json(capsys, "audit", "test")["balanced"]
+    assert len(hidden) == 2, "two readings that share no problem show none"
+
+
+@pytest.mark.redis
+def test_a_torn_checkpoint_is_passed_over_with_a_warning(stopped, capsys):
+    (newest,) = [path for path in (stopped.folder / "checkpoints").iterdir() if path.name.startswith("8-")]
+    (newest / "state.json").write_bytes(b"{")
+    status, out, _ = stopped.command(capsys, "audit", "test")
+    assert f"warning: checkpoint {newest.name} cannot be read: state.json: checksum differs" in out
+    # The commit of the torn one has trimmed what it held: what the one before it lacks is nowhere, until a resume.
+    assert status == 1 and "PROBLEM lost: neither settled, nor on the stream, nor a prompt: 17-32" in out
+
+
+@pytest.mark.redis
+def test_a_checkpoint_that_was_never_committed_is_not_taken_for_a_torn_one(stopped, capsys):
+    folder = stopped.folder / "checkpoints"
+    (committed,) = folder.glob("8-*")
+    shutil.copytree(committed, folder / "9-0badf00d")
+    (committed / "state.json").write_bytes(b"{")
+    assert stopped.json(capsys, "audit", "test")["checkpoint"].startswith("4-")
+
+
+@pytest.mark.redis
+def test_with_every_checkpoint_torn_nothing_can_be_told(stopped, capsys):
+    for path in (stopped.folder / "checkpoints").glob("*-*/state.json"):
+        path.write_bytes(b"{")
+    status, out, err = stopped.command(capsys, "audit", "test")
+    assert status == 2 and out == "" and "state.json: checksum differs" in err
+
+
+def test_a_run_that_nobody_knows_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    run = ShortRun.__new__(ShortRun)
+    run.runs = tmp_path
+    status, out, err = run.command(capsys, "audit", "nope")
+    assert (status, out) == (2, "") and err == f"penstock: nope: neither a folder nor a run in {tmp_path}\n"
+
+
+@pytest.mark.redis
+def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_not(run, capsys, monkeypatch):
+    run.producer()
+    run.trainer().run()
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    status, out, _ = run.command(capsys, "audit", "test")
+    assert status == 0 and "warning: by its newest checkpoint alone: REDIS_URL: no Redis answers" in out
+    unknown = [line.split("unknown")[0].split() for line in out.splitlines() if "unknown" in line]
+    assert unknown == [["evaluations", "4"], ["dead", "letters"], ["settled,", "on", "the", "stream"]]
+    found = run.json(capsys, "audit", "test")
+    assert (found["num_letters"], found["num_evaluation_prompts_open"], found["books"]["never_released"]) == (None,) * 3
+    (run.folder / "trainer.json").unlink()
+    status, out, err = run.command(capsys, "audit", "test")
+    assert (status, out) == (2, "")
+    assert err.startswith("penstock: test: not finished, and where its open indexes are only Redis knows; REDIS_URL")
+
+
+@pytest.mark.redis
+def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_client, capsys):
+    redis_client.flushall()
+    status, out, _ = stopped.command(capsys, "audit", "test")
+    assert status == 1 and "warning: Redis holds nothing of this run" in out
+    assert "PROBLEM lost: neither settled, nor on the stream, nor a prompt: 33-" in out
+
+
+@pytest.mark.redis
+def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_path, monkeypatch, server_binary, capsys):
+    # Valkey's files are not for an older Redis: a run keeps to the server that it was started with.
+    monkeypatch.setattr(redis_server, "find_server", lambda: server_binary)
+    server = RedisServer(tmp_path / "test", maxmemory_mb=64)
+    run = ShortRun(server.url, tmp_path, monkeypatch)
+    try:
+        run.producer()
+        with pytest.raises(KilledError):
+            run.trainer(fail_at={6: KilledError()}).run()
+        run.close()
+        monkeypatch.delenv("REDIS_URL")
+        live = run.json(capsys, "audit", "test")
+    finally:
+        server.stop()
+    assert not connection_file(run.folder).exists()
+    assert run.json(capsys, "audit", str(run.folder)) == live
+    assert live["balanced"] and live["books"]["trained"] == 16
+    assert not connection_file(run.folder).exists(), "the server that the audit has started is gone again"
+
+
+@pytest.mark.redis
+def test_a_run_that_is_in_use_without_a_redis_that_answers_is_not_touched(stopped, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("REDIS_URL")
+    monkeypatch.setattr(run_access, "_WAIT_S", 0.2)
+    (stopped.folder / "redis" / "appendonlydir").mkdir(parents=True)
+    with RunFolder(stopped.config, Path(stopped.runs), resume=True):
+        status, out, err = stopped.command(capsys, "audit", "test")
+    assert (status, out) == (2, "") and "is in use, but its Redis does not answer" in err

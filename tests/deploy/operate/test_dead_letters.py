@@ -1,0 +1,372 @@
+"""Dead letters: listed, shown, and released again, once for each request whatever happens meanwhile."""
+
+import msgspec
+import pytest
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.config import CheckpointConfig
+from penstock.schemas.keys import Field, Kind
+from penstock.schemas.rollout import encode_group
+
+from mini_producer import dead_fields, group_fields, make_group
+from short_run import KilledError, ShortRun, wait_for
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def run(redis_url, tmp_path, monkeypatch):
+    run = ShortRun(redis_url, tmp_path, monkeypatch, checkpoint=CheckpointConfig(every=2))
+    yield run
+    run.close()
+
+
+class Half:
+    """The trainer's half of a requeue, step by step: books, reader, releaser. `resume` is a new one on saved books."""
+
+    def __init__(self, run: ShortRun, state: dict | None = None) -> None:
+        self.run = run
+        self.connection = TrainerConnection(run.url, outage_s=5)
+        self.scripts = Scripts(self.connection.client, run.keys)
+        self.epoch = int(self.connection.client.hget(run.keys.commit, "epoch") or -1) + 1
+        self.scripts.open_epoch(self.epoch, "me", 60.0)
+        self.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(state))) if state else Ledger()
+        self.reader = Reader(self.connection, run.keys, self.ledger, group_size=2)
+        self.num_updates_left = 100
+        self.releaser = Releaser(
+            self.connection, self.scripts, run.keys, self.ledger, run.config, self.epoch, lambda: self.num_updates_left
+        )
+
+    def heal(self) -> int:
+        """What the trainer does at a reconcile; returns the requeued indexes that were released."""
+        self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
+        for record in self.reader.take_refused():
+            self.scripts.dead_letter(self.epoch, record.index, record.reason, record.payload)
+            if record.index is not None:
+                self.ledger.settle(record.index, "dead", record.reason)
+        return self.releaser.release_requeued(9)
+
+    def prompts(self) -> list[int]:
+        return [int(fields[Field.INDEX]) for _, fields in self.connection.client.xrange(self.run.keys.prompts)]
+
+    def save(self) -> dict:
+        return self.ledger.to_state()
+
+    def resume(self, state: dict) -> "Half":
+        self.connection.close()
+        return Half(self.run, state)
+
+
+@pytest.fixture
+def half(run, redis_client):
+    """Indexes 1 to 8 released; 3 and 5 died, the others are settled; 9 to 12 are prompts."""
+    half = Half(run)
+    half.ledger.num_released = half.scripts.release(half.epoch, 12, 0, 0)
+    for entry_id, fields in redis_client.xrange(run.keys.prompts):
+        if int(fields[Field.INDEX]) <= 8:
+            redis_client.xdel(run.keys.prompts, entry_id)
+    for index in (1, 2, 4, 6, 7, 8):
+        half.ledger.settle(index, "trained")
+    redis_client.xadd(run.keys.rollouts, dead_fields(3, "reward: boom"))
+    redis_client.xadd(run.keys.rollouts, dead_fields(5, "prompt: long"))
+    assert half.heal() == 0
+    assert list(half.ledger.by_outcome["dead"]) == [3, 5]
+    return half
+
+
+def test_a_requeued_index_is_open_again_and_a_prompt_after_the_next_reconcile(run, half, capsys):
+    status, out, _ = run.command(capsys, "dead", "requeue", "test", "3")
+    assert (status, out) == (0, "requeued 3: the trainer releases them from its next reconcile on\n")
+    assert half.heal() == 1
+    assert half.prompts() == [9, 10, 11, 12, 3]
+    assert 3 not in half.ledger.settled and half.ledger.dead_reasons == {"prompt": 1}
+    assert half.ledger.released_again == {"requeued": 1}
+    assert half.heal() == 0, "one request opens it once"
+    assert half.prompts().count(3) == 1
+
+
+def test_a_requeue_undone_by_a_crash_before_the_commit_is_found_again(run, half, capsys):
+    saved = half.save()
+    run.command(capsys, "dead", "requeue", "test", "3")
+    assert half.heal() == 1
+    again = half.resume(saved)
+    assert 3 in again.ledger.settled
+    assert again.heal() == 1
+    assert 3 not in again.ledger.settled and again.ledger.released_again == {"requeued": 1}
+    assert set(again.prompts()) == {3, 9, 10, 11, 12}
+    again.connection.close()
+
+
+def test_a_requeue_that_is_committed_is_not_done_again_by_the_next_trainer(run, half, redis_client, capsys):
+    run.command(capsys, "dead", "requeue", "test", "3")
+    half.heal()
+    again = half.resume(half.save())
+    assert again.heal() == 0
+    redis_client.xadd(run.keys.rollouts, group_fields(3, 9))
+    again.heal()
+    assert list(again.reader.ready) == [3]
+    again.ledger.settle(3, "trained")
+    assert again.heal() == 0, "what is trained stays trained"
+    again.connection.close()
+
+
+def test_a_rollback_behind_a_committed_requeue_does_it_once_more(run, half, capsys):
+    before = half.save()
+    run.command(capsys, "dead", "requeue", "test", "3")
+    half.heal()
+    half.ledger.settle(3, "trained")
+    predecessor = half.resume(before)
+    assert predecessor.heal() == 1 and 3 not in predecessor.ledger.settled
+    predecessor.connection.close()
+
+
+def test_what_an_index_died_of_is_not_read_again_after_its_requeue(run, half, capsys):
+    run.command(capsys, "dead", "requeue", "test", "3")
+    half.heal()
+    half.reader.rewind()
+    assert half.heal() == 0
+    assert 3 not in half.ledger.settled, "the stream still holds the record that it died of"
+    again = half.resume(half.save())
+    again.heal()
+    assert 3 not in again.ledger.settled and 5 in again.ledger.settled
+    again.connection.close()
+
+
+def test_an_index_that_dies_again_leaves_another_letter_and_can_be_requeued_again(run, half, redis_client, capsys):
+    run.command(capsys, "dead", "requeue", "test", "3")
+    half.heal()
+    redis_client.xadd(run.keys.rollouts, dead_fields(3, "reward: boom again"))
+    half.heal()
+    assert 3 in half.ledger.settled
+    letters = [(letter["reason"], letter["state"]) for letter in run.json(capsys, "dead", "list", "test")]
+    # The books that were saved last do not know of the requeue yet.
+    assert letters == [("reward: boom", "requeued"), ("prompt: long", "dead"), ("reward: boom again", "dead")]
+    assert run.command(capsys, "dead", "requeue", "test", "3")[0] == 0
+    assert half.heal() == 1
+    assert half.ledger.released_again == {"requeued": 2}
+
+
+def test_a_rollback_to_before_the_death_reads_the_same_record_and_honors_the_request(run, half, redis_client, capsys):
+    before = half.save() | {"dead": [], "dead_by_reason": {}}
+    run.command(capsys, "dead", "requeue", "test", "3")
+    half.heal()
+    again = half.resume(before)
+    assert again.heal() == 1
+    assert 3 not in again.ledger.settled and 5 in again.ledger.settled
+    # It has left two letters of one record, and both are void: a death of its own leaves a third.
+    assert not redis_client.hexists(run.keys.dead_index, "3")
+    redis_client.xadd(run.keys.rollouts, dead_fields(3, "reward: boom again"))
+    again.heal()
+    letters = [letter for letter in run.json(capsys, "dead", "list", "test") if letter["index"] == 3]
+    assert [(letter["reason"], letter["state"]) for letter in letters] == [
+        ("reward: boom", "requeued"),
+        ("reward: boom", "older"),
+        ("reward: boom again", "dead"),
+    ]
+    again.connection.close()
+
+
+def test_requeued_indexes_wait_for_credit(run, half, capsys):
+    for index in (9, 10):
+        half.ledger.settle(index, "trained")
+    half.ledger.num_released = half.scripts.release(half.epoch, 21, 12, 0)
+    assert half.ledger.num_open == 11 and run.config.credit == 12
+    assert run.command(capsys, "dead", "requeue", "test", "--all")[1].startswith("requeued 3, 5: ")
+    assert half.heal() == 1
+    assert half.ledger.num_open == 12 and 3 not in half.ledger.settled and 5 in half.ledger.settled
+    half.ledger.settle(11, "trained")
+    assert half.releaser.release_requeued(9) == 1
+    assert list(half.ledger.by_outcome["dead"]) == []
+
+
+def test_nothing_is_requeued_for_updates_that_are_all_done(run, half, capsys):
+    run.command(capsys, "dead", "requeue", "test", "--all")
+    half.ledger.num_released = half.scripts.release(half.epoch, 50, 12, 0)
+    for index in range(9, 51):
+        half.ledger.settle(index, "trained")
+    half.num_updates_left = 0
+    assert half.heal() == 0
+
+
+def test_letters_are_listed_with_reason_producer_and_size(run, half, redis_client, capsys):
+    poison = encode_group(make_group(11, 9, rewards=(0.0, 1.0, 1.0)))
+    entry = {Field.INDEX: "11", Field.KIND: Kind.GROUP, Field.PAYLOAD: poison}
+    redis_client.xadd(run.keys.rollouts, entry)
+    redis_client.xadd(run.keys.rollouts, {**entry, Field.INDEX: "12", Field.PAYLOAD: b"\x93\x01junk"})
+    redis_client.xadd(run.keys.rollouts, {Field.KIND: Kind.GROUP, Field.PAYLOAD: poison})
+    half.heal()
+    status, out, _ = run.command(capsys, "dead", "list", "test")
+    assert status == 0 and out.startswith("5 dead letters")
+    letters = run.json(capsys, "dead", "list", "test")
+    assert [(letter["index"], letter["state"]) for letter in letters] == [
+        (3, "dead"),
+        (5, "dead"),
+        (11, "dead"),
+        (12, "dead"),
+        (None, "no index"),
+    ]
+    assert letters[2]["reason"] == "poison: rollouts: 3 siblings, expected at most 2"
+    assert [letter["producer"] for letter in letters] == [None, None, "producer-0", None, "producer-0"]
+    assert [letter["payload_bytes"] for letter in letters] == [0, 0, len(poison), 6, len(poison)]
+    assert out.count("producer-0") == 2
+
+
+def test_agents_rollouts_are_listed_and_shown_and_cannot_be_requeued(run, half, redis_client, capsys):
+    for index, rollout in (("3", "a.1"), ("6", "a.2"), ("6", "a.2"), ("6", "a.\x1b[2J")):
+        letter = {Field.INDEX: index, Field.ROLLOUT: rollout, Field.PRODUCER: "a", Field.REASON: "idle for 3 s"}
+        redis_client.xadd(run.keys.dead_rollouts, letter)
+    redis_client.xadd(run.keys.dead_rollouts, {b"junk": b"\xff"})
+    status, out, _ = run.command(capsys, "dead", "list", "test")
+    assert status == 0 and out.startswith("2 dead letters") and "\x1b" not in out
+    assert out.index("reward: boom") < out.index("4 rollouts of agents ended without a reward") < out.index("a.1")
+    letters = run.json(capsys, "dead", "list", "test")
+    assert [(letter["index"], letter["state"], letter["rollout"]) for letter in letters] == [
+        (3, "dead", None),
+        (5, "dead", None),
+        (3, "rollout", "a.1"),
+        (6, "rollout", "a.2"),
+        (6, "rollout", "a.\x1b[2J"),
+        (None, "rollout", ""),
+    ]
+    status, out, _ = run.command(capsys, "dead", "show", "test", "6")
+    assert status == 0 and out.count("index 6, rollout") == 2 and "producer a" in out
+    assert "rollout  a.2\nreason   idle for 3 s\n" in out and "\x1b" not in out
+    assert len(run.json(capsys, "dead", "show", "test", "3")) == 2
+    error = refused(run, capsys, "requeue", "test", "6")
+    assert "INDEX = 6: not dead in run 'test': its last letter is marked 'rollout'" in error
+    assert run.json(capsys, "dead", "requeue", "test", "--all") == {"indexes": [3, 5], "without_index": 0}
+
+
+def test_a_letter_is_shown_with_prompt_and_rewards_or_with_its_first_bytes(run, half, redis_client, capsys):
+    poison = encode_group(make_group(11, 9, rewards=(0.0, 1.0, 0.5)))
+    redis_client.xadd(run.keys.rollouts, {Field.INDEX: "11", Field.KIND: Kind.GROUP, Field.PAYLOAD: poison})
+    redis_client.xadd(run.keys.rollouts, {Field.INDEX: "12", Field.KIND: Kind.GROUP, Field.PAYLOAD: b"\x93\x01junk"})
+    half.heal()
+    status, out, _ = run.command(capsys, "dead", "show", "test", "11")
+    assert status == 0
+    assert "reason   poison: rollouts: 3 siblings, expected at most 2" in out
+    assert "prompt   12+34=\nanswer   46\n" in out
+    (content,) = run.json(capsys, "dead", "show", "test", "11")
+    assert [sibling["reward"] for sibling in content["siblings"]] == [0.0, 1.0, 0.5]
+    assert content["siblings"][0]["versions"] == [9]
+    out = run.command(capsys, "dead", "show", "test", "12")[1]
+    assert "payload  payload: not a rollout group: " in out and "begins   9301 6a756e6b" in out
+    (content,) = run.json(capsys, "dead", "show", "test", "3")
+    assert content["siblings"] is None and content["hex_preview"] is None
+
+
+def test_a_record_that_breaks_the_contract_is_shown_as_far_as_it_can_be_read(run, half, redis_client, capsys):
+    group = make_group(11, 9)
+    (segment,) = group.rollouts[0].segments
+    broken = msgspec.structs.replace(segment, behavior_logprobs=segment.behavior_logprobs[:-4])
+    rollout = msgspec.structs.replace(group.rollouts[0], segments=(broken,))
+    payload = msgspec.msgpack.encode(msgspec.structs.replace(group, rollouts=(rollout,)))
+    redis_client.xadd(run.keys.rollouts, {Field.INDEX: "11", Field.KIND: Kind.GROUP, Field.PAYLOAD: payload})
+    half.heal()
+    (content,) = run.json(capsys, "dead", "show", "test", "11")
+    assert "loss_mask covers 3 tokens but behavior_logprobs holds 2" in content["problem"]
+    assert content["prompt"] == "12+34=" and len(content["siblings"]) == 1
+
+
+def test_nothing_that_a_producer_wrote_can_steer_the_terminal(run, half, redis_client, capsys):
+    redis_client.xadd(run.keys.rollouts, dead_fields(11, "reward: \x1b[2J[red]gone\nPROBLEM none"))
+    half.heal()
+    for command in (["list", "test"], ["show", "test", "11"]):
+        out = run.command(capsys, "dead", *command)[1]
+        assert "\x1b" not in out and "\\x1b[2J[red]" in out.replace("\n", "")
+        assert "\nPROBLEM" not in out
+
+
+def refused(run, capsys, *argv: str) -> str:
+    status, out, err = run.command(capsys, "dead", *argv)
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    return err
+
+
+def test_wrong_requests_are_refused_with_the_reason(run, half, redis_client, capsys):
+    assert "INDEX = 4: no dead letter of run 'test' names it" in refused(run, capsys, "show", "test", "4")
+    error = refused(run, capsys, "requeue", "test", "3", "4")
+    assert "INDEX = 4: not dead in run 'test': no dead letter names it; nothing was requeued" in error
+    assert redis_client.exists(run.keys.requeued) == 0
+    assert "expected one of INDEX..., --reason R and --all" in refused(run, capsys, "requeue", "test")
+    assert "expected one of INDEX" in refused(run, capsys, "requeue", "test", "3", "--all")
+    error = refused(run, capsys, "requeue", "test", "--reason", "lag")
+    assert "--reason lag: no index of run 'test' is dead of it; expected one of: prompt, reward" in error
+    run.command(capsys, "dead", "requeue", "test", "3")
+    error = refused(run, capsys, "requeue", "test", "3")
+    assert "INDEX = 3: not dead in run 'test': its last letter is marked 'requeued'" in error
+
+
+def test_a_reason_names_all_that_died_of_it(run, half, capsys):
+    assert run.json(capsys, "dead", "requeue", "test", "--reason", "prompt")["indexes"] == [5]
+    assert run.json(capsys, "dead", "requeue", "test", "--reason", "reward: boom")["indexes"] == [3]
+    assert run.command(capsys, "dead", "requeue", "test", "--all")[1] == "nothing to requeue\n"
+
+
+def test_letters_that_name_no_index_cannot_be_requeued_and_are_counted(run, half, redis_client, capsys):
+    redis_client.xadd(run.keys.rollouts, {Field.KIND: Kind.GROUP, Field.PAYLOAD: b"?"})
+    half.heal()
+    out = run.command(capsys, "dead", "requeue", "test", "--all")[1]
+    assert "1 letters name no index: there is nothing to release again for them" in out
+
+
+def test_a_finished_run_takes_no_requeue(run, half, redis_client, capsys):
+    half.scripts.finish(half.epoch)
+    assert "run 'test' is finished: nothing of it is released any more" in refused(run, capsys, "requeue", "test", "3")
+    assert redis_client.exists(run.keys.requeued) == 0
+
+
+def test_without_dead_letters_the_list_says_so(run, redis_client, capsys):
+    redis_client.hset(run.keys.commit, "epoch", 0)
+    assert run.command(capsys, "dead", "list", "test") == (0, "no dead letters\n", "")
+
+
+def test_a_redis_that_is_away_is_one_line_and_status_1(run, capsys, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    for command in (["list", "test"], ["show", "test", "3"], ["requeue", "test", "--all"]):
+        status, out, err = run.command(capsys, "dead", *command)
+        assert (status, out) == (1, "") and err.startswith("penstock: REDIS_URL: no Redis answers")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed-before-the-commit"])
+def test_a_run_trains_what_was_requeued_and_its_books_balance(run, redis_client, capsys, killed):
+    died = []
+
+    def answer(index: int, version: int) -> dict:
+        if index == 3 and not died:
+            died.append(index)
+            return dead_fields(3, "reward: boom")
+        if index == 20 and len(died) == 1:
+            died.append(index)
+            wait_for(lambda: redis_client.hexists(run.keys.dead_index, "3"))
+            assert run.command(capsys, "dead", "requeue", "test", "3")[0] == 0
+        return group_fields(index, version)
+
+    run.producer(answer)
+    trainer = run.trainer()
+    if killed:
+        release_again = trainer._scripts.release_again
+
+        def release_and_die(epoch, version, indexes):
+            release_again(epoch, version, indexes)
+            if indexes == [3]:
+                raise KilledError
+
+        trainer._scripts.release_again = release_and_die
+        with pytest.raises(KilledError):
+            trainer.run()
+        assert run.json(capsys, "audit", "test")["balanced"]
+        trainer = run.trainer(resume=True)
+    assert trainer.run()
+    books = run.books()
+    assert (books["num_groups_trained"], books["num_groups_dead"]) == (48, 0)
+    assert books["num_groups_released_again"]["requeued"] == 1
+    trained = trainer.learner.trained
+    assert trained.count(3) == 1 and len(set(trained)) == 48
+    found = run.json(capsys, "audit", "test")
+    assert found["balanced"] and found["books"]["dead"] == 0
+    assert [letter["state"] for letter in run.json(capsys, "dead", "list", "test")] == ["released again"]

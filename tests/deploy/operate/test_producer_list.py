@@ -1,0 +1,163 @@
+"""Who generates for a run: what heartbeats say, how far behind it is, and what nobody looks after."""
+
+import time
+
+import msgspec
+import pytest
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, encode_heartbeat
+from penstock.schemas.keys import PRODUCERS_GROUP, Field
+from penstock.schemas.policy import make_version
+
+from short_run import ShortRun, wait_for
+from wire_examples import FINGERPRINT
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def run(redis_url, tmp_path, monkeypatch, redis_client):
+    run = ShortRun(redis_url, tmp_path, monkeypatch)
+    redis_client.hset(run.keys.commit, mapping={"epoch": 0, "policy_version": 9, "announced:0": 9})
+    yield run
+    run.close()
+
+
+def heartbeat(producer_id: str, **changes) -> Heartbeat:
+    # Its clock is an hour ahead: no figure may rest on the difference between two clocks.
+    now = time.time() + 3600
+    beat = Heartbeat(
+        producer_id=producer_id,
+        host="spot-17",
+        pid=4242,
+        policy_version=9,
+        in_flight=(),
+        tokens_per_s=1234.5,
+        num_tokens_generated=10**6,
+        num_groups_appended=77,
+        num_weight_loads_failed=0,
+        metrics_port=9401,
+        fingerprint=FINGERPRINT,
+        sent_s=now,
+    )
+    in_flight = tuple(
+        InFlight(index=n, claimed_s=now - age, attempt=1) for n, age in enumerate(changes.pop("ages", ()))
+    )
+    return msgspec.structs.replace(beat, in_flight=in_flight, **changes)
+
+
+def send(client, run: ShortRun, beat: Heartbeat, *, ago_s: float = 0.0) -> None:
+    client.set(run.keys.producer(beat.producer_id), encode_heartbeat(beat), px=int((HEARTBEAT_TTL_S - ago_s) * 1000))
+
+
+def claim(client, run: ShortRun, consumer: str, count: int, *, stream: str | None = None) -> None:
+    stream = stream or run.keys.prompts
+    for index in range(count):
+        client.xadd(stream, {Field.INDEX: index + 1, Field.VERSION: 9})
+    if not client.exists(stream) or not client.xinfo_groups(stream):
+        client.xgroup_create(stream, PRODUCERS_GROUP, id="0", mkstream=True)
+    client.xreadgroup(PRODUCERS_GROUP, consumer, {stream: ">"}, count=count)
+
+
+def test_each_live_producer_is_listed_with_what_it_holds_and_how_fast_it_is(run, redis_client, capsys):
+    send(redis_client, run, heartbeat("producer-10", policy_version=7, ages=(2.0, 31.5), num_weight_loads_failed=2))
+    send(redis_client, run, heartbeat("producer-2"), ago_s=6)
+    claim(redis_client, run, "producer-10", 2)
+    found = run.json(capsys, "producers", "test")
+    assert (found["newest_version"], found["finished"], found["orphaned"]) == (9, False, [])
+    two, ten = found["alive"]
+    assert (two["producer_id"], ten["producer_id"]) == ("producer-2", "producer-10")
+    assert (two["lag"], ten["lag"]) == (0, 2)
+    assert (two["num_in_flight"], two["oldest_in_flight_s"]) == (0, None)
+    assert (ten["num_in_flight"], ten["num_claims"], ten["num_weight_loads_failed"]) == (2, 2, 2)
+    assert 31.5 <= ten["oldest_in_flight_s"] < 35
+    assert 6 <= two["last_seen_s"] < 9
+    assert (two["host"], two["pid"], two["tokens_per_s"]) == ("spot-17", 4242, 1234.5)
+    status, out, _ = run.command(capsys, "producers", "test")
+    assert status == 0 and "Run test: newest policy 9, 2 producers alive" in out
+    assert "1,234" in out.replace("1,235", "1,234")
+
+
+def test_lag_goes_through_the_fork_and_is_unknown_for_a_policy_nobody_announced(run, redis_client, capsys):
+    commit = {"epoch": 1, "policy_version": make_version(1, 3), "fork:1": 7, f"announced:{1}": make_version(1, 3)}
+    redis_client.hset(run.keys.commit, mapping=commit)
+    for name, version in (("a", 9), ("b", make_version(1, 0)), ("c", -1), ("d", make_version(1, 4))):
+        send(redis_client, run, heartbeat(name, policy_version=version))
+    # From 9 two steps back to 7, then three forward.
+    assert [each["lag"] for each in run.json(capsys, "producers", "test")["alive"]] == [5, 3, None, None]
+
+
+def test_a_producer_whose_heartbeat_expired_is_gone_and_what_it_holds_is_listed(run, redis_client, capsys):
+    send(redis_client, run, heartbeat("alive"))
+    send(redis_client, run, heartbeat("gone"), ago_s=HEARTBEAT_TTL_S - 0.3)
+    claim(redis_client, run, "alive", 1)
+    claim(redis_client, run, "gone", 3)
+    claim(redis_client, run, "gone", 2, stream=run.keys.evaluations)
+    wait_for(lambda: not redis_client.exists(run.keys.producer("gone")))
+    found = run.json(capsys, "producers", "test")
+    assert [each["producer_id"] for each in found["alive"]] == ["alive"]
+    (orphaned,) = found["orphaned"]
+    assert (orphaned["consumer"], orphaned["num_prompts"], orphaned["num_evaluations"]) == ("gone", 3, 2)
+    assert 0 <= orphaned["shortest_idle_s"] <= orphaned["longest_idle_s"] < 60
+    out = run.command(capsys, "producers", "test")[1]
+    assert "gone: no heartbeat, yet it holds 3 prompts and 2 evaluations, idle for 0." in out
+
+
+def test_claims_that_were_handed_back_are_shown_as_free(run, redis_client, capsys):
+    claim(redis_client, run, "gone", 1)
+    (row,) = redis_client.xpending_range(run.keys.prompts, PRODUCERS_GROUP, "-", "+", 9)
+    redis_client.xclaim(run.keys.prompts, PRODUCERS_GROUP, "gone", 0, [row["message_id"]], idle=10**9)
+    assert (
+        "gone: no heartbeat, yet it holds 1 prompts and 0 evaluations, free for the next"
+        in (run.command(capsys, "producers", "test")[1])
+    )
+
+
+def test_where_agents_are_served_is_shown(run, redis_client, capsys):
+    send(redis_client, run, heartbeat("p", endpoint="http://10.0.0.5:9500"))
+    send(redis_client, run, heartbeat("q"))
+    found = run.json(capsys, "producers", "test")
+    assert [one["endpoint"] for one in found["alive"]] == ["http://10.0.0.5:9500", ""]
+    out = run.command(capsys, "producers", "test")[1]
+    assert "p: agents are served at http://10.0.0.5:9500" in out and "q: agents" not in out
+
+
+def test_the_last_error_of_a_producer_is_shown_and_cannot_steer_the_terminal(run, redis_client, capsys):
+    send(redis_client, run, heartbeat("p", last_error="v9: checksum differs \x1b[2J"))
+    out = run.command(capsys, "producers", "test")[1]
+    assert "p: last error: v9: checksum differs \\x1b[2J" in out and "\x1b" not in out
+
+
+def test_a_heartbeat_of_another_release_counts_as_alive(run, redis_client, capsys):
+    redis_client.set(run.keys.producer("new"), b'{"producer": "new"}', ex=10)
+    claim(redis_client, run, "new", 1)
+    found = run.json(capsys, "producers", "test")
+    assert (found["alive"], found["orphaned"], found["unreadable"]) == ([], [], ["new"])
+    assert "new: alive, with a heartbeat of another release" in run.command(capsys, "producers", "test")[1]
+
+
+def test_producers_of_another_run_are_not_listed(run, redis_client, capsys):
+    redis_client.set("{test2}:producers:x", encode_heartbeat(heartbeat("x")))
+    assert run.json(capsys, "producers", "test")["alive"] == []
+
+
+def test_a_run_is_known_by_its_name_where_only_redis_is(run, redis_client, capsys):
+    redis_client.hset("{elsewhere}:commit", "epoch", 0)
+    assert run.json(capsys, "producers", "elsewhere")["newest_version"] is None
+    status, out, err = run.command(capsys, "producers", "nowhere")
+    assert (status, out) == (2, "")
+    assert err == f"penstock: nowhere: neither a folder, nor a run in {run.runs} or in the Redis at REDIS_URL\n"
+    status, _, err = run.command(capsys, "audit", "elsewhere")
+    assert status == 2 and "elsewhere: its folder, with the checkpoints, is not on this machine" in err
+
+
+def test_a_user_without_the_right_to_look_is_told_so_in_one_line(run, redis_client, capsys, monkeypatch):
+    redis_client.execute_command("ACL", "SETUSER", "blind", "on", ">secret", "~*", "+ping", "+hello")
+    socket = redis_client.get_connection_kwargs()["path"]
+    monkeypatch.setenv("REDIS_URL", f"unix://blind:secret@{socket}")
+    try:
+        for command, expected in ((["producers", "test"], 1), (["dead", "list", "test"], 1), (["audit", "test"], 2)):
+            status, out, err = run.command(capsys, *command)
+            assert (status, out) == (expected, "") and err.count("\n") == 1
+            assert err.startswith("penstock: Redis refuses: ") and "secret" not in err
+    finally:
+        redis_client.execute_command("ACL", "DELUSER", "blind")

@@ -1,0 +1,211 @@
+"""Scrape configurations, recording rules and alerts, by promtool; and that each alert is tried and explained."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from penstock.deploy import cli
+from penstock.deploy.prometheus.command import HERE, RULES, write_prometheus_config
+from penstock.schemas.config import ConfigError, MetricsConfig
+
+from prometheus_server import needs_prometheus
+
+ROOT = Path(__file__).parents[3]
+UNIT_TESTS = Path(__file__).parent
+RUNBOOK = "docs/runbook.md"
+SEVERITIES = {"critical", "warning", "info"}
+
+
+def rules(kind: str) -> list[dict[str, Any]]:
+    files = [yaml.safe_load(file.read_text()) for file in sorted(RULES.glob("*.yml"))]
+    return [rule for file in files for group in file["groups"] for rule in group["rules"] if kind in rule]
+
+
+ALERTS = {rule["alert"]: rule for rule in rules("alert")}
+
+
+def promtool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+def unit_tests(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load((UNIT_TESTS / f"{name}.yml").read_text())["tests"])
+
+
+@needs_prometheus
+@pytest.mark.parametrize("file", sorted(UNIT_TESTS.glob("*.yml")), ids=lambda file: file.stem)
+def test_rules_do_what_their_unit_tests_say(file: Path) -> None:
+    result = promtool("test", "rules", file)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_prometheus
+def test_promtool_takes_the_rules_and_the_configuration_for_containers() -> None:
+    for result in (
+        promtool("check", "rules", *RULES.glob("*.yml")),
+        promtool("check", "config", HERE / "prometheus.yml"),
+    ):
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS.values(), ids=ALERTS)
+def test_an_alert_says_what_is_wrong_with_values_and_leads_to_what_to_do(alert: dict[str, Any]) -> None:
+    assert alert["labels"]["severity"] in SEVERITIES
+    notes = alert["annotations"]
+    assert notes["summary"] and "{{" not in notes["summary"]
+    assert re.search(r"\{\{.*(\$value|query|\$labels\.instance|\$labels\.producer).*\}\}", notes["description"])
+    page, _, anchor = notes["runbook_url"].partition("#")
+    assert page == RUNBOOK and anchor == alert["alert"].lower()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_shown_to_fire_and_not_to_fire_in_health(name: str) -> None:
+    fires, healthy = [], []
+    for test in unit_tests(name):
+        wanted = [one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name]
+        (healthy if test["name"].startswith("healthy") else fires).append(wanted)
+    assert any(alerts for wanted in fires for alerts in wanted)
+    assert healthy and not any(alerts for wanted in healthy for alerts in wanted)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_tried_on_a_run_that_is_healthy_first_and_falls_ill_later(name: str) -> None:
+    """Bad from the first sample on, a mean over a long time is as quick as one over a short time."""
+    fallen = [test for test in unit_tests(name) if test["name"].startswith("after health, ")]
+    assert fallen
+    for test in fallen:
+        early, *_, late = (one["exp_alerts"] for one in test["alert_rule_test"] if one["alertname"] == name)
+        assert not early and late, test["name"]
+
+
+@needs_prometheus
+@pytest.mark.parametrize("window", ["3m", "10m"])
+def test_a_longer_mean_in_front_of_the_five_minutes_of_low_ess_is_noticed(window: str, tmp_path: Path) -> None:
+    folder = tmp_path / "deploy" / "prometheus" / "rules"
+    shutil.copytree(RULES, folder)
+    recording = (folder / "recording.yml").read_text()
+    assert "penstock_ess_fraction_by_lag[1m]" in recording
+    (folder / "recording.yml").write_text(
+        recording.replace("penstock_ess_fraction_by_lag[1m]", f"penstock_ess_fraction_by_lag[{window}]")
+    )
+    tests = tmp_path / "tests" / "deploy" / "prometheus" / "PenstockLowEss.yml"
+    tests.parent.mkdir(parents=True)
+    shutil.copy(UNIT_TESTS / tests.name, tests)
+    assert promtool("test", "rules", tests).returncode == 1
+
+
+@needs_prometheus
+@pytest.mark.parametrize("name", ALERTS)
+@pytest.mark.parametrize("expr", ["vector(0) > 1", "vector(1)"], ids=["never", "always"])
+def test_an_alert_that_never_or_always_fires_fails_its_unit_test(name: str, expr: str, tmp_path: Path) -> None:
+    folder = tmp_path / "deploy" / "prometheus" / "rules"
+    shutil.copytree(RULES, folder)
+    document = yaml.safe_load((folder / "alerts.yml").read_text())
+    (rule,) = (rule for group in document["groups"] for rule in group["rules"] if rule["alert"] == name)
+    rule["expr"] = expr
+    (folder / "alerts.yml").write_text(yaml.safe_dump(document))
+    tests = tmp_path / "tests" / "deploy" / "prometheus" / f"{name}.yml"
+    tests.parent.mkdir(parents=True)
+    shutil.copy(UNIT_TESTS / tests.name, tests)
+    assert promtool("test", "rules", tests).returncode == 1
+
+
+def test_each_unit_test_belongs_to_an_alert_or_to_the_recording_rules() -> None:
+    others = {"recording_rules", "without_data_in_a_short_run"}
+    assert {file.stem for file in UNIT_TESTS.glob("*.yml")} == {*ALERTS, *others}
+
+
+def test_each_recording_rule_has_a_value_in_a_unit_test_or_carries_an_alert_that_has() -> None:
+    files = ("recording_rules", "without_data_in_a_short_run")
+    tried = {one["expr"] for name in files for test in unit_tests(name) for one in test["promql_expr_test"]}
+    exprs = [rule["expr"] for rule in (*ALERTS.values(), *rules("record"))]
+    for rule in rules("record"):
+        name = rule["record"]
+        is_used = any(re.search(rf"{re.escape(name)}\b", expr) for expr in exprs)
+        assert any(name in expr for expr in tried) or is_used, name
+
+
+def test_the_runbook_has_a_section_for_each_alert_and_for_no_other() -> None:
+    text = (ROOT / RUNBOOK).read_text(encoding="utf-8")
+    sections = dict(sections_of(text))
+    assert [title for title in sections if title.startswith("Penstock")] == list(ALERTS)
+    for name in ALERTS:
+        for part in ("**What it means.**", "**How to look.**", "**What to do.**"):
+            assert part in sections[name], f"{name}: {part}"
+
+
+def sections_of(text: str) -> Iterator[tuple[str, str]]:
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        title, _, body = section.partition("\n")
+        yield title, body
+
+
+def test_containers_are_found_by_their_services_names_at_the_port_of_the_run_file() -> None:
+    jobs = {job["job_name"]: job for job in yaml.safe_load((HERE / "prometheus.yml").read_text())["scrape_configs"]}
+    found = {name: job["dns_sd_configs"][0] for name, job in jobs.items() if "dns_sd_configs" in job}
+    places = {name: (*place["names"], place["port"]) for name, place in found.items()}
+    assert places == {
+        "penstock-trainer": ("trainer", MetricsConfig().port),
+        "penstock-producer": ("producer", MetricsConfig().port),
+        "redis": ("redis-exporter", 9121),
+    }
+    assert all(jobs[name]["honor_labels"] for name in jobs if name.startswith("penstock"))
+
+
+@needs_prometheus
+def test_the_configuration_of_a_run_on_this_machine_is_written_into_its_folder(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / 'my "runs"' / "demo"
+    (run / "metrics").mkdir(parents=True)
+    (run / "run.toml").write_text('name = "demo"')
+    (run / "metrics" / "trainer.json").write_text('[{"targets": ["127.0.0.1:9400"], "labels": {"run": "demo"}}]')
+    assert cli.main(["prometheus", "demo", "--runs", str(run.parent)]) == 0
+    assert f"--config.file={run / 'prometheus.yml'}" in capsys.readouterr().out
+    config = yaml.safe_load((run / "prometheus.yml").read_text())
+    assert config["rule_files"] == [f"{RULES}/*.yml"]
+    (job,) = config["scrape_configs"]
+    assert job["file_sd_configs"][0]["files"] == [f"{run}/metrics/*.json"]
+    assert job["job_name"] == "penstock" and job["honor_labels"]
+    result = promtool("check", "config", run / "prometheus.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_prometheus
+def test_an_exporter_for_redis_is_watched_where_its_address_is_given(tmp_path: Path, capsys: Any) -> None:
+    run = tmp_path / "the runs" / "demo"
+    (run / "redis").mkdir(parents=True)
+    (run / "run.toml").write_text('name = "demo"')
+    connection = run / "redis" / "connection.json"
+    connection.write_text(json.dumps({"url": "unix://:s3cr-e_t@/a/redis.sock", "socket": "/a/redis.sock"}))
+    command = ["prometheus", str(run), "--redis-exporter", "127.0.0.1:9121"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "s3cr" not in shown
+    (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
+    assert line.endswith("--redis.addr=unix:///a/redis.sock --web.listen-address=127.0.0.1:9121")
+    password, _, _ = line.partition(" prometheus-redis-exporter ")
+    said = subprocess.run(["sh", "-c", f'{password}; echo "$REDIS_PASSWORD"'], capture_output=True, text=True)
+    assert said.stdout == "s3cr-e_t\n"
+    config = yaml.safe_load((run / "prometheus.yml").read_text())
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["penstock", "redis"]
+    assert config["scrape_configs"][1]["static_configs"] == [{"targets": ["127.0.0.1:9121"]}]
+    result = promtool("check", "config", run / "prometheus.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    connection.unlink()
+    assert cli.main(command) == 0
+    assert "no Redis of the run's own is running now" in capsys.readouterr().out
+    assert cli.main([*command[:-1], "9121"]) == 2
+    assert capsys.readouterr().err == ("penstock: --redis-exporter '9121': expected HOST:PORT, as in 127.0.0.1:9121\n")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["prometheus", "absent", "--runs", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"penstock: absent: neither a run's folder nor a run in {tmp_path}\n"
+    with pytest.raises(ConfigError, match="takes \\* for a pattern"):
+        write_prometheus_config(tmp_path / "a*b")

@@ -1,0 +1,439 @@
+import json
+import math
+import random
+import re
+import time
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from penstock.deploy.report.figures import FIGURES, PICTURE, draw
+from penstock.deploy.report.report import write_picture, write_report
+from penstock.deploy.report.summary import table_rows, write_summary
+from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
+from penstock.schemas.metrics import LAG_LABELS
+
+START_S = 1_760_000_000.0
+RUN_FILE = """
+name = "{name}"
+seed = 7
+num_updates = {num_updates}
+max_lag = 2
+[model]
+path = "models/<b>demo</b>"
+[environment]
+path = "penstock.producers.environments.arithmetic:Arithmetic"
+[trainer]
+learning_rate = 2e-4
+max_grad_norm = 1.0
+"""
+FINGERPRINT = {
+    "engine": "vllm",
+    "version": "0.32.0",
+    "model": "models/demo",
+    "dtype": "float32",
+    "head_dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "prefix_caching": False,
+    "async_scheduling": False,
+}
+
+
+def diagnostics(tokens: list[int], chance: random.Random) -> dict[str, float]:
+    """Numbers of a drift that grows with the lag; `tokens` by lag."""
+    found = {
+        "rollout_correction/kl": chance.gauss(2e-4, 4e-4),
+        "rollout_correction/k3_kl": abs(chance.gauss(6e-4, 2e-4)),
+        "rollout_correction/clipped_frac": abs(chance.gauss(2e-4, 2e-4)),
+        "chi2": abs(chance.gauss(1.3e-3, 5e-4)),
+        "ess_fraction": 1 - abs(chance.gauss(1.3e-3, 5e-4)),
+        "applied_ess_fraction": 1 - abs(chance.gauss(8e-4, 3e-4)),
+        "mismatch_lag0": 3e-6 * chance.random(),
+    }
+    counts = dict.fromkeys(LAG_LABELS, 0)
+    for lag, count in enumerate(tokens):
+        counts["0" if lag == 0 else "1" if lag == 1 else "2-3" if lag < 4 else "4-7"] += count
+    for label, variance in zip(LAG_LABELS, (1e-9, 1e-3, 2.5e-3, 6e-3, 2e-2), strict=True):
+        if counts[label]:
+            k3 = variance / 2 * chance.uniform(0.5, 1.5)
+            values = {
+                "num_tokens": float(counts[label]),
+                "kl": chance.gauss(k3, variance**0.5 / 10),
+                "k3_kl": k3,
+                "chi2": 2 * k3 * chance.uniform(0.8, 1.2),
+                "ess_fraction": 1 / (1 + 2 * k3),
+                "applied_ess_fraction": 1 / (1 + 1.5 * k3),
+                "weight_mean": 1 - 2 * k3 + chance.gauss(0, variance**0.5 / 10),
+                "corrected_frac": 4 * k3,
+                "masked_frac": 2.5 * k3,
+                "masked_frac_positive": 2 * k3,
+                "masked_frac_negative": 3 * k3,
+            }
+            found |= {f"{name}/lag_{label}": value for name, value in values.items()}
+    return found
+
+
+def update_line(k: int, chance: random.Random) -> dict:
+    progress = 1 - math.exp(-k / 120)
+    tokens = [int(700 * chance.uniform(0.1, 0.25)), int(700 * chance.uniform(0.5, 0.7)), 160, int(12 * chance.random())]
+    return {
+        "update": k,
+        "policy_version": k,
+        "time_s": START_S + 1.5 + 0.24 * k + 0.02 * chance.random(),
+        "reward": min(1.0, 0.38 + 0.6 * progress + chance.gauss(0, 0.03)),
+        "loss": chance.gauss(0, 0.01),
+        "reference_kl": 2e-4 * k * chance.uniform(0.9, 1.1),
+        "entropy": 0.7 * math.exp(-k / 150) + 0.05 + chance.gauss(0, 0.01),
+        "policy_clipped_frac": 0.0,
+        **diagnostics(tokens[:3] if k % 50 else [*tokens[:3], 0, 40], chance),
+        "grad_norm": 0.4 + chance.random() * 0.5 + (1.3 if k == 120 else 0),
+        "learning_rate": 2e-4,
+        "lag_histogram": {str(lag): count for lag, count in enumerate(tokens) if count},
+        "num_tokens_trained": sum(tokens[:3]),
+        "num_tokens_masked_lag": tokens[3],
+        "num_groups_trained": 24,
+        "num_groups_skipped": 8,
+        "queue_depth": chance.randrange(0, 40),
+        "skipped_reason": None,
+        "wait_s": 0.06 * chance.random(),
+        "step_s": 0.16 + 0.02 * chance.random(),
+        "publish_s": 0.008 + 0.004 * chance.random(),
+    }
+
+
+def write_lines(file: Path, lines: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_run(
+    folder: Path, *, num_updates: int = 300, producers: tuple[str, ...] = ("producer-0", "producer-1")
+) -> Path:
+    """A run folder as a demo of `num_updates` updates leaves it, drawn from a fixed seed."""
+    chance = random.Random(5)
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(RUN_FILE.format(name="demo", num_updates=num_updates))
+    updates = [update_line(k, chance) for k in range(1, num_updates + 1)]
+    write_lines(folder / "updates.jsonl", updates)
+    evaluations = [
+        {
+            "policy_version": k,
+            "update": k,
+            "accuracy": 0.41 + 0.55 * (1 - math.exp(-k / 110)),
+            "num_prompts": 256,
+            "num_failed": 0,
+            "time_s": START_S + 1.8 + 0.24 * k,
+        }
+        for k in range(0, num_updates + 1, 25)
+    ]
+    write_lines(folder / "evaluations.jsonl", evaluations)
+    end_s = updates[-1]["time_s"]
+    for producer in producers:
+        events: list[dict] = [{"event": "start", "time_s": START_S - 9, "fingerprint": FINGERPRINT}]
+        num_tokens = 0
+        for second in range(-8, int(end_s - START_S) + 3, 2):
+            rate = 0 if second < 0 else 3600 + 300 * chance.random()
+            num_tokens += int(2 * rate)
+            event = {"event": "rate", "time_s": START_S + second, "tokens_per_s": rate, "num_tokens": num_tokens}
+            events.append(event | {"in_flight": 32, "policy_version": 1})
+        for k in range(num_updates):
+            event = {"event": "weights", "time_s": START_S + 1.6 + 0.24 * k, "policy_version": k, "load_s": 0.012}
+            pause_s = 0.034 + chance.expovariate(300) + (0.3 if k == 77 else 0)
+            events.append(event | {"pause_s": pause_s, "prefetch_s": 0.004, "bytes": 1_300_000})
+        write_lines(folder / "producers" / f"{producer}.jsonl", sorted(events, key=lambda event: event["time_s"]))
+    books = {
+        "num_updates": num_updates,
+        "num_groups_released": 9696,
+        "num_groups_trained": 24 * num_updates,
+        "num_groups_skipped": 8 * num_updates,
+        "num_groups_dead": 0,
+        "num_groups_cancelled": 96,
+        "num_tokens_trained": sum(line["num_tokens_trained"] for line in updates),
+        "first_prompt_s": START_S,
+        "last_update_s": end_s,
+        "finished": True,
+    }
+    (folder / "trainer.json").write_text(json.dumps(books))
+    return folder
+
+
+class Page(HTMLParser):
+    """Every tag, attribute and visible text of a page, and the tags left open."""
+
+    VOID = frozenset(("meta", "link", "br", "hr", "img", "input"))
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"unexpected </{tag}>"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "demo")
+    file = write_report(folder)
+    assert file == folder / "report.html"
+    return file.read_text(encoding="utf-8")
+
+
+def test_the_report_holds_every_figure_with_its_caption_and_data(report: str) -> None:
+    page = Page(report)
+    assert page.open == []
+    figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
+    assert figures == [spec.name for spec in FIGURES]
+    assert page.tags.count("svg") == len(FIGURES)
+    for spec in FIGURES:
+        assert spec.title in page.texts and spec.caption in page.texts
+    assert not any("no data in" in text for text in page.texts)
+
+
+def test_figures_are_named_for_screen_readers(report: str) -> None:
+    labels = [value for tag, name, value in Page(report).attributes if tag == "svg" and name == "aria-labelledby"]
+    assert labels == [f"{spec.name}-title {spec.name}-caption" for spec in FIGURES]
+
+
+def test_the_report_refers_to_nothing_outside_itself(report: str) -> None:
+    page = Page(report)
+    assert not {"script", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    references = [
+        value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")
+    ]
+    assert references
+    assert all(value.startswith(("#", "data:")) for value in references)
+    assert not re.search(r"url\((?!#)", report)
+    assert "@import" not in report and "<!DOCTYPE svg" not in report
+
+
+def test_ids_are_unique_and_every_internal_reference_has_its_target(report: str) -> None:
+    attributes = Page(report).attributes
+    ids = [value for _, name, value in attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    targets = {value[1:] for _, name, value in attributes if name in ("href", "xlink:href") and value.startswith("#")}
+    targets |= set(re.findall(r"url\(#([^)]+)\)", report))
+    assert targets and targets <= set(ids)
+
+
+def test_the_head_shows_the_key_figures(report: str) -> None:
+    text = " ".join(Page(report).texts)
+    assert "0.410 → 0.924" in text
+    assert "greedy, 256 problems" in text
+    assert "2025-10-09 08:53 UTC · asynchronous" in text
+    assert "300" in text and "2 producers" in text
+
+
+@pytest.fixture(scope="module")
+def telemetry(tmp_path_factory: pytest.TempPathFactory) -> RunTelemetry:
+    return read_telemetry(write_run(tmp_path_factory.mktemp("runs") / "demo", num_updates=60))
+
+
+def drawn(name: str, telemetry: RunTelemetry) -> list[Axes]:
+    spec = next(spec for spec in FIGURES if spec.name == name)
+    figure = Figure()
+    assert draw(spec, figure, telemetry)
+    return figure.axes
+
+
+@pytest.mark.parametrize(
+    ("figure", "names"),
+    [
+        ("ess-by-lag", ["ess_fraction", "applied_ess_fraction"]),
+        ("kl-by-lag", ["kl", "k3_kl"]),
+        ("chi2-by-lag", ["chi2"]),
+        ("weight-by-lag", ["weight_mean", "corrected_frac"]),
+        ("masked-by-lag", ["masked_frac_positive", "masked_frac_negative"]),
+    ],
+)
+def test_a_line_by_lag_is_the_running_mean_of_that_buckets_telemetry(
+    telemetry: RunTelemetry, figure: str, names: list[str]
+) -> None:
+    for ax, name in zip(drawn(figure, telemetry), names, strict=True):
+        lines = {line.get_label(): line for line in ax.lines if str(line.get_label()).startswith("lag ")}
+        # One batch of the run has tokens at lag 4 to 7, none has any beyond.
+        assert list(lines) == ["lag 0", "lag 1", "lag 2-3", "lag 4-7"]
+        for label, line in lines.items():
+            values = [update.metrics.get(f"{name}/{label.replace(' ', '_')}") for update in telemetry.updates]
+            expected = [mean_around(values, k, 1) if value is not None else math.nan for k, value in enumerate(values)]
+            assert list(line.get_xdata()) == [update.update for update in telemetry.updates]
+            assert list(line.get_ydata()) == pytest.approx(expected, nan_ok=True)
+        dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        (dot,) = dots
+        assert list(dot.get_xdata()) == [50]
+        assert list(dot.get_ydata()) == [telemetry.updates[49].metrics[f"{name}/lag_4-7"]]
+
+
+def mean_around(values: list, k: int, half: int) -> float:
+    return fmean(value for value in values[max(0, k - half) : k + half + 1] if value is not None)
+
+
+def test_the_points_against_lag_are_means_over_the_runs_tokens(telemetry: RunTelemetry) -> None:
+    (ax,) = drawn("mismatch-against-lag", telemetry)
+    k3, chi2 = ax.lines
+    assert [text.get_text() for text in ax.get_xticklabels()] == list(LAG_LABELS)
+    for line, name in ((k3, "k3_kl"), (chi2, "chi2")):
+        assert list(line.get_xdata()) == [0, 1, 2, 3]
+        for label, value in zip(LAG_LABELS, line.get_ydata(), strict=False):
+            pairs = [
+                (update.metrics[f"num_tokens/lag_{label}"], update.metrics[f"{name}/lag_{label}"])
+                for update in telemetry.updates
+                if f"{name}/lag_{label}" in update.metrics
+            ]
+            expected = sum(count * number for count, number in pairs) / sum(count for count, _ in pairs)
+            assert value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("figure", "names"),
+    [
+        ("ess-chi2", ["ess_fraction", "applied_ess_fraction", "chi2"]),
+        ("kl", ["rollout_correction/kl", "rollout_correction/k3_kl"]),
+        ("clip-fractions", ["rollout_correction/clipped_frac", "policy_clipped_frac"]),
+        ("reference-kl", ["reference_kl"]),
+    ],
+)
+def test_a_noisy_line_is_the_telemetry_itself(telemetry: RunTelemetry, figure: str, names: list[str]) -> None:
+    raw = [line for ax in drawn(figure, telemetry) for line in ax.lines[::2]]
+    assert len(raw) == len(names)
+    for line, name in zip(raw, names, strict=True):
+        assert list(line.get_ydata()) == [update.metrics[name] for update in telemetry.updates]
+
+
+def test_a_run_without_correction_shows_its_mismatch_just_as_well(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=6)
+    lines = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
+    applied = ("applied_", "weight_", "corrected_", "masked_", "reference_")
+    lines = [{key: value for key, value in line.items() if not key.startswith(applied)} for line in lines]
+    write_lines(folder / "updates.jsonl", lines)
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    figures = [value for tag, name, value in page.attributes if tag == "figure" and name == "id"]
+    assert figures == [spec.name for spec in FIGURES if not spec.optional]
+    empty = sum("no data in updates.jsonl" in text for text in page.texts)
+    assert empty == 2  # the weights applied, and what was rejected
+
+
+def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "demo", num_updates=5, producers=("<script>alert(1)</script>".replace("/", "_"), "$a$&b")
+    )
+    configuration = (folder / "run.toml").read_text() + "# <script>alert(2)</script>\n"
+    (folder / "run.toml").write_text(configuration)
+    report = write_report(folder).read_text(encoding="utf-8")
+    page = Page(report)
+    assert "script" not in page.tags and "b" not in page.tags
+    text = " ".join(page.texts)
+    assert "<script>alert(1)<_script>" in text and "$a$&b" in text
+    assert "<script>alert(2)</script>" in text and "models/<b>demo</b>" in text
+
+
+def test_a_folder_name_is_escaped_where_the_run_file_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<_script>"
+    folder.mkdir()
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert "<script>alert(1)<_script>" in page.texts
+
+
+def test_an_empty_run_folder_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    text = " ".join(page.texts)
+    assert "Missing files: run.toml, updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl." in text
+    assert text.count("no data in") == sum(not spec.optional for spec in FIGURES)
+    assert "not finished: 0 updates" in text
+
+
+def test_a_run_of_one_update_is_drawn(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path / "demo", num_updates=1)).read_text(encoding="utf-8"))
+    assert page.tags.count("svg") == len(FIGURES)
+
+
+def test_a_long_run_does_not_make_the_page_longer(tmp_path: Path, report: str) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=3000)
+    assert len(write_report(folder).read_text(encoding="utf-8")) < 2.2 * len(report)
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=20)
+    first = write_report(folder).read_bytes()
+    assert write_report(folder).read_bytes() == first
+
+
+def test_a_metric_that_was_never_finite_leaves_its_figure_empty(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=6)
+    lines = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
+    write_lines(folder / "updates.jsonl", [line | {"entropy": math.nan, "grad_norm": math.inf} for line in lines])
+    texts = Page(write_report(folder).read_text(encoding="utf-8")).texts
+    assert sum("no data in updates.jsonl" in text for text in texts) == 2
+
+
+def test_the_picture_is_a_png_of_four_panels(tmp_path: Path) -> None:
+    assert len(PICTURE) == 4
+    write_picture(write_run(tmp_path / "demo", num_updates=40), tmp_path / "pictures" / "run.png")
+    data = (tmp_path / "pictures" / "run.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
+    assert width > 1800 and height > 900
+
+
+def cut(file: Path, num_bytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+
+
+def test_the_report_of_a_run_under_way_says_so_and_as_of_when(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=40)
+    books = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 25, "finished": False}))
+    for name in ("updates.jsonl", "evaluations.jsonl", "producers/producer-1.jsonl"):
+        cut(folder / name, 7)  # each is being written just now
+    began_s = time.time()
+    summary = write_summary(folder)
+    text = write_report(folder).read_text()
+    assert summary["finished"] is False and began_s <= summary["as_of_s"] <= time.time()
+    assert summary["num_updates"] == 39 and summary["num_torn_lines"] == 3
+    stated = re.search(r"This run is not over, as of ([\d-]+ [\d:]+) UTC; the last update was [\d,]+ s before\.", text)
+    assert stated and began_s - 1 <= datetime.fromisoformat(f"{stated[1]}+00:00").timestamp() <= time.time()
+    assert "not finished: 39 of 40 updates" in text
+    assert dict(table_rows(summary))["state"].startswith("not over, as of ")
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["trainer.json", "updates.jsonl", "evaluations.jsonl", "run.toml", "producers/producer-0.jsonl"],
+)
+def test_the_report_of_a_run_that_lacks_a_file_is_written_all_the_same(tmp_path: Path, missing: str) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=30, producers=("producer-0",))
+    (folder / missing).unlink()
+    text = write_report(folder).read_text()
+    assert "Missing files: " in text and missing.replace("producer-0", "*") in text
+    assert ("This run is not over" in text) == (missing == "trainer.json")
+
+
+def test_a_run_that_is_continued_after_its_end_is_not_over(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo", num_updates=40)
+    assert write_summary(folder)["finished"] is True and "state" not in dict(table_rows(write_summary(folder)))
+    assert "This run is not over" not in write_report(folder).read_text()
+    books = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 30}))  # of before the resume
+    assert write_summary(folder)["finished"] is False

@@ -1,0 +1,350 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+from penstock.deploy.report.summary import print_table, write_summary
+from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
+from penstock.schemas.policy import make_version
+from rich.console import Console
+
+START_S = 1000.0
+RUN_FILE = """
+name = "demo"
+seed = 3
+num_updates = 3
+[model]
+path = "models/demo"
+[environment]
+path = "penstock.producers.environments.arithmetic:Arithmetic"
+"""
+FINGERPRINT = {
+    "engine": "vllm",
+    "version": "0.32.0",
+    "model": "models/demo",
+    "dtype": "float32",
+    "head_dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "prefix_caching": False,
+    "async_scheduling": False,
+    "other": {},
+}
+
+
+def update_line(k: int, *, epoch: int = 0, time_s: float | None = None, **fields: object) -> dict:
+    line = {
+        "update": k,
+        "policy_version": make_version(epoch, k),
+        "time_s": START_S + 10.0 * k if time_s is None else time_s,
+        "reward": 0.5,
+        "ess_fraction": 1.0 - k / 100,
+        "lag_histogram": {"0": 10, "1": 30},
+        "num_tokens_trained": 40,
+        "num_tokens_masked_lag": 0,
+        "num_groups_trained": 3,
+        "num_groups_skipped": 1,
+        "queue_depth": 2,
+        "wait_s": 1.0,
+        "step_s": 7.0,
+        "publish_s": 0.5,
+    }
+    return line | fields
+
+
+def evaluation_line(version: int, accuracy: float, time_s: float, update: int | None = None) -> dict:
+    update = version if update is None else update
+    return {"policy_version": version, "update": update, "accuracy": accuracy, "num_prompts": 64, "time_s": time_s}
+
+
+def rate(time_s: float, num_tokens: int) -> dict:
+    return {"event": "rate", "time_s": time_s, "tokens_per_s": 0.0, "num_tokens": num_tokens}
+
+
+def weights(time_s: float, pause_s: float) -> dict:
+    return {"event": "weights", "time_s": time_s, "policy_version": 1, "pause_s": pause_s, "load_s": 0.01, "bytes": 9}
+
+
+def started(time_s: float, **fields: object) -> dict:
+    return {"event": "start", "time_s": time_s, "fingerprint": FINGERPRINT | fields}
+
+
+def write_lines(file: Path, lines: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Three updates in 30 s, two producers, numbers that can be added up by hand."""
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "run.toml").write_text(RUN_FILE)
+    last = update_line(3, lag_histogram={"1": 20, "2": 12, "10": 8}, num_tokens_trained=32, num_tokens_masked_lag=8)
+    last |= {"num_tokens_rejected": 5, "num_optimizer_steps": 1, "steps_skipped": {}}
+    write_lines(folder / "updates.jsonl", [update_line(1), update_line(2), last])
+    evaluations = [evaluation_line(0, 0.4, 1001.0), evaluation_line(1, 0.91, 1014.0), evaluation_line(3, 0.89, 1032.0)]
+    write_lines(folder / "evaluations.jsonl", evaluations)
+    # 100 tokens/s from 990 on: 3,000 within the run.
+    events = [started(990.0), weights(995.0, 2.0), rate(1000.0, 1000), weights(1010.0, 0.02), weights(1020.0, 0.04)]
+    write_lines(folder / "producers" / "producer-0.jsonl", [*events, rate(1040.0, 5000)])
+    # Joins at 1010, does 500 tokens in 10 s, is killed, starts again at 1025 and does 200 in 5 s.
+    events = [started(1010.0), rate(1020.0, 500), started(1025.0), rate(1030.0, 200), weights(1030.0, 0.03)]
+    write_lines(folder / "producers" / "producer-1.jsonl", events)
+    books = {
+        "num_updates": 3,
+        "num_groups_released": 20,
+        "num_groups_trained": 9,
+        "num_groups_skipped": 3,
+        "num_groups_dead": 1,
+        "num_groups_cancelled": 7,
+        "num_tokens_trained": 112,
+        "num_groups_released_again": {"stale": 2},
+        "num_duplicates_dropped": 1,
+        "num_steps_skipped": 0,
+        "first_prompt_s": START_S,
+        "last_update_s": 1030.0,
+        "finished": True,
+    }
+    (folder / "trainer.json").write_text(json.dumps(books))
+    return folder
+
+
+def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
+    summary = write_summary(run_folder)
+    assert json.loads((run_folder / "summary.json").read_text()) == summary
+    expected: dict[str, object] = {
+        "name": "demo",
+        "seed": 3,
+        "finished": True,
+        "initial_accuracy": 0.4,
+        "final_accuracy": 0.89,
+        "best_accuracy": 0.91,
+        "time_to_accuracy": {"0.9": 14.0},
+        "wall_s": 30.0,
+        "num_updates": 3,
+        "updates_per_s": 0.1,
+        "num_groups_released": 20,
+        "num_groups_trained": 9,
+        "num_groups_skipped": 3,
+        "num_groups_dead": 1,
+        "num_groups_cancelled": 7,
+        "num_groups_released_again": {"stale": 2},
+        "num_duplicates_dropped": 1,
+        "num_tokens_trained": 112,
+        "num_tokens_masked_lag": 8,
+        "num_tokens_rejected": 5,
+        "mismatch_by_lag": {},
+        "lag_histogram": {"0": 20, "1": 80, "2": 12, "10": 8},
+        "mean_lag": (80 + 24 + 80) / 120,
+        "ess_fraction_min": 0.97,
+        "mismatch_lag0": None,
+        "trainer_tokens_per_s": 112 / 30,
+        "engine": FINGERPRINT,
+        "engines_that_differ": [],
+        "missing": [],
+        "num_torn_lines": 0,
+    }
+    for name, value in expected.items():
+        assert summary[name] == (pytest.approx(value) if isinstance(value, float) else value), name
+    assert list(summary["lag_histogram"]) == ["0", "1", "2", "10"]
+    assert summary["trainer_time_share"] == pytest.approx({"wait": 0.1, "step": 0.7, "publish": 0.05})
+
+
+def test_producer_rates_are_those_of_the_run_and_survive_a_restart(run_folder: Path) -> None:
+    summary = write_summary(run_folder)
+    rates = summary["producer_tokens_per_s"]
+    assert rates["by_producer"] == pytest.approx({"producer-0": 100.0, "producer-1": 35.0})
+    assert rates["total"] == pytest.approx((3000 + 700) / 30)
+    assert summary["num_tokens_sampled"] == pytest.approx(3700)
+
+
+def test_pauses_before_the_first_prompt_do_not_count(run_folder: Path) -> None:
+    summary = write_summary(run_folder)
+    assert summary["num_weight_loads"] == 3
+    assert summary["pause_s_p50"] == pytest.approx(0.03)
+    assert summary["pause_s_p99"] == pytest.approx(0.03 + 0.98 * 0.01)
+    assert summary["pause_s_max"] == pytest.approx(0.04)
+    assert summary["paused_share"] == pytest.approx(0.09 / (30 + 20))
+
+
+def test_an_accuracy_that_was_not_reached_has_no_time(run_folder: Path) -> None:
+    write_lines(run_folder / "evaluations.jsonl", [evaluation_line(0, 0.4, 1001.0), evaluation_line(3, 0.8, 1031.0)])
+    assert write_summary(run_folder)["time_to_accuracy"] == {"0.9": None}
+
+
+def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> None:
+    lines = [update_line(k) for k in (1, 2, 3, 4)]
+    # The checkpoint was at update 2; the lost trainer had come to 4, the resumed one to 3.
+    lines += [update_line(3, epoch=1, num_tokens_trained=25, lag_histogram={"0": 25})]
+    lines[-1]["policy_version"] = make_version(1, 1)
+    write_lines(run_folder / "updates.jsonl", lines)
+    points = [evaluation_line(0, 0.4, 1001.0), evaluation_line(2, 0.5, 1022.0), evaluation_line(4, 0.99, 1041.0)]
+    points += [evaluation_line(make_version(1, 0), 0.52, 1050.0, update=2)]
+    points += [evaluation_line(make_version(1, 1), 0.6, 1060.0, update=3)]
+    write_lines(run_folder / "evaluations.jsonl", points)
+    summary = write_summary(run_folder)
+    assert summary["num_updates"] == 3
+    assert summary["num_tokens_trained"] == 40 + 40 + 25
+    assert summary["lag_histogram"] == {"0": 45, "1": 60}
+    assert summary["time_to_accuracy"] == {"0.9": None}
+    points = read_telemetry(run_folder).evaluations
+    assert [(point.update, point.accuracy) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
+
+
+def test_a_batch_without_an_optimizer_step_does_not_replace_the_update_before_it(run_folder: Path) -> None:
+    failed = update_line(2, skipped_reason="non-finite loss", num_tokens_trained=0, lag_histogram={})
+    write_lines(run_folder / "updates.jsonl", [update_line(1), update_line(2), failed, update_line(3)])
+    summary = write_summary(run_folder)
+    assert summary["num_updates"] == 3
+    assert summary["num_tokens_trained"] == 120
+
+
+def test_an_evaluation_belongs_to_the_update_that_made_its_policy(run_folder: Path) -> None:
+    # Its last answer came in while a later batch was trained.
+    points = [evaluation_line(0, 0.4, 1001.0, update=1), evaluation_line(1, 0.6, 1022.0, update=2)]
+    write_lines(run_folder / "evaluations.jsonl", points)
+    assert [point.update for point in read_telemetry(run_folder).evaluations] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("run.toml", "seed"),
+        ("updates.jsonl", "lag_histogram"),
+        ("evaluations.jsonl", "initial_accuracy"),
+        ("trainer.json", "num_groups_released"),
+    ],
+)
+def test_a_missing_file_is_named_and_its_figures_are_null(run_folder: Path, name: str, figure: str) -> None:
+    (run_folder / name).unlink()
+    summary = write_summary(run_folder)
+    assert summary["missing"] == [name]
+    assert summary[figure] is None
+    assert "missing" in table(summary)
+
+
+def test_missing_producer_telemetry_is_named_and_its_figures_are_null(run_folder: Path) -> None:
+    for file in (run_folder / "producers").iterdir():
+        file.unlink()
+    summary = write_summary(run_folder)
+    assert summary["missing"] == ["producers/*.jsonl"]
+    names = ("producer_tokens_per_s", "pause_s_p50", "pause_s_p99", "num_weight_loads", "paused_share", "engine")
+    assert all(summary[name] is None for name in names)
+
+
+def test_an_empty_run_folder_gives_a_summary_without_figures(tmp_path: Path) -> None:
+    summary = write_summary(tmp_path)
+    assert len(summary["missing"]) == 5
+    assert summary["wall_s"] is None and summary["num_updates"] is None
+    assert "n/a" in table(summary)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TelemetryError, match="nowhere: no such run folder"):
+        write_summary(tmp_path / "nowhere")
+
+
+def test_a_torn_last_line_is_left_out_and_counted(run_folder: Path) -> None:
+    with (run_folder / "updates.jsonl").open("a") as file:
+        file.write('{"update": 4, "policy_version": 4, "lag_histogram": {"0": 3}')
+    summary = write_summary(run_folder)
+    assert summary["num_torn_lines"] == 1
+    assert summary["num_updates"] == 3
+
+
+def test_a_torn_line_before_a_resume_is_left_out_and_counted(run_folder: Path) -> None:
+    file = run_folder / "updates.jsonl"
+    first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([first, rest[0][:40], *rest]) + "\n")
+    summary = write_summary(run_folder)
+    assert summary["num_torn_lines"] == 1
+    assert summary["num_updates"] == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("hello", "Expecting value"),
+        ('{"update": 2} {}', "Extra data"),
+        ('{"update": "two"}', r"Expected `int`, got `str` - at `\$.update`"),
+        ('{"update": 2, "policy_version": 2}', "missing required field `time_s`"),
+        ("[1, 2]", "Expected `object`, got `array`"),
+    ],
+)
+def test_a_malformed_line_is_an_error_that_names_file_and_line(run_folder: Path, row: str, message: str) -> None:
+    file = run_folder / "updates.jsonl"
+    first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([first, row, *rest]) + "\n")
+    with pytest.raises(TelemetryError, match=rf"updates\.jsonl: line 2: .*{message}"):
+        write_summary(run_folder)
+
+
+def test_an_unknown_event_of_a_producer_is_an_error(run_folder: Path) -> None:
+    write_lines(run_folder / "producers" / "producer-0.jsonl", [{"event": "surprise"}])
+    with pytest.raises(TelemetryError, match=r"producer-0\.jsonl: line 1: .*surprise"):
+        write_summary(run_folder)
+
+
+def test_malformed_books_are_an_error_that_names_the_file(run_folder: Path) -> None:
+    (run_folder / "trainer.json").write_text('{"num_updates": 3}')
+    with pytest.raises(TelemetryError, match=r"trainer\.json: .*num_groups_released"):
+        write_summary(run_folder)
+
+
+def test_numbers_that_are_not_finite_are_read_as_absent(run_folder: Path) -> None:
+    lines = [update_line(1, ess_fraction=float("nan"), loss=float("inf")), update_line(2)]
+    write_lines(run_folder / "updates.jsonl", lines)
+    assert write_summary(run_folder)["ess_fraction_min"] == pytest.approx(0.98)
+
+
+def test_a_producer_with_another_engine_is_named(run_folder: Path) -> None:
+    write_lines(run_folder / "producers" / "producer-2.jsonl", [started(1001.0, dtype="bfloat16")])
+    summary = write_summary(run_folder)
+    assert summary["engine"] == FINGERPRINT
+    assert summary["engines_that_differ"] == ["producer-2"]
+    assert summary["producer_tokens_per_s"]["by_producer"]["producer-2"] is None
+
+
+def test_the_engine_mismatch_at_lag_0_is_averaged_over_updates(run_folder: Path) -> None:
+    lines = [update_line(1, mismatch_lag0=2e-6), update_line(2, mismatch_lag0=4e-6), update_line(3)]
+    write_lines(run_folder / "updates.jsonl", lines)
+    assert write_summary(run_folder)["mismatch_lag0"] == pytest.approx(3e-6)
+
+
+def test_mismatch_by_lag_is_the_mean_over_the_tokens_of_all_updates(run_folder: Path) -> None:
+    first = {"num_tokens/lag_0": 10, "k3_kl/lag_0": 1e-3, "kl/lag_0": 0.0, "num_tokens/lag_2-3": 4, "chi2/lag_2-3": 0.5}
+    second = {"num_tokens/lag_0": 30, "k3_kl/lag_0": 5e-3, "kl/lag_0": None, "weight_mean/lag_0": 0.75}
+    write_lines(run_folder / "updates.jsonl", [update_line(1, **first), update_line(2, **second), update_line(3)])
+    summary = write_summary(run_folder)
+    assert list(summary["mismatch_by_lag"]) == ["0", "2-3"]
+    fresh, older = summary["mismatch_by_lag"].values()
+    assert fresh == pytest.approx({"num_tokens": 40, "kl": 0.0, "k3_kl": 4e-3, "weight_mean": 0.75})
+    assert older == {"num_tokens": 4, "chi2": 0.5}
+    assert "0: 0.004" in table(summary) and "2-3: 0.5" in table(summary)
+
+
+def test_an_update_holds_every_number_of_its_line_by_its_name(run_folder: Path) -> None:
+    numbers = {"rollout_correction/kl": 2e-4, "kl/lag_8+": 1, "of_my_own_objective": -3.5}
+    others = {"loss": None, "note": "text", "phase_s": {"forward": 1.0}, "flag": True, "steps_skipped": {"why": 2}}
+    write_lines(run_folder / "updates.jsonl", [update_line(1, **numbers, **others)])
+    (update,) = read_telemetry(run_folder).updates
+    assert update.metrics == numbers | {"reward": 0.5, "ess_fraction": 0.99}
+    assert update.steps_skipped == {"why": 2} and update.queue_depth == 2
+
+
+def table(summary: dict) -> str:
+    output = io.StringIO()
+    print_table(summary, Console(file=output, width=80))
+    return output.getvalue()
+
+
+def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> None:
+    text = table(write_summary(run_folder))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for part in ("0.400 → 0.890", "0.9 after 14.0 s", "20 released", "0: 16.7%", "producer-1 35", "vllm 0.32.0"):
+        assert part in text
+
+
+def test_the_table_shows_names_with_brackets_as_they_are(run_folder: Path) -> None:
+    (run_folder / "producers" / "producer-1.jsonl").rename(run_folder / "producers" / "[red]x.jsonl")
+    assert "[red]x" in table(write_summary(run_folder))

@@ -1,0 +1,324 @@
+"""The whole way, through chat templates of five families: messages, an answer sampled in other tokens than its text
+encodes to, the next turn's messages, and the prompt that continues the model's own tokens."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.producers.endpoint.suffix_encoding import SuffixEncoder
+from penstock.producers.endpoint.token_ids import SpliceRefused
+from penstock.producers.endpoint.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
+from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids, unpack_ids
+from penstock.schemas.segments import RecordedCall, segments
+
+from chat_templates import ANSWER, QUESTION, STYLES, decode, drifted, encode, render, render_text, tokenizer_of
+from golden_token_ids import GOLDEN, mistral_tokenizer_file
+
+Message = dict[str, Any]
+ARGUMENTS = {"a": 3, "b": 4}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+START = [{"role": "system", "content": "the system"}, {"role": "user", "content": QUESTION}]
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "seven"}
+MORE = {"role": "user", "content": "what is the answer"}
+
+
+def boundary_of(name: str) -> TurnBoundary:
+    specials = special_token_ids(tokenizer_of(name))
+    return find_turn_boundary(lambda messages, prompt: render(name, messages, prompt), specials)
+
+
+class Played:
+    """A conversation of one harness and one model: what was said, and the ids that the model saw and sampled."""
+
+    def __init__(self, name: str, messages: list[Message]) -> None:
+        self.name = name
+        self.messages = copy.deepcopy(messages)
+        self.boundary = boundary_of(name)
+        self.model = render(name, messages, True)
+        self.spans: list[tuple[int, int]] = []
+
+    def sample(self, token_ids: list[int], message: Message) -> None:
+        """The model samples; the harness keeps `message`, what it made of the text."""
+        self.spans.append((len(self.model), len(self.model) + len(token_ids)))
+        self.model = self.model + token_ids
+        self.messages.append({"role": "assistant", **message})
+        self.num_said = len(self.messages)
+
+    def next_prompt(self, *added: Message) -> list[int]:
+        self.messages.extend(added)
+        prefix = render(self.name, self.messages[: self.num_said], False)
+        template = render(self.name, self.messages, True)
+        return self.boundary.splice(self.model, prefix, template, self.spans).prompt_token_ids
+
+    def refusal(self, *added: Message) -> str:
+        with pytest.raises(SpliceRefused) as refused:
+            self.next_prompt(*added)
+        return refused.value.code
+
+
+def turn_end(name: str, next_turn: str) -> str:
+    """What follows the text of an answer: its end, or where there is none what opens the next turn."""
+    end = STYLES[name].turn_end
+    return end if end is not None else next_turn[: next_turn.index("|>") + 2]
+
+
+def rest_after(name: str, next_turn: str, *, ended: bool) -> list[int]:
+    """What a prompt writes after a sampled answer that sampled its end, or was cut before it."""
+    whole = (STYLES[name].turn_end or "") + next_turn
+    return encode(name, whole[len(turn_end(name, next_turn)) :] if ended else whole)
+
+
+def sampled_call(name: str) -> str:
+    style = STYLES[name]
+    return style.tool_call.replace("{}", style.call(ARGUMENTS))
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
+@pytest.mark.parametrize("name", STYLES)
+def test_an_answer_in_other_tokens_stays_as_it_was_sampled(name, ended):
+    user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
+    text = STYLES[name].reasoning.replace("{}", "") * (name == "glm") + ANSWER
+    played = Played(name, START)
+    sampled = drifted(name, text)
+    assert decode(name, sampled) == text and sampled != encode(name, text)
+    played.sample(sampled + encode(name, turn_end(name, user_turn)) * ended, {"content": ANSWER})
+    prompt = played.next_prompt(MORE)
+    assert prompt == played.model + rest_after(name, user_turn, ended=ended)
+    assert decode(name, prompt) == render_text(name, played.messages, True)
+    assert prompt != render(name, played.messages, True)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_an_answer_as_the_template_writes_it_gives_the_templates_prompt(name):
+    user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
+    text = STYLES[name].reasoning.replace("{}", "") * (name == "glm") + ANSWER
+    played = Played(name, START)
+    played.sample(encode(name, text) + encode(name, turn_end(name, user_turn)), {"content": ANSWER})
+    assert played.next_prompt(MORE) == render(name, played.messages, True)
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
+@pytest.mark.parametrize("name", STYLES)
+def test_a_tool_call_in_other_words_stays_as_it_was_sampled(name, ended):
+    """The harness parsed it; the template writes other spaces and another order."""
+    tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
+    played = Played(name, START)
+    played.sample(
+        encode(name, sampled_call(name) + turn_end(name, tool_turn) * ended), {"content": None, "tool_calls": [CALL]}
+    )
+    prompt = played.next_prompt(RESULT)
+    assert prompt == played.model + rest_after(name, tool_turn, ended=ended)
+    assert decode(name, prompt) != render_text(name, played.messages, True)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_a_third_call_keeps_both_answers(name):
+    tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
+    user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
+    played = Played(name, START)
+    played.sample(encode(name, sampled_call(name) + turn_end(name, tool_turn)), {"content": None, "tool_calls": [CALL]})
+    played.model = played.next_prompt(RESULT)
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    prompt = played.next_prompt(MORE)
+    assert prompt == played.model + rest_after(name, user_turn, ended=False)
+    assert sampled_call(name) in decode(name, prompt) and ANSWER in decode(name, prompt)
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if STYLES[name].reasoning])
+def test_reasoning_that_a_user_turn_strips_from_the_template_stays_in_the_prompt(name):
+    reasoning = STYLES[name].reasoning.replace("{}", "three plus four")
+    user_turn = STYLES[name].user_turn.replace("{}", MORE["content"])
+    played = Played(name, START)
+    said = {"content": ANSWER, "reasoning_content": "three plus four"}
+    played.sample(drifted(name, reasoning + ANSWER) + encode(name, turn_end(name, user_turn)), said)
+    assert "three plus four</" in render_text(name, played.messages, False).replace("\n", "")
+    prompt = played.next_prompt(MORE)
+    assert "three plus four</" not in render_text(name, played.messages, True).replace("\n", "")
+    assert prompt == played.model + rest_after(name, user_turn, ended=True)
+    assert reasoning + ANSWER in decode(name, prompt)
+    # As sent, the same call opens a second segment, and the first keeps what was sampled.
+    (start, end), as_sent = played.spans[0], render(name, played.messages, True)
+    chains, _ = segments(
+        [recorded(0, played.model[:start], played.model[start:end]), recorded(1, as_sent, encode(name, ANSWER))]
+    )
+    assert [chain.call_ids for chain in chains] == [("0",), ("1",)]
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_edit_of_what_the_model_was_given_is_refused(name, place):
+    played = Played(name, START)
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    played.messages[place]["content"] += " now"
+    assert played.refusal(MORE) == "environment_block_mismatch"
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_an_edited_tool_result_is_refused(name):
+    tool_turn = STYLES[name].tool_turn.replace("{}", RESULT["content"])
+    played = Played(name, START)
+    played.sample(encode(name, sampled_call(name) + turn_end(name, tool_turn)), {"content": None, "tool_calls": [CALL]})
+    played.model = played.next_prompt(dict(RESULT))
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    played.messages[3]["content"] = "eight"
+    assert played.refusal(MORE) == "environment_block_mismatch"
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_dropped_turns_are_refused(name):
+    played = Played(name, START)
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    played.model = played.next_prompt(MORE)
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    del played.messages[1:3]
+    played.num_said -= 2
+    assert played.refusal(MORE) == "turn_count_mismatch"
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_a_later_answer_of_another_model_is_not_the_end_of_this_ones(name):
+    played = Played(name, START)
+    played.sample(drifted(name, ANSWER), {"content": ANSWER})
+    played.messages += [MORE, {"role": "assistant", "content": "so says another model"}]
+    played.num_said = len(played.messages)
+    assert played.refusal(MORE) == "turn_count_mismatch"
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if name != "glm"])
+def test_an_end_of_turn_spelled_as_text_is_refused(name):
+    """The model wrote the name of the token, letter by letter; the template makes the token of it."""
+    spelled = [letter for word in STYLES[name].turn_end for letter in encode(name, word)]
+    played = Played(name, START)
+    played.sample([*spelled, *encode(name, ANSWER)], {"content": STYLES[name].turn_end + ANSWER})
+    assert played.refusal(MORE) == "turn_count_mismatch"
+
+
+# Any conversation
+
+
+def recorded(t: int, prompt: list[int], sampled: list[int]) -> RecordedCall:
+    return RecordedCall(
+        call_id=str(t),
+        t=t,
+        prompt_token_ids=pack_ids(prompt),
+        generation_token_ids=pack_ids(sampled),
+        behavior_logprobs=pack_floats([-0.5] * len(sampled)),
+        version_spans=(VersionSpan(t, 0, len(sampled)),) if sampled else (),
+        delivered=True,
+    )
+
+
+@st.composite
+def sayings(draw, specials: tuple[str, ...]) -> str:
+    """A text, which may hold the names of special tokens."""
+    words = st.sampled_from([*ANSWER.split(), *specials, "\n", " ", "é", "🦊", "{", "  "])
+    return "".join(draw(st.lists(words, max_size=6)))
+
+
+@pytest.mark.parametrize("name", STYLES)
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_no_conversation_loses_a_sampled_token(name, data):
+    """Four calls with drifted, cut and re-rendered answers and edited histories: a splice keeps the model's tokens and
+    the template's rest; where it is refused the call opens a segment; what is encoded by suffix is what is encoded."""
+    boundary, encoder = boundary_of(name), SuffixEncoder(tokenizer_of(name))
+    specials = [*STYLES[name].specials, *STYLES[name].words]
+    saying = sayings(tuple(specials))
+    ends = [encode(name, special) for special in STYLES[name].specials]
+    messages: list[Message] = [{"role": "user", "content": data.draw(saying)}]
+    known = encoder.encode(render_text(name, messages, True))
+    prompt, spans, calls = known.token_ids, [], []
+    num_spliced = 0
+    for t in range(4):
+        text = data.draw(saying)
+        sampled = drifted(name, text, data.draw(st.integers(1, 3)))
+        sampled = sampled[: data.draw(st.integers(0, len(sampled)))] + data.draw(st.sampled_from([[], *ends]))
+        calls.append(recorded(t, prompt, sampled))
+        spans = [*spans, (len(prompt), len(prompt) + len(sampled))]
+        model = prompt + sampled
+        messages.append({"role": "assistant", "content": tokenizer_of(name).decode(sampled, skip_special_tokens=True)})
+        num_said = len(messages)
+        messages.append({"role": "user", "content": data.draw(saying)})
+        if data.draw(st.integers(0, 3)) == 0:
+            messages[data.draw(st.integers(0, num_said - 1))]["content"] += " now"
+        prefix = encoder.encode(render_text(name, messages[:num_said], False), known)
+        known = encoder.encode(render_text(name, messages, True), prefix)
+        assert prefix.token_ids == encode(name, prefix.text)
+        assert known.token_ids == encode(name, known.text)
+        try:
+            spliced = boundary.splice(model, prefix.token_ids, known.token_ids, spans)
+        except SpliceRefused:
+            prompt, spans = known.token_ids, []
+        else:
+            prompt = spliced.prompt_token_ids
+            num_spliced += 1
+            assert prompt[: len(model)] == model
+            rest = prompt[len(model) :]
+            assert known.token_ids[len(known.token_ids) - len(rest) :] == rest
+            assert spliced.drifted == (prompt != known.token_ids)
+    chains, dropped = segments(calls)
+    assert [gone.call_id for gone in dropped] == [call.call_id for call in calls if not call.generation_token_ids]
+    trained = sum(chain.segment.num_sampled_tokens for chain in chains)
+    assert trained == sum(len(call.generation_token_ids) // 4 for call in calls)
+    if num_spliced == 4 and chains:
+        assert len(chains) == 1
+    for chain in chains:
+        ids = unpack_ids(chain.segment.token_ids).tolist()
+        for call_id in chain.call_ids:
+            seen = unpack_ids(calls[int(call_id)].prompt_token_ids + calls[int(call_id)].generation_token_ids).tolist()
+            assert ids[: len(seen)] == seen
+
+
+# Mistral's own tokenizers and templates
+
+
+@pytest.mark.parametrize("case", ["mistral_native_tekken", "mistral_native_sentencepiece"])
+def test_mistrals_own_template_continues_a_golden_answer(case):
+    """The question of the golden case, its answer as sampled there, and two turns more."""
+    from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.protocol.instruct.validator import ValidationMode
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    golden = next(c["input"] for c in GOLDEN["splice_cases"] if c["id"] == case)
+    file = mistral_tokenizer_file(
+        next(f for f in GOLDEN["about"]["tokenizers"] if ("tekken" in case) == ("tekken" in f))
+    )
+    asking, answering = (
+        MistralTokenizer.from_file(file, mode=mode) for mode in (ValidationMode.test, ValidationMode.finetuning)
+    )
+    tokenizer = asking.instruct_tokenizer.tokenizer
+
+    def rendered(messages: list[Message], add_generation_prompt: bool) -> list[int]:
+        """An assistant's message may only stand last where the request is one for fine-tuning."""
+        made = [(AssistantMessage if m["role"] == "assistant" else UserMessage)(content=m["content"]) for m in messages]
+        mode = answering if messages[-1]["role"] == "assistant" else asking
+        return mode.encode_chat_completion(ChatCompletionRequest(messages=made)).tokens
+
+    boundary = find_turn_boundary(rendered, [n for n in range(tokenizer.n_words) if tokenizer.is_special(n)])
+    assert boundary.turn_end_token_id == tokenizer.eos_id == golden["eos_token_id"]
+
+    (start, end) = golden["generated_spans"][0]
+    sampled = golden["model_prefix_token_ids"][start:end]
+    text = tokenizer.decode(sampled)
+    assert tokenizer.encode(text, bos=False, eos=True) != sampled
+    messages = [{"role": "user", "content": tokenizer.decode(golden["model_prefix_token_ids"][2 : start - 1])}]
+    prompt, spans = rendered(messages, True), []
+    for question in ("ok", "more"):
+        model = prompt + sampled
+        spans.append((len(prompt), len(model)))
+        said = [*messages, {"role": "assistant", "content": text}]
+        messages = [*said, {"role": "user", "content": question}]
+        spliced = boundary.splice(model, rendered(said, False), rendered(messages, True), spans)
+        asked = rendered([{"role": "user", "content": question}], True)
+        assert spliced.prompt_token_ids == model + asked[1:]  # without the BOS of a conversation's first turn
+        assert spliced.drifted
+        prompt = spliced.prompt_token_ids
+    messages[0]["content"] += " now"
+    said = [*messages, {"role": "assistant", "content": text}]
+    spans.append((len(prompt), len(prompt) + len(sampled)))
+    with pytest.raises(SpliceRefused) as refused:
+        boundary.splice(prompt + sampled, rendered(said, False), rendered([*said, MORE], True), spans)
+    assert refused.value.code == "environment_block_mismatch"

@@ -1,0 +1,214 @@
+"""What is encoded after a known beginning has the ids of the whole, for every tokenizer and every text."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.producers.endpoint import suffix_encoding
+from penstock.producers.endpoint.suffix_encoding import SuffixEncoder
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from chat_templates import ANSWER, QUESTION, STYLES, encode, render_text, tokenizer_of
+
+PIECES = [
+    "",
+    " ",
+    "\n",
+    "the",
+    " answer",
+    "ANSWER",
+    "é",
+    "…",
+    "🦊",
+    "e\u0301",
+    "<|im_",
+    "end|>",
+    "<",
+    "|>",
+    "<think",
+    "</s",
+    ">",
+]
+
+
+def texts(specials: list[str]) -> st.SearchStrategy[str]:
+    """Texts in which special tokens stand whole, in part, and next to anything."""
+    return st.lists(st.one_of(st.sampled_from(specials), st.sampled_from(PIECES), st.text(max_size=4))).map("".join)
+
+
+class Counting:
+    """A tokenizer that knows how many characters it was given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self.num_characters = 0
+
+    def __call__(self, text: str, **options):
+        self.num_characters += len(text)
+        return self._tokenizer(text, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_a_suffix_has_the_ids_of_the_whole_in_every_style(name, data):
+    encoder = SuffixEncoder(tokenizer_of(name))
+    specials = [*STYLES[name].specials, *STYLES[name].words]
+    known = None
+    text = ""
+    for _ in range(3):
+        kept = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text
+        text = kept + data.draw(texts(specials))
+        known = encoder.encode(text, known)
+        assert known.text == text
+        assert known.token_ids == encode(name, text)
+        for offset, index in known.cuts:
+            special = tokenizer_of(name).convert_ids_to_tokens(known.token_ids[index])
+            assert text.startswith(special, offset)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_of_a_conversation_only_what_was_added_is_encoded(name):
+    """Of thirty turns each is encoded once or twice, where the last special token in common stands before it."""
+    tokenizer = Counting(tokenizer_of(name))
+    encoder = SuffixEncoder(tokenizer)
+    assert encoder.provable
+    messages = [{"role": "user", "content": QUESTION}]
+    known = None
+    for _ in range(30):
+        known = encoder.encode(render_text(name, messages, True), known)
+        messages.append({"role": "assistant", "content": ANSWER})
+        prefix = encoder.encode(render_text(name, messages, False), known)
+        messages.append({"role": "user", "content": QUESTION})
+        assert prefix.token_ids == encode(name, prefix.text)
+        known = encoder.encode(render_text(name, messages, True), prefix)
+        assert known.token_ids == encode(name, known.text)
+    assert tokenizer.num_characters < 3 * len(known.text)
+
+
+def test_what_is_edited_is_encoded_from_the_edit_on():
+    encoder = SuffixEncoder(tokenizer_of("chatml"))
+    messages = [{"role": "user", "content": word} for word in ("one", "two", "three")]
+    known = encoder.encode(render_text("chatml", messages, True))
+    messages[1]["content"] = "twice"
+    edited = encoder.encode(render_text("chatml", messages, True), known)
+    assert edited.token_ids == encode("chatml", edited.text)
+
+
+# Tokenizers whose special tokens overlap, strip, normalize or need space around them
+
+
+def token(content: str, **options) -> AddedToken:
+    return AddedToken(content, **({"special": True, "normalized": False} | options))
+
+
+AWKWARD = {
+    "one-begins-another": [token("<a>"), token("<a><b>"), token("<b>"), token("<c>")],
+    "one-inside-another": [token("<a>"), token("-<a>-"), token("<c>")],
+    "one-ends-in-anothers-beginning": [token("ab"), token("bc"), token("aba"), token("<c>")],
+    "strip-left": [token("<a>", lstrip=True), token("<c>")],
+    "strip-right": [token("<a>", rstrip=True), token("<c>"), token(" <d>")],
+    "strip-both": [token("<a>", lstrip=True, rstrip=True), token("<b>", rstrip=True), token("<c>")],
+    "single-word": [token("ab", single_word=True), token("b<c>"), token("<c>", single_word=True), token("<d>")],
+    "normalized": [token("<A>", normalized=True, special=False), token("<a>"), token("<c>")],
+}
+
+
+@functools.cache
+def awkward_tokenizer(kind: str, pipeline: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="?", byte_fallback=False))
+    alphabet: list[str] = []
+    if pipeline == "metaspace-first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    elif pipeline == "prepend-and-replace":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=alphabet, special_tokens=["?"])
+    tokenizer.train_from_iterator(["the answer is ab bc abab <a> <b> <c> the answer"] * 3, trainer)
+    tokenizer.add_tokens(AWKWARD[kind])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("pipeline", ["metaspace-first", "prepend-and-replace", "normalizing-bytes"])
+@pytest.mark.parametrize("kind", AWKWARD)
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_a_suffix_has_the_ids_of_the_whole_for_awkward_tokenizers(kind, pipeline, data):
+    tokenizer = awkward_tokenizer(kind, pipeline)
+    encoder = SuffixEncoder(tokenizer)
+    pieces = [added.content for added in AWKWARD[kind]] + [
+        "a",
+        "b",
+        "c",
+        "<",
+        ">",
+        "-",
+        " ",
+        "  ",
+        "the answer",
+        "\u212b",
+    ]
+    drawn = st.lists(st.sampled_from(pieces), max_size=12).map("".join)
+    text = data.draw(drawn)
+    known = encoder.encode(text[: data.draw(st.integers(0, len(text)))] + data.draw(drawn))
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoder.encode(text, known).token_ids == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "text"),
+    [
+        ("one-inside-another", "-<a>", "-<a>-"),
+        ("one-begins-another", "<a>", "<a><b>"),
+        ("strip-left", "the  <a>", "the  <a> answer"),
+        ("strip-right", "<a>  <c>", "<a>  <d>"),
+        ("single-word", "<c>", "<c>a"),
+        ("single-word", "ab<d>", "ab<d>a"),
+    ],
+)
+def test_a_text_that_makes_another_token_of_what_was_known_is_encoded_from_before_it(kind, known, text):
+    tokenizer = awkward_tokenizer(kind, "normalizing-bytes")
+    encoder = SuffixEncoder(tokenizer)
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoder.encode(text, encoder.encode(known)).token_ids == whole
+
+
+def test_tokenizers_that_read_special_tokens_as_text_or_at_random_encode_every_text_whole():
+    at_random = Tokenizer.from_str(tokenizer_of("chatml").backend_tokenizer.to_str())
+    at_random.model.dropout = 0.5
+    as_text = Tokenizer.from_str(tokenizer_of("chatml").backend_tokenizer.to_str())
+
+    class Slow:
+        is_fast = False
+
+        def __call__(self, text: str, **options):
+            return {"input_ids": [ord(character) for character in text]}
+
+    slow = SuffixEncoder(Slow())
+    for encoder in (
+        slow,
+        SuffixEncoder(PreTrainedTokenizerFast(tokenizer_object=at_random)),
+        SuffixEncoder(PreTrainedTokenizerFast(tokenizer_object=as_text, split_special_tokens=True)),
+    ):
+        assert not encoder.provable
+    assert slow.encode("ab<|im_end|>", slow.encode("ab")).token_ids == [ord(character) for character in "ab<|im_end|>"]
+
+
+def test_texts_that_spell_reserved_tokens_out_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(suffix_encoding, "PATTERNS_KEPT", 3)
+    encoder, specials = SuffixEncoder(tokenizer_of("llama3")), STYLES["llama3"].specials
+    known = None
+    for n in range(1 << len(specials)):
+        text = "the answer" + "".join(f"{special} is" for i, special in enumerate(specials) if n >> i & 1)
+        known = encoder.encode(text, known)
+        assert known.token_ids == encode("llama3", text)
+        assert len(encoder._patterns) <= 3

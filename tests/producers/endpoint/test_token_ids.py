@@ -1,0 +1,399 @@
+"""The splice: the golden cases, what it refuses, and what holds for every conversation that it accepts."""
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from penstock.producers.endpoint.token_ids import (
+    SpliceRefused,
+    TokenMetadataError,
+    bridge,
+    extract_model_prefix,
+    splice,
+    splice_at_turn_start,
+)
+
+from golden_token_ids import GOLDEN, cases, mistral_tokenizer_file
+
+EOS = 2
+
+
+def spliced(case: dict, strict: bool) -> list[int]:
+    given_ids = case["input"]
+    return splice(
+        given_ids["model_prefix_token_ids"],
+        given_ids["template_prefix_token_ids"],
+        given_ids["template_token_ids"],
+        given_ids["eos_token_id"],
+        strict=strict,
+        generated_spans=given_ids.get("generated_spans"),
+    )
+
+
+@pytest.mark.parametrize("case", cases("splice_cases"))
+def test_a_golden_splice(case):
+    if "expected_error" in case:
+        with pytest.raises(SpliceRefused) as refused:
+            spliced(case, case["strict"])
+        assert refused.value.code == case["expected_error"]
+        return
+    model, eos = case["input"]["model_prefix_token_ids"], case["input"]["eos_token_id"]
+    result = spliced(case, case["strict"])
+    assert result == case["expected"]
+    assert result[: len(model)] == model
+    inserted = len(model) if model and model[-1] != eos else None
+    assert inserted == case["inserted_terminator_index"]
+    assert inserted is None or result[inserted] == eos
+
+
+@pytest.mark.parametrize("case", [p for p in cases("splice_cases") if "result" in p.values[0]["nemo_rl_reference"]])
+def test_without_the_checks_the_splice_is_the_references(case):
+    if case.get("expected_error") == "invalid_token_ids":
+        with pytest.raises(SpliceRefused):
+            spliced(case, False)
+    else:
+        assert spliced(case, False) == case["nemo_rl_reference"]["result"]
+
+
+@pytest.mark.parametrize("case", cases("extract_cases"))
+def test_a_golden_extraction(case):
+    messages = case["input"]["messages"]
+    if "expected_error" in case:
+        with pytest.raises(TokenMetadataError) as refused:
+            extract_model_prefix(messages)
+        assert refused.value.code == case["expected_error"]
+    else:
+        expected = case["expected"]
+        assert extract_model_prefix(messages) == (expected["message_index"], expected["model_prefix_token_ids"])
+
+
+@pytest.mark.parametrize("case", cases("bridge_cases"))
+def test_a_golden_bridge(case):
+    assert bridge(**case["input"]) == case["expected"]
+
+
+@pytest.mark.parametrize("case", cases("roundtrip_cases"))
+def test_a_golden_roundtrip_is_what_the_real_tokenizer_does(case):
+    from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    file = mistral_tokenizer_file(case["tokenizer"])
+    tokenizer = Tekkenizer.from_file(file) if file.suffix == ".json" else SentencePieceTokenizer(file)
+    assert [tokenizer.id_to_piece(token_id) for token_id in case["ids"]] == case["pieces"]
+    assert tokenizer.decode(case["ids"]) == case["text"]
+    assert tokenizer.encode(case["text"], bos=False, eos=False) == case["reencoded"] != case["ids"]
+
+
+def test_every_kind_of_golden_case_is_run():
+    assert {kind for kind in GOLDEN if kind.endswith("_cases")} == {
+        *("splice_cases", "extract_cases", "bridge_cases", "segment_cases", "roundtrip_cases")
+    }
+
+
+# What is refused beyond the golden cases
+
+
+def code_of(call, *arguments, **keywords) -> str:
+    with pytest.raises(SpliceRefused) as refused:
+        call(*arguments, **keywords)
+    assert str(refused.value).startswith(refused.value.code)
+    return refused.value.code
+
+
+def test_without_an_eos_nothing_can_be_spliced_but_a_first_call_can_be_made():
+    assert code_of(splice, [5, 6], [5, 7], [5, 7, 8], None) == "no_eos_configured"
+    assert splice([], [5, 7], [5, 7, 8], None) == [5, 7, 8]
+
+
+def test_a_prefix_cut_at_a_later_answer_without_ids_is_refused():
+    model = [1, EOS, 10, 11, EOS]
+    later = [1, EOS, 10, 12, EOS, 3, EOS, 10, 13, EOS]
+    assert code_of(splice, model, later, [*later, 4, EOS, 10], EOS) == "turn_count_mismatch"
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["1"], [None], [2**31], [-(2**31)]])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_ids_that_are_none_are_refused(ids, place):
+    arguments = [[5, EOS], [5, EOS], [5, EOS, 7]]
+    arguments[place] = ids
+    assert code_of(splice, *arguments, EOS) == "invalid_token_ids"
+    assert code_of(splice_at_turn_start, *arguments, [5], generated_spans=[]) == "invalid_token_ids"
+
+
+@pytest.mark.parametrize("spans", [[(0, 4)], [(2, 1)], [(1, 2), (0, 1)], [(-1, 1)]])
+def test_spans_that_are_none_of_the_prefix_are_an_error(spans):
+    with pytest.raises(ValueError, match="generated_spans"):
+        splice([5, 6, EOS], [5, 6, EOS], [5, 6, EOS, 7], EOS, generated_spans=spans)
+
+
+def test_an_edited_question_in_the_block_of_its_answer_is_found_by_the_control_tokens():
+    """Mistral's templates end a turn of user and assistant together."""
+    begin, end = 3, 4
+    model, edited = [1, begin, 50, 51, end, 60, EOS], [1, begin, 50, 52, end, 61, EOS]
+    template, spans = [*edited, begin, 53, end], [(5, 7)]
+    assert splice(model, edited, template, EOS, generated_spans=spans) == [*model, begin, 53, end]
+    refused = code_of(splice, model, edited, template, EOS, generated_spans=spans, control_token_ids=[begin, end])
+    assert refused == "environment_block_mismatch"
+
+
+def test_a_generation_prompt_that_the_history_lacks_is_no_edit():
+    """The model was given an empty block of reasoning (70, 71), which the history does not render."""
+    model, prefix = [1, EOS, 10, 11, 70, 71, 60, EOS], [1, EOS, 10, 11, 61, EOS]
+    result = splice(model, prefix, [*prefix, 3, EOS], EOS, generated_spans=[(6, 8)], control_token_ids=[10, 11])
+    assert result == [*model, 3, EOS]
+
+
+def test_a_stop_token_other_than_eos_stays_and_the_eos_follows_it():
+    model, prefix = [1, EOS, 10, 60, 99], [1, EOS, 10, 60, EOS]
+    assert splice(model, prefix, [*prefix, 3, EOS], EOS, generated_spans=[(3, 5)]) == [*model, EOS, 3, EOS]
+
+
+def test_spelling_the_end_of_a_turn_is_not_ending_it():
+    """The model spelled the EOS in other tokens; the template reads an EOS there, and its turns are one more."""
+    model, prefix = [1, EOS, 10, 81, 82, 60, EOS], [1, EOS, 10, EOS, 60, EOS]
+    assert code_of(splice, model, prefix, [*prefix, 3], EOS, generated_spans=[(3, 7)]) == "turn_count_mismatch"
+
+
+# The form for templates that write nothing after an assistant turn: SYSTEM, USER, ASSISTANT and TOOL open turns
+
+USER, ASSISTANT, TOOL = 30, 20, 31
+OPENERS = (USER, ASSISTANT, TOOL)
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix", "added", "result", "spans"),
+    [
+        pytest.param([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 7], None, [(3, 4)], id="cut-by-length"),
+        pytest.param(
+            [USER, 5, ASSISTANT, 6, TOOL],
+            [USER, 5, ASSISTANT, 8],
+            [TOOL, 7, ASSISTANT],
+            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT],
+            [(3, 5)],
+            id="the-sampled-stop-opens-the-next-turn",
+        ),
+        pytest.param(
+            [USER, 5, ASSISTANT, 6, USER], [USER, 5, ASSISTANT, 8], [TOOL, 7], None, [(3, 5)], id="other-stop"
+        ),
+        pytest.param(
+            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT, 9, USER],
+            [USER, 5, ASSISTANT, 8, TOOL, 7, ASSISTANT, 9],
+            [USER, 4],
+            [USER, 5, ASSISTANT, 6, TOOL, 7, ASSISTANT, 9, USER, 4],
+            [(3, 5), (7, 9)],
+            id="third-call",
+        ),
+        pytest.param(
+            [USER, 5, ASSISTANT, 6, USER, TOOL, 7, ASSISTANT, 9],
+            [USER, 5, ASSISTANT, 8, TOOL, 7, ASSISTANT, 9],
+            [USER, 4],
+            None,
+            [(3, 5), (8, 9)],
+            id="third-call-after-another-stop",
+        ),
+        pytest.param(
+            [USER, 5, ASSISTANT, TOOL, 7, ASSISTANT, 9, USER],
+            [USER, 5, ASSISTANT, 40, 41, TOOL, 7, ASSISTANT, 9],
+            [USER, 4],
+            [USER, 5, ASSISTANT, TOOL, 7, ASSISTANT, 9, USER, 4],
+            [(3, 4), (6, 8)],
+            id="third-call-after-an-empty-answer",
+        ),
+    ],
+)
+def test_a_splice_at_the_start_of_a_turn(model, prefix, added, result, spans):
+    assert (
+        splice_at_turn_start(model, prefix, prefix + added, OPENERS, generated_spans=spans) == result or model + added
+    )
+
+
+@pytest.mark.parametrize(("stop", "result"), [(TOOL, [TOOL]), (USER, [USER, TOOL])])
+def test_an_answer_that_is_nothing_but_its_end_is_an_answer(stop, result):
+    """What the template writes in its place (40, 41) was not sampled, and the prompt does without it."""
+    model, prefix = [USER, 5, ASSISTANT, stop], [USER, 5, ASSISTANT, 40, 41]
+    spliced = splice_at_turn_start(model, prefix, [*prefix, TOOL, 7, ASSISTANT], OPENERS, generated_spans=[(3, 4)])
+    assert spliced == [USER, 5, ASSISTANT, *result, 7, ASSISTANT]
+    edited = [USER, 6, *prefix[2:]]
+    code = code_of(splice_at_turn_start, model, edited, [*edited, TOOL], OPENERS, generated_spans=[(3, 4)])
+    assert code == "environment_block_mismatch"
+
+
+def test_reasoning_that_the_template_drops_moves_the_boundary_and_stays_in_the_prompt():
+    model, prefix = [USER, 5, ASSISTANT, 40, 41, 42, 6], [USER, 5, ASSISTANT, 40, 41, 42, 6]
+    template = [USER, 5, ASSISTANT, 40, 42, 6, USER, 7, ASSISTANT]
+    result = splice_at_turn_start(model, prefix, template, OPENERS, generated_spans=[(3, 7)])
+    assert result == [*model, USER, 7, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix", "template", "code"),
+    [
+        ([USER, 5, ASSISTANT, 6], [5, 6], [5, 6, USER], "template_prefix_has_no_turn_start"),
+        ([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], "template_turn_start_underflow"),
+        ([USER, 5, ASSISTANT, 6], [ASSISTANT, 6], [ASSISTANT, 6, USER], "turn_count_mismatch"),
+        ([USER, 5, ASSISTANT, 6], [USER, 4, ASSISTANT, 6], [USER, 4, ASSISTANT, 6, USER], "environment_block_mismatch"),
+        ([USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6], [USER, 5, ASSISTANT, 6, 9, USER], "tail_mismatch"),
+    ],
+)
+def test_what_is_refused_at_the_start_of_a_turn(model, prefix, template, code):
+    assert code_of(splice_at_turn_start, model, prefix, template, OPENERS, generated_spans=[(3, 4)]) == code
+
+
+def test_a_turn_start_must_be_known_unless_there_is_nothing_to_splice():
+    assert code_of(splice_at_turn_start, [5], [5], [5, 6], [], generated_spans=[]) == "no_turn_start_configured"
+    assert splice_at_turn_start([], [5], [5, 6], [], generated_spans=[]) == [5, 6]
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt_token_ids": "12", "generation_token_ids": [], "generation_log_probs": []}, "invalid_token_ids"),
+        ({"prompt_token_ids": [1], "generation_token_ids": [-1], "generation_log_probs": [0.0]}, "invalid_token_ids"),
+        ({"prompt_token_ids": [1], "generation_token_ids": [2.5], "generation_log_probs": [0.0]}, "invalid_token_ids"),
+        ({"generation_token_ids": [1]}, "partial_token_metadata"),
+    ],
+)
+def test_broken_token_fields_are_named_with_their_message(fields, code):
+    with pytest.raises(TokenMetadataError, match=r"messages\[1\]") as refused:
+        extract_model_prefix([{"role": "user"}, {"role": "assistant", **fields}])
+    assert refused.value.code == code
+
+
+def test_messages_without_token_ids_have_no_model_prefix():
+    assert extract_model_prefix([]) == (None, [])
+    assert extract_model_prefix([{"role": "user", "content": "u"}]) == (None, [])
+
+
+# What holds for every conversation
+
+
+class Conversation(NamedTuple):
+    """M and its sampled spans, P and T; `added` is what T writes after the last turn of P and its end."""
+
+    model: list[int]
+    spans: list[tuple[int, int]]
+    prefix: list[int]
+    template: list[int]
+    added: list[int]
+
+
+words = st.lists(st.integers(100, 105), max_size=4)
+HEADER, NEWLINE = 10, 11
+
+
+@st.composite
+def conversations(draw, *, canonical: bool = False) -> Conversation:
+    """Turns as ChatML writes them. An answer is sampled in other ids than the template writes, cut by length, or
+    stopped by another token; the template drops the reasoning of earlier answers once more follows."""
+    model: list[int] = []
+    spans: list[tuple[int, int]] = []
+    prefix: list[int] = []
+    template: list[int] = []
+
+    def context(ids: list[int]) -> None:
+        for rendering in (model, prefix, template):
+            rendering.extend(ids)
+
+    num_answers = draw(st.integers(1, 3))
+    for n in range(num_answers):
+        for _ in range(draw(st.integers(1, 2))):
+            context([HEADER, *draw(words), EOS, NEWLINE])
+        context([HEADER])
+        reasoning, text = draw(words), draw(words)
+        sampled = [*reasoning, *text] if canonical else draw(words)
+        stop = [EOS] if canonical else draw(st.sampled_from([[EOS], [], [99]]))
+        if not sampled and not stop:
+            reasoning = text = []
+        kept = reasoning if canonical or n == num_answers - 1 else []
+        start = len(model)
+        model.extend([*sampled, *stop])
+        spans.append((start, len(model)))
+        prefix.extend([*kept, *text, EOS, NEWLINE])
+        template.extend([*(kept if canonical else []), *text, EOS, NEWLINE])
+        if n < num_answers - 1:
+            model.extend([NEWLINE] if stop == [EOS] else [EOS, NEWLINE])
+    added = [HEADER, *draw(words), EOS, NEWLINE, HEADER]
+    return Conversation(model, spans, prefix, [*template, *added], added)
+
+
+def splice_of(conversation: Conversation, **changes) -> list[int]:
+    now = conversation._replace(**changes)
+    return splice(
+        now.model, now.prefix, now.template, EOS, generated_spans=now.spans, control_token_ids=[HEADER, EOS, 99]
+    )
+
+
+@settings(deadline=None, derandomize=True)
+@given(conversations())
+def test_the_prompt_starts_with_what_the_model_has_seen_and_goes_on_as_the_template_does(conversation):
+    result = splice_of(conversation)
+    assert result[: len(conversation.model)] == conversation.model
+    end = [] if conversation.model[-1] == EOS else [EOS]
+    assert result[len(conversation.model) :] == [*end, NEWLINE, *conversation.added]
+
+
+@settings(deadline=None, derandomize=True)
+@given(conversations(canonical=True))
+def test_a_canonical_prefix_gives_the_templates_own_prompt(conversation):
+    assert splice_of(conversation) == conversation.template
+
+
+@settings(deadline=None, derandomize=True)
+@given(conversations(), st.data())
+def test_an_edit_of_what_the_model_was_given_is_refused(conversation, data):
+    """One token of a question is another one in the template's renderings."""
+    context = [
+        position
+        for position, token_id in enumerate(conversation.model)
+        if token_id >= 100 and not any(start <= position < end for start, end in conversation.spans)
+    ]
+    if not context:
+        return
+    edited = list(conversation.model)
+    edited[data.draw(st.sampled_from(context))] = 106
+    with pytest.raises(SpliceRefused) as refused:
+        splice_of(conversation, model=edited)
+    assert refused.value.code == "environment_block_mismatch"
+
+
+@settings(deadline=None, derandomize=True)
+@given(conversations(), st.integers(0, 3))
+def test_a_dropped_or_added_turn_is_refused(conversation, num_turns):
+    added = [HEADER, 100, EOS, NEWLINE] * (num_turns + 1)
+    spans = [(start + len(added), end + len(added)) for start, end in conversation.spans]
+    for changes in (
+        {"model": added + conversation.model, "spans": spans},
+        {"prefix": added + conversation.prefix, "template": added + conversation.template},
+    ):
+        with pytest.raises(SpliceRefused) as refused:
+            splice_of(conversation, **changes)
+        assert refused.value.code == "turn_count_mismatch"
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(*[st.lists(st.integers(0, 4), max_size=8)] * 3, st.booleans())
+def test_whatever_is_given_the_result_starts_with_the_prefix_or_the_splice_is_refused(model, prefix, template, strict):
+    try:
+        result = splice(model, prefix, template, EOS, strict=strict, generated_spans=[(0, len(model))])
+    except SpliceRefused:
+        return
+    assert result[: len(model)] == model
+    added = result[len(model) :]
+    assert template[len(template) - len(added) :] == added
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(*[st.lists(st.sampled_from([*OPENERS, 5, 6]), max_size=8)] * 3, st.data())
+def test_whatever_is_given_a_splice_at_a_turn_start_keeps_the_prefix_or_is_refused(model, prefix, template, data):
+    start = data.draw(st.integers(0, len(model)))
+    try:
+        result = splice_at_turn_start(model, prefix, template, OPENERS, generated_spans=[(start, len(model))])
+    except SpliceRefused:
+        return
+    assert result[: len(model)] == model
+    added = result[len(model) :]
+    assert template[len(template) - len(added) :] == added

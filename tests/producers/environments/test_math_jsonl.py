@@ -1,0 +1,156 @@
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from penstock.producers.environments.math_jsonl import MathJsonl
+from penstock.schemas.prompt import Message, Prompt
+
+PROBLEMS = [{"problem": f"What is ${n}/2$?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(1, 8)]
+
+
+def write(path: Path, records: list) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> str:
+    return write(tmp_path / "train.jsonl", PROBLEMS)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> MathJsonl:
+    """One environment for all scoring tests: its scoring process takes a second to start."""
+    file = write(tmp_path_factory.mktemp("scored") / "train.jsonl", PROBLEMS)
+    return MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
+
+
+def test_a_problem_becomes_messages_for_the_chat_template(prompts_file: str):
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, system_prompt="Answer in \\boxed{}.")
+    prompt = environment.prompt(1)
+    line = int(prompt.metadata["source"].removeprefix(f"{prompts_file}:"))
+    assert prompt.messages == (
+        Message(role="system", content="Answer in \\boxed{}."),
+        Message(role="user", content=PROBLEMS[line - 1]["problem"]),
+    )
+    assert prompt.answer == PROBLEMS[line - 1]["answer"]
+
+
+def test_without_a_system_prompt_the_problem_stands_alone(prompts_file: str):
+    assert [m.role for m in MathJsonl(seed=0, prompts_file=prompts_file).prompt(1).messages] == ["user"]
+
+
+def test_every_dataset_epoch_poses_each_problem_once_in_a_new_order(prompts_file: str):
+    environment = MathJsonl(seed=4, prompts_file=prompts_file)
+    epochs = [[environment.prompt(7 * epoch + n).answer for n in range(1, 8)] for epoch in range(5)]
+    assert all(Counter(epoch) == Counter(p["answer"] for p in PROBLEMS) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+def test_the_order_depends_on_the_seed_and_on_nothing_else(prompts_file: str):
+    first, second = (MathJsonl(seed=4, prompts_file=prompts_file) for _ in range(2))
+    other = MathJsonl(seed=5, prompts_file=prompts_file)
+    indices = range(1, 36)
+    assert [first.prompt(i) for i in indices] == [second.prompt(i) for i in reversed(indices)][::-1]
+    assert [first.prompt(i) for i in indices] != [other.prompt(i) for i in indices]
+
+
+def test_held_out_problems_are_left_out_of_training(tmp_path: Path, prompts_file: str):
+    held_out = write(tmp_path / "test.jsonl", [*PROBLEMS[:2], {"problem": "new", "answer": "1"}])
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out)
+    assert environment.num_evaluation_prompts == 3
+    evaluation = {environment.evaluation_prompt(n).messages for n in (1, 2, 3)}
+    training = {environment.prompt(index).messages for index in range(1, 21)}
+    assert len(training) == 5
+    assert evaluation.isdisjoint(training)
+
+
+def test_the_evaluation_can_be_limited_to_the_first_problems(tmp_path: Path, prompts_file: str):
+    held_out = write(tmp_path / "test.jsonl", [{"problem": f"new {n}", "answer": n} for n in range(4)])
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=2)
+    assert [environment.evaluation_prompt(n).answer for n in (1, 2)] == ["0", "1"]
+    with pytest.raises(ValueError, match="held-out problem 3 asked for, expected 1 to 2"):
+        environment.evaluation_prompt(3)
+    with pytest.raises(ValueError, match="num_evaluation_prompts is 5, expected 0 to 4"):
+        MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=held_out, num_evaluation_prompts=5)
+
+
+def test_fields_can_have_other_names(tmp_path: Path):
+    file = write(tmp_path / "train.jsonl", [{"question": "1+1?", "solution": 2}])
+    environment = MathJsonl(seed=0, prompts_file=file, problem_field="question", answer_field="solution")
+    assert environment.prompt(3).answer == "2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no problem, expected one JSON object a line"),
+        ("\n \n", "holds no problem"),
+        ('{"problem": "a", "answer": "1"}\n{"problem": ', r"train.jsonl:2: '{\"problem\": ' is no JSON"),
+        ("[1, 2]", r"train.jsonl:1: '\[1, 2\]', expected an object"),
+        ('\n{"problem": "a"}', r"train.jsonl:2: field 'answer' is missing, found \['problem'\]"),
+        ('{"problem": "", "answer": "1"}', "train.jsonl:1: field 'problem' is '', expected a string"),
+        ('{"problem": "a", "answer": null}', "train.jsonl:1: field 'answer' is None, expected a string"),
+        ('{"problem": "a", "answer": true}', "train.jsonl:1: field 'answer' is True, expected a string"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, content: str, message: str):
+    file = tmp_path / "train.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        MathJsonl(seed=0, prompts_file=str(file))
+
+
+def test_a_file_that_is_absent_or_wholly_held_out_is_refused(tmp_path: Path, prompts_file: str):
+    with pytest.raises(ValueError, match=r"cannot read .*absent.jsonl"):
+        MathJsonl(seed=0, prompts_file=str(tmp_path / "absent.jsonl"))
+    with pytest.raises(ValueError, match="every problem in prompts_file"):
+        MathJsonl(seed=0, prompts_file=prompts_file, evaluation_file=prompts_file)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "value"),
+    [
+        ("\\frac{1}{2}", "Half of one is \\boxed{0.5}.", 1.0),
+        ("$\\frac12$", "\\boxed{\\frac{2}{4}}", 1.0),
+        ("x^2+1", "\\boxed{1 + x^2}", 1.0),
+        ("3", "\\boxed{2}, no: \\boxed{3}", 1.0),
+        ("2", "\\boxed{2}, no: \\boxed{3}", 0.0),
+        ("7", "the answer is 7", 0.0),
+        ("7", "\\boxed{", 0.0),
+        ("7", "\\boxed{}", 0.0),
+        ("7", "", 0.0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(scored: MathJsonl, answer: str, completion: str, value: float):
+    reward = scored.reward(Prompt(text="?", answer=answer), completion)
+    assert reward.value == value
+    assert reward.parts == {"correct": value}
+
+
+def test_an_answer_without_a_box_can_be_allowed(prompts_file: str):
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, require_boxed=False, scoring_timeout_s=30.0)
+    assert environment.reward(Prompt(text="?", answer="7"), "so the answer is 7").value == 1.0
+
+
+def test_rewards_can_be_asked_for_from_several_threads(scored: MathJsonl):
+    values: dict[int, float] = {}
+
+    def score(n: int) -> None:
+        values[n] = scored.reward(Prompt(text="?", answer=str(n % 2)), "\\boxed{1}").value
+
+    threads = [threading.Thread(target=score, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values == {n: float(n % 2) for n in range(8)}
+
+
+def test_an_answer_that_never_finishes_is_wrong_and_the_next_one_is_scored(prompts_file: str):
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, scoring_timeout_s=3.0)
+    prompt = Prompt(text="?", answer="7")
+    assert environment.reward(prompt, "\\boxed{9^{9^{9^{9}}}}").value == 0.0
+    assert environment.reward(prompt, "\\boxed{7}").value == 1.0

@@ -1,0 +1,52 @@
+"""Every metric is served, wherever there is a free port."""
+
+import socket
+import urllib.request
+
+import pytest
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.schemas.config import ConfigError, MetricsConfig
+from penstock.schemas.metrics import Metric, ProducerMetric
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        return reply.read().decode()
+
+
+def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics) -> None:
+    port = metrics.serve(MetricsConfig(port=0))
+    text = scraped(port)
+    metrics.close()
+    names = [value.name for value in vars(ProducerMetric).values() if isinstance(value, Metric)]
+    assert len(names) == 20
+    for name in names:
+        assert f"# HELP {name} " in text
+
+
+def test_labels_of_the_process_are_on_every_sample_beside_its_own() -> None:
+    metrics = ProducerMetrics(run="demo", producer="producer-0")
+    metrics.weight_loads.labels("failed").inc()
+    value = metrics.registry.get_sample_value
+    of_process = {"run": "demo", "producer": "producer-0"}
+    assert value("penstock_weight_loads_total", {**of_process, "result": "failed"}) == 1
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    assert all(sample.labels.items() >= of_process.items() for sample in samples)
+
+
+def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metrics: ProducerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    assert value("penstock_stream_errors_total", {"kind": "oom"}) == 0
+    assert value("penstock_groups_appended_total", {"kind": "dead"}) == 0
+
+
+def test_a_port_in_use_makes_way_for_the_next_free_one(metrics: ProducerMetrics) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = metrics.serve(MetricsConfig(port=taken.getsockname()[1]))
+        assert port > taken.getsockname()[1]
+        metrics.close()
+
+
+def test_a_host_that_is_not_ours_is_refused_with_its_field(metrics: ProducerMetrics) -> None:
+    with pytest.raises(ConfigError, match=r"metrics.host = '192.0.2.1', metrics.port = 9400: cannot listen"):
+        metrics.serve(MetricsConfig(host="192.0.2.1"))

@@ -1,0 +1,228 @@
+"""From a claim to a group, or to a reason why there is none."""
+
+import time
+
+import pytest
+from penstock.producers.interfaces import EngineError
+from penstock.producers.rollout.episode import Episodes, load_tokenizer
+from penstock.producers.rollout.rewards import RewardScorer
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.config import ConfigError, EvaluationConfig, ModelConfig, ProducersConfig, SamplingConfig
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.prompt import Message, Prompt, Reward
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, VersionSpan, encode_group, unpack_ids
+
+from scripted_engine import ScriptedEngine
+
+
+class OneTask:
+    """Poses one prompt; the reward is 1 for its answer."""
+
+    num_evaluation_prompts = 4
+
+    def __init__(self, prompt: Prompt | Exception) -> None:
+        self._prompt = prompt
+
+    def prompt(self, index: int) -> Prompt:
+        if isinstance(self._prompt, Exception):
+            raise self._prompt
+        return self._prompt
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return Prompt(text=f"held out {n}", answer="6")
+
+    def reward(self, prompt: Prompt, completion: str) -> float | Reward:
+        return float(completion == prompt.answer)
+
+
+SUM = Prompt(text="12+34=", answer="46")
+
+
+@pytest.fixture
+def episodes(make_config, metrics):
+    """`episodes(environment, engine, **config)`, with the test's tokenizer."""
+
+    def build(environment=None, engine=None, reward=None, **changes) -> Episodes:
+        config = make_config(**{"group_size": 2, **changes})
+        environment = environment or OneTask(SUM)
+        return Episodes(
+            config,
+            environment=environment,
+            tokenizer=load_tokenizer(config),
+            engine=engine or ScriptedEngine(),
+            scorer=RewardScorer(reward or environment.reward),
+            producer_id="a",
+            metrics=metrics,
+        )
+
+    return build
+
+
+def claim(index: int = 7, **fields) -> Claim:
+    return Claim(stream="prompts", entry_id=b"1-1", index=index, version=0, **fields)
+
+
+def ids(text: str) -> list[int]:
+    """Token ids as the test's tokenizer has them."""
+    return ["0123456789+= -abcdefghijklmnopqrstuvwxyz".index(character) + 2 for character in text]
+
+
+def text_engine(*completions: str, **settings) -> ScriptedEngine:
+    """Sibling s answers completions[s] and the end-of-sequence token."""
+    return ScriptedEngine(script=lambda prompt, sibling: [*ids(completions[sibling]), 1], **settings)
+
+
+async def test_a_group_holds_prompt_and_answers_as_the_engine_saw_them(episodes) -> None:
+    started = time.time()
+    group = await episodes(engine=text_engine("46", "5")).run(claim())
+    assert isinstance(group, RolloutGroup)
+    assert (group.index, group.prompt, group.producer_id, group.evaluation_id) == (7, SUM, "a", None)
+    assert [rollout.reward.value for rollout in group.rollouts] == [1.0, 0.0]
+    (right,), (wrong,) = (rollout.segments for rollout in group.rollouts)
+    assert list(unpack_ids(right.token_ids)) == [*ids("12+34="), *ids("46"), 1]
+    assert right.loss_mask == ((6, 9),) and right.version_spans == (VersionSpan(0, 6, 9),)
+    assert right.num_sampled_tokens == 3 and wrong.num_sampled_tokens == 2
+    assert started <= group.timings.generated_s <= group.timings.appended_s
+    assert group.sampling == SamplingSettings()
+    encode_group(group)
+
+
+async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp_path) -> None:
+    import asyncio
+
+    (tmp_path / "v1").write_bytes(b"")
+    manifest = WeightManifest(version=1, parent_version=0, file="v1", total_bytes=0, checksum="", tensors=())
+    engine = ScriptedEngine(token_s=0.02, num_tokens=8)
+    running = asyncio.create_task(episodes(engine=engine).run(claim()))
+    await asyncio.sleep(0.07)
+    await engine.load_weights(manifest, str(tmp_path / "v1"))
+    group = await running
+    assert isinstance(group, RolloutGroup)
+    old, new = group.rollouts[0].segments[0].version_spans
+    assert (old.version, new.version) == (0, 1) and (old.start, new.end) == (6, 14) and old.end == new.start
+
+
+async def test_an_evaluation_is_one_greedy_completion_of_the_held_out_prompt(episodes) -> None:
+    build = episodes(engine=text_engine("6"), evaluation=EvaluationConfig(max_tokens=9))
+    group = await build.run(claim(index=3, evaluation_id="0-3"))
+    assert isinstance(group, RolloutGroup)
+    assert (group.index, group.evaluation_id, len(group.rollouts)) == (0, "0-3", 1)
+    assert group.prompt.text == "held out 3" and group.rollouts[0].reward.value == 1.0
+    assert group.sampling == SamplingSettings(temperature=0.0, max_tokens=9)
+    encode_group(group)
+
+
+async def test_messages_go_through_the_chat_template_with_a_generation_prompt(episodes) -> None:
+    prompt = Prompt(messages=(Message(role="user", content="1+1"),), answer="2")
+    build = episodes(OneTask(prompt), text_engine("2", "3"))
+    build._tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}a={% endif %}"
+    )
+    group = await build.run(claim())
+    assert isinstance(group, RolloutGroup)
+    (segment,) = group.rollouts[0].segments
+    assert list(unpack_ids(segment.token_ids)) == [*ids("user 1+1 a="), *ids("2"), 1]
+
+
+async def test_an_answer_without_tokens_is_a_rollout_too(episodes) -> None:
+    group = await episodes(engine=ScriptedEngine(script=lambda prompt, sibling: [1] * sibling)).run(claim())
+    assert isinstance(group, RolloutGroup)
+    assert [rollout.num_sampled_tokens for rollout in group.rollouts] == [0, 1]
+    encode_group(group)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (KeyError("no such row"), "prompt: KeyError: 'no such row'"),
+        (Prompt(text=""), "prompt: no tokens, expected at least one"),
+        (Prompt(text="1" * 40), "prompt: 40 tokens, expected fewer than the model's context of 40"),
+        (Prompt(messages=(Message(role="user", content="hi"),)), "prompt: ValueError: Cannot use chat template"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_posed_is_dead(episodes, prompt, reason: str) -> None:
+    engine = ScriptedEngine(max_model_len=40)
+    outcome = await episodes(OneTask(prompt), engine).run(claim())
+    assert isinstance(outcome, Dead) and outcome.reason.startswith(reason)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (lambda prompt, completion: 1 / 0, "reward: ZeroDivisionError: division by zero"),
+        (lambda prompt, completion: float("nan"), "reward: nan for completion"),
+        (lambda prompt, completion: "good", "reward: ValueError: could not convert"),
+    ],
+)
+async def test_a_reward_that_is_none_is_dead_and_counted(episodes, metrics, reward, reason: str) -> None:
+    outcome = await episodes(reward=reward).run(claim())
+    assert isinstance(outcome, Dead) and outcome.reason.startswith(reason)
+    assert metrics.registry.get_sample_value("penstock_reward_errors_total") == 1
+
+
+async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(episodes) -> None:
+    engine = ScriptedEngine(hang_on_prompt=tuple(ids("12")))
+    late = episodes(engine=engine, producers=ProducersConfig(generation_deadline_s=0.05))
+    outcome = await late.run(claim())
+    assert isinstance(outcome, Dead)
+    assert outcome.reason == "deadline: not finished after 0.05 s (producers.generation_deadline_s)"
+    assert engine.num_active == 0 and len(engine.cancelled) == 1
+
+
+async def test_a_reward_past_the_deadline_is_dead_and_the_next_group_is_scored(episodes) -> None:
+    naps = [0.5]
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        time.sleep(naps.pop() if naps else 0.0)
+        return 1.0
+
+    slow = episodes(reward=reward, producers=ProducersConfig(generation_deadline_s=0.1))
+    outcome = await slow.run(claim())
+    assert isinstance(outcome, Dead) and outcome.reason.startswith("deadline:")
+    assert isinstance(await slow.run(claim(attempt=2)), RolloutGroup)
+
+
+async def test_a_request_the_engine_refuses_is_dead(episodes) -> None:
+    outcome = await episodes(engine=ScriptedEngine(refuse_prompt=tuple(ids("12")))).run(claim())
+    assert outcome == Dead("engine: ValueError: the scripted engine refuses this prompt")
+
+
+async def test_a_completion_that_failed_is_not_trained_on(episodes) -> None:
+    outcome = await episodes(engine=ScriptedEngine(finish_reasons={1: "error"})).run(claim())
+    assert outcome == Dead("engine: completion 1 finished with 'error'")
+
+
+async def test_a_completion_that_the_engine_breaks_off_is_finished_beside_its_siblings(episodes) -> None:
+    whole = await episodes(engine=ScriptedEngine(num_tokens=3)).run(claim())
+    broken = await episodes(engine=ScriptedEngine(num_tokens=3, finish_reasons={1: "abort"})).run(claim())
+    assert isinstance(whole, RolloutGroup) and isinstance(broken, RolloutGroup)
+    assert broken.rollouts[0] == whole.rollouts[0]
+    begun, (finished,) = whole.rollouts[1].segments[0], broken.rollouts[1].segments
+    assert finished.token_ids.startswith(begun.token_ids) and finished.num_sampled_tokens == 6
+    assert finished.finish_reason != "abort"
+
+
+async def test_an_engine_that_died_is_no_groups_fault(episodes) -> None:
+    with pytest.raises(EngineError, match="has died"):
+        await episodes(engine=ScriptedEngine(die_after=0)).run(claim())
+
+
+async def test_sampling_settings_reach_the_engine(episodes) -> None:
+    build = episodes(engine=ScriptedEngine(num_tokens=50), sampling=SamplingConfig(temperature=0.5, max_tokens=4))
+    group = await build.run(claim())
+    assert isinstance(group, RolloutGroup)
+    assert group.sampling == SamplingSettings(temperature=0.5, max_tokens=4)
+    assert type(group.sampling) is SamplingSettings
+    assert {rollout.num_sampled_tokens for rollout in group.rollouts} == {4}
+    assert build.num_tokens == 8
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_model_folder_without_a_tokenizer_is_refused(make_config, tmp_path, exists: bool) -> None:
+    folder = tmp_path / "model"
+    if exists:
+        folder.mkdir()
+    message = "no tokenizer that transformers can load" if exists else "no such folder; expected a transformers model"
+    with pytest.raises(ConfigError, match=f"model.path = .*: {message}"):
+        load_tokenizer(make_config(model=ModelConfig(path=str(folder))))

@@ -1,0 +1,124 @@
+"""The probe run, on an engine that is scripted."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from penstock.producers.interfaces import Completion, WeightLoadError
+from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.prompt import Message, Prompt
+from penstock.schemas.rollout import SamplingSettings, decode_group, encode_group, pack_floats
+
+from scripted_engine import FINGERPRINT, ScriptedEngine
+
+PROMPTS = [PosedPrompt(Prompt(text=f"prompt {n}"), [n, n + 1, n + 2]) for n in range(3)]
+SAMPLING = SamplingSettings(max_tokens=40)
+
+
+def update(version: int, folder: Path) -> WeightUpdate:
+    path = folder / f"v{version}"
+    path.write_bytes(b"")
+    manifest = WeightManifest(
+        version=version, parent_version=version - 1, file=path.name, total_bytes=0, checksum="", tensors=()
+    )
+    return WeightUpdate(manifest, str(path))
+
+
+def versions_of(group) -> list[list[int]]:
+    return [[span.version for span in rollout.segments[0].version_spans] for rollout in group.rollouts]
+
+
+async def test_every_prompt_is_sampled_across_each_update_and_once_after_the_last(tmp_path):
+    engine = ScriptedEngine(token_s=0.002, num_tokens=40)
+    groups = await probe(engine, PROMPTS, SAMPLING, group_size=4, updates=[update(1, tmp_path), update(2, tmp_path)])
+    assert [group.index for group in groups] == list(range(1, 10))
+    assert [group.prompt for group in groups] == [posed.prompt for posed in PROMPTS] * 3
+    assert engine.loaded_versions == [1, 2]
+    for wave, (older, newer) in enumerate([(0, 1), (1, 2)]):
+        found = [versions_of(group) for group in groups[3 * wave : 3 * wave + 3]]
+        assert [[older, newer]] * 4 in found, "rows were in flight when the weights came"
+    assert all(versions_of(group) == [[2]] * 4 for group in groups[6:])
+
+
+async def test_groups_are_records_as_any_producer_s(tmp_path):
+    groups = await probe(ScriptedEngine(), PROMPTS, SAMPLING, group_size=2)
+    for posed, group in zip(PROMPTS, groups, strict=True):
+        assert decode_group(encode_group(group)) == group
+        assert (group.fingerprint, group.sampling, len(group.rollouts)) == (FINGERPRINT, SAMPLING, 2)
+        segment = group.rollouts[0].segments[0]
+        assert segment.loss_mask == ((len(posed.token_ids), segment.num_tokens),)
+        assert segment.num_sampled_tokens == 5
+
+
+async def test_an_update_reaches_an_engine_that_finishes_a_request_at_once(tmp_path):
+    groups = await probe(ScriptedEngine(), PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
+    assert len(groups) == 6
+    assert all(versions_of(group) == [[1]] * 2 for group in groups[3:])
+
+
+async def test_an_update_that_the_engine_refuses_ends_the_probe_and_its_requests(tmp_path):
+    engine = ScriptedEngine(token_s=0.002, num_tokens=40, refuse_versions=(1,))
+    with pytest.raises(WeightLoadError, match="version 1"):
+        await probe(engine, PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
+    assert engine.num_active == 0
+
+
+async def test_a_prompt_that_the_engine_refuses_ends_the_probe_and_its_requests():
+    engine = ScriptedEngine(token_s=0.002, num_tokens=40, refuse_prompt=(1,))
+    with pytest.raises(ValueError, match="refuses this prompt"):
+        await probe(engine, PROMPTS, SAMPLING, group_size=2)
+    assert engine.num_active == 0
+
+
+def test_prompts_are_posed_as_producers_pose_them():
+    class Environment:
+        def prompt(self, index: int) -> Prompt:
+            if index == 1:
+                return Prompt(text="ab")
+            return Prompt(messages=(Message(role="user", content="c"),))
+
+    class Tokenizer:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return list(text.encode())
+
+        def apply_chat_template(self, messages, add_generation_prompt: bool, return_dict: bool) -> list[int]:
+            assert add_generation_prompt
+            assert not return_dict
+            return [0, *messages[0]["content"].encode()]
+
+    posed = pose(Environment(), Tokenizer(), 2)
+    assert [each.token_ids for each in posed] == [[97, 98], [0, 99]]
+    assert posed[0].prompt == Prompt(text="ab")
+
+
+class DependsOnTheBatch(ScriptedEngine):
+    """Logprobs are lower by 0.25 for each request beside; with `parts`, the third token is another one then."""
+
+    parts = False
+
+    async def _sample(self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int) -> list[Completion]:
+        await asyncio.sleep(0.01)
+        beside = self.num_active - 1
+        (found,) = await super()._sample(prompt_ids, sampling, num_siblings)
+        logprobs = [-1.0 - 0.25 * beside] * (len(found.token_ids) // 4)
+        ids = bytearray(found.token_ids)
+        if self.parts and beside:
+            ids[8] += 1
+        await asyncio.sleep(0.01)
+        return [msgspec.structs.replace(found, behavior_logprobs=pack_floats(logprobs), token_ids=bytes(ids))]
+
+
+async def test_batch_dependence_compares_requests_alone_with_the_same_together():
+    found = await batch_dependence(DependsOnTheBatch(), PROMPTS)
+    assert found == (15, 0.5, 0.5, 3, 0)
+    assert "15 tokens" in str(found)
+    assert "2 others" in str(found)
+
+
+async def test_batch_dependence_looks_at_no_token_after_the_texts_have_parted():
+    engine = DependsOnTheBatch()
+    engine.parts = True
+    assert await batch_dependence(engine, PROMPTS) == (6, 0.5, 0.5, 3, 3)

@@ -1,0 +1,61 @@
+"""A completion that the engine breaks off is taken up again."""
+
+import pytest
+from penstock.producers.interfaces import Completion, EngineError
+from penstock.producers.rollout.sampling import sample
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids, unpack_floats, unpack_ids
+
+
+class BreakingEngine:
+    """Answers each request with the next of `parts`: how many tokens, their version, how it ended."""
+
+    def __init__(self, *parts: tuple[int, int, str]) -> None:
+        self._parts = list(parts)
+        self.requests: list[tuple[list[int], int, str]] = []
+
+    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id):
+        self.requests.append((prompt_token_ids, sampling.max_tokens, request_id))
+        count, version, reason = self._parts.pop(0)
+        first = 100 + sum(len(prompt) for prompt, _, _ in self.requests[:-1])
+        return [
+            Completion(
+                token_ids=pack_ids(range(first, first + count)),
+                behavior_logprobs=pack_floats([-float(version)] * count),
+                version_spans=(VersionSpan(version, 0, count),) if count else (),
+                finish_reason=reason,
+            )
+        ]
+
+
+async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_of_the_budget() -> None:
+    engine = BreakingEngine((2, 5, "abort"), (0, 5, "abort"), (1, 5, "abort"), (3, 6, "stop"))
+    (completion,) = await sample(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call")
+    ids = unpack_ids(completion.token_ids).tolist()
+    assert len(ids) == 6 and completion.finish_reason == "stop"
+    assert completion.version_spans == (VersionSpan(5, 0, 3), VersionSpan(6, 3, 6))
+    assert unpack_floats(completion.behavior_logprobs).tolist() == [-5.0] * 3 + [-6.0] * 3
+    assert [prompt for prompt, _, _ in engine.requests] == [
+        [1, 2],
+        [1, 2, *ids[:2]],
+        [1, 2, *ids[:2]],
+        [1, 2, *ids[:3]],
+    ]
+    assert [budget for _, budget, _ in engine.requests] == [8, 6, 6, 5]
+    assert len({name for _, _, name in engine.requests}) == 4
+
+
+async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
+    (completion,) = await sample(
+        BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), 1, "c"
+    )
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 16
+
+
+async def test_an_engine_that_gets_nowhere_is_given_up() -> None:
+    with pytest.raises(EngineError, match="aborted 4 times in a row without a token"):
+        await sample(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), 1, "c")
+
+
+async def test_an_engine_that_answers_with_another_number_is_broken() -> None:
+    with pytest.raises(EngineError, match="request c: 1 completions, expected 2"):
+        await sample(BreakingEngine((2, 1, "stop")), [1], SamplingSettings(max_tokens=4), 2, "c")

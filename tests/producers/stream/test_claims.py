@@ -1,0 +1,266 @@
+"""Claims on fakeredis and on a real server: first come, shared, kept alive, found again, taken over and handed back."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.in_flight import Claim, InFlightTable
+from penstock.schemas.config import ProducersConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
+from redis import exceptions
+
+KEYS = Keys("test")
+QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.2, claim_refresh_s=0.05)
+
+
+class Holder:
+    """The claims of one producer id with groups of 4."""
+
+    def __init__(self, connection, producer_id: str = "a", config: ProducersConfig = QUICK) -> None:
+        self.table = InFlightTable(num_groups=config.groups_in_flight, group_size=4)
+        self.claims = Claims(connection, KEYS, producer_id, self.table, config)
+
+    async def opened(self) -> "Holder":
+        await self.claims.open()
+        return self
+
+
+def release(client, *indexes: int) -> None:
+    for index in indexes:
+        client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 3})
+
+
+def evaluate(client, last: int) -> None:
+    for n in range(1, last + 1):
+        client.xadd(KEYS.evaluations, {"n": n}, id=f"3-{n}")
+
+
+def indexes(claims: list[Claim]) -> list[int]:
+    return [claim.index for claim in claims]
+
+
+def pending(client, stream: str = KEYS.prompts) -> dict[bytes, tuple[str, int]]:
+    """(consumer, number of deliveries) by entry id."""
+    rows = client.xpending_range(stream, PRODUCERS_GROUP, "-", "+", 100)
+    return {row["message_id"]: (row["consumer"].decode(), row["times_delivered"]) for row in rows}
+
+
+async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_of_it(streams) -> None:
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, *range(1, 11))
+    evaluate(streams.client, 12)
+    claims = await holder.claims.take()
+    assert [claim.evaluation_id for claim in claims[:12]] == [f"3-{n}" for n in range(1, 13)]
+    assert indexes(claims[12:]) == [1, 2]
+    assert {claim.version for claim in claims} == {3} and {claim.attempt for claim in claims} == {1}
+    assert len(holder.table) == 14 and holder.table.sequences_free == 8 * 4 - 12 - 2 * 4
+
+
+async def test_a_claim_finds_prompts_released_before_the_group_existed(streams) -> None:
+    release(streams.client, 1)
+    holder = await Holder(streams.connection).opened()
+    assert indexes(await holder.claims.take()) == [1]
+
+
+async def test_room_is_given_back_when_a_claim_is_settled(streams) -> None:
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, *range(1, 9))
+    while len(holder.table) < 8:
+        await holder.claims.take()
+    waiting = asyncio.create_task(holder.table.wait_for_room())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    holder.table.remove(next(iter(holder.table)))
+    await asyncio.wait_for(waiting, 1)
+    assert holder.table.groups_free == 1
+
+
+async def test_a_claim_whose_reply_was_lost_is_found_again_and_counts_as_one_attempt(streams, monkeypatch) -> None:
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, 1, 2, 3)
+    read_new = holder.claims._read_new
+
+    async def lose_the_reply_once() -> list[Claim]:
+        monkeypatch.setattr(holder.claims, "_read_new", read_new)
+        pipeline = streams.connection.commands.pipeline(transaction=False)
+        pipeline.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=2)
+        await pipeline.execute()
+        raise exceptions.ConnectionError("the reply is lost")
+
+    monkeypatch.setattr(holder.claims, "_read_new", lose_the_reply_once)
+    claims = await holder.claims.take()
+    assert indexes(claims) == [1, 2]
+    assert {claim.attempt for claim in claims} == {1}
+    assert indexes(await holder.claims.take()) == [3]
+
+
+async def test_claims_found_before_a_command_failed_are_handed_out_all_the_same(streams, monkeypatch) -> None:
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, 1, 2, 3)
+    streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=3)
+    holder.claims._reply_lost = True
+    accept, accepted = holder.claims._accept, []
+
+    async def fail_after_the_second(*arguments, **keywords):
+        if len(accepted) == 2:
+            accepted.append(None)
+            raise exceptions.ConnectionError("cut")
+        accepted.append(await accept(*arguments, **keywords))
+        return accepted[-1]
+
+    monkeypatch.setattr(holder.claims, "_accept", fail_after_the_second)
+    assert indexes(await holder.claims.take()) == [1, 2]
+    assert indexes(await holder.claims.take()) == [3]
+
+
+async def test_an_idle_claim_is_taken_over_one_at_a_time_as_another_attempt(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    release(streams.client, 1, 2)
+    evaluate(streams.client, 1)
+    await first.claims.take()
+    assert await second.claims._take_over(KEYS.prompts) is None
+    await asyncio.sleep(0.25)
+    (claim,) = await second.claims.take()
+    assert claim.evaluation_id == "3-1" and claim.attempt == 2
+    (claim,) = await second.claims.take()
+    assert claim.index == 1 and claim.attempt == 2
+    assert sorted(pending(streams.client).values()) == [("a", 1), ("b", 2)]
+
+
+async def test_a_refreshed_claim_is_not_taken_over_and_its_attempts_do_not_rise(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    release(streams.client, 1)
+    await first.claims.take()
+    keeping = asyncio.create_task(first.claims.keep())
+    await asyncio.sleep(0.4)
+    assert await second.claims._take_over(KEYS.prompts) is None
+    assert list(pending(streams.client).values()) == [("a", 1)]
+    keeping.cancel()
+
+
+async def test_a_group_past_its_deadline_is_no_longer_kept(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    release(streams.client, 1)
+    (claim,) = await first.claims.take()
+    claim.generating_since = time.monotonic() - QUICK.generation_deadline_s - 1
+    keeping = asyncio.create_task(first.claims.keep())
+    await asyncio.sleep(0.3)
+    taken_over = await second.claims._take_over(KEYS.prompts)
+    assert taken_over is not None and taken_over.attempt == 2
+    keeping.cancel()
+
+
+async def test_after_a_reconnect_nothing_is_taken_over_for_one_idle_time(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    release(streams.client, 1)
+    await first.claims.take()
+    await asyncio.sleep(0.25)
+    streams.connection.num_recoveries += 1
+    assert await second.claims.take() == []
+    release(streams.client, 2)
+    second.claims._more_waiting = True
+    assert indexes(await second.claims.take()) == [2]
+    await asyncio.sleep(0.25)
+    second.claims._more_waiting = True
+    (claim,) = await second.claims.take()
+    assert claim.index == 1 and claim.attempt == 2
+
+
+async def test_a_restarted_producer_frees_what_its_earlier_life_held(streams) -> None:
+    release(streams.client, 1, 2)
+    await (await Holder(streams.connection, "a").opened()).claims.take()
+    other = await Holder(streams.connection, "b").opened()
+    await Holder(streams.connection, "a").opened()
+    assert sorted(pending(streams.client).values()) == [("a", 1), ("a", 1)]
+    (claim,) = await other.claims.take()
+    assert claim.index == 1 and claim.attempt == 2
+
+
+async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(streams) -> None:
+    first, second = await Holder(streams.connection, "a").opened(), await Holder(streams.connection, "b").opened()
+    release(streams.client, 1, 2)
+    evaluate(streams.client, 1)
+    for claim in await first.claims.take():
+        claim.attempt = 3
+    assert await first.claims.hand_back() == 3
+    assert len(first.table) == 0 and streams.count(KEYS.prompts) == 2
+    (evaluation,) = await second.claims.take()
+    assert (evaluation.evaluation_id, evaluation.attempt) == ("3-1", 3)
+    claims = await second.claims.take()
+    assert indexes(claims) == [1, 2]
+    assert {claim.attempt for claim in claims} == {3} and {claim.version for claim in claims} == {3}
+
+
+async def test_handing_back_includes_claims_whose_reply_never_came(streams) -> None:
+    holder = await Holder(streams.connection, "a").opened()
+    release(streams.client, 1)
+    streams.client.xreadgroup(PRODUCERS_GROUP, "a", {KEYS.prompts: ">"}, count=1)
+    assert await holder.claims.hand_back() == 1
+    other = await Holder(streams.connection, "b").opened()
+    (claim,) = await other.claims.take()
+    assert claim.index == 1 and claim.attempt == 1
+
+
+async def test_an_entry_that_names_no_task_is_removed(streams, caplog) -> None:
+    holder = await Holder(streams.connection).opened()
+    streams.client.xadd(KEYS.prompts, {"index": "seven", "version": 0})
+    streams.client.xadd(KEYS.prompts, {"nothing": 1})
+    release(streams.client, 8)
+    claims = await holder.claims.take() + await holder.claims.take()
+    assert indexes(claims) == [8]
+    assert streams.count(KEYS.prompts) == 1 and len(pending(streams.client)) == 1
+    assert "names no task, removed" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["index", "version", "attempt"])
+async def test_a_prompt_whose_numbers_no_record_can_carry_is_removed_in_a_short_line(streams, caplog, field) -> None:
+    holder = await Holder(streams.connection).opened()
+    for number in ("9" * 5000, "9" * 30, "-1"):
+        streams.client.xadd(KEYS.prompts, {"index": 1, "version": 0, field: number})
+    release(streams.client, 8)
+    claims: list = []
+    while not claims:
+        claims = await holder.claims.take()
+    assert indexes(claims) == [8] and streams.count(KEYS.prompts) == 1
+    lines = [record.getMessage() for record in caplog.records if "names no task" in record.getMessage()]
+    assert len(lines) == 3 and max(map(len, lines)) < 250 and f"field {field} = b'9999" in lines[0]
+
+
+@pytest.mark.redis
+async def test_an_emptied_server_gets_its_consumer_groups_again(redis_server, connect) -> None:
+    server = redis_server()
+    holder = await Holder(connect(server)).opened()
+    release(server.client, 1)
+    await holder.claims.take()
+    server.client.flushall()
+    await holder.claims._refresh(holder.claims._to_be_kept())
+    assert await holder.claims.take() == []
+    release(server.client, 1)
+    assert indexes(await holder.claims.take()) == [1]
+    server.client.flushall()
+    assert await holder.claims.hand_back() == 2
+
+
+@pytest.mark.redis
+async def test_waiting_producers_share_what_is_released_at_once(redis_server, connect: Callable) -> None:
+    server = redis_server()
+    config = ProducersConfig(groups_in_flight=32)
+    holders = [await Holder(connect(server), name, config).opened() for name in ("a", "b")]
+
+    async def claim_on(holder: Holder) -> None:
+        while True:
+            await holder.claims.take()
+
+    claiming = [asyncio.create_task(claim_on(holder)) for holder in holders]
+    await asyncio.sleep(0.2)
+    release(server.client, *range(1, 33))
+    for _ in range(100):
+        if sum(len(holder.table) for holder in holders) == 32:
+            break
+        await asyncio.sleep(0.02)
+    for task in claiming:
+        task.cancel()
+    assert sum(len(holder.table) for holder in holders) == 32
+    assert all(len(holder.table) >= 8 for holder in holders)

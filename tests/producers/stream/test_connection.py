@@ -1,0 +1,191 @@
+"""One way to live through a Redis that is away, full or locked."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import fakeredis
+import pytest
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream import connection as module
+from penstock.producers.stream.connection import ProducerConnection, RedisGoneError
+from penstock.schemas.config import ConfigError
+from redis import exceptions
+
+
+@pytest.fixture
+def link(metrics: ProducerMetrics, monkeypatch: pytest.MonkeyPatch) -> ProducerConnection:
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.002)
+    client = fakeredis.FakeAsyncRedis(protocol=2)
+    return ProducerConnection(client, client, outage_s=0.2, metrics=metrics)
+
+
+def failing(*errors: Exception) -> Callable[[], Awaitable[str]]:
+    """A command that raises these in turn and is answered then."""
+    left = list(errors)
+
+    async def command() -> str:
+        if left:
+            raise left.pop(0)
+        return "answer"
+
+    return command
+
+
+def num_errors(metrics: ProducerMetrics, kind: str) -> float:
+    return metrics.registry.get_sample_value("penstock_stream_errors_total", {"kind": kind}) or 0.0
+
+
+async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link, metrics, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    link._outage_s = 30.0
+    errors = exceptions.ConnectionError("refused"), exceptions.TimeoutError("slow"), ConnectionResetError("reset")
+    assert await link.retrying(failing(*errors)) == "answer"
+    away, back = caplog.messages
+    assert away == "Redis is away (refused); trying again for up to 30 s"
+    assert back.startswith("Redis is back after ")
+    assert (num_errors(metrics, "connection"), num_errors(metrics, "timeout")) == (2, 1)
+    assert link.num_recoveries == 1
+
+
+async def test_an_outage_is_told_once_however_many_tasks_meet_it(link, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    link._outage_s = 30.0
+    num_refused = Counter(dict.fromkeys(range(5), 0))
+
+    async def command(task: int) -> str:
+        """Redis is away until each of the tasks has been refused three times."""
+        if min(num_refused.values()) >= 3:
+            return "answer"
+        num_refused[task] += 1
+        raise exceptions.ConnectionError("refused")
+
+    await asyncio.gather(*(link.retrying(partial(command, task)) for task in num_refused))
+    assert len([line for line in caplog.messages if "is away" in line]) == 1
+    assert link.num_recoveries == 1
+
+
+async def test_an_outage_longer_than_allowed_ends_with_the_field_that_allows_it(link) -> None:
+    async def never() -> None:
+        raise exceptions.ConnectionError("refused")
+
+    with pytest.raises(RedisGoneError, match=r"Redis has been away for .* \(redis.outage_s = 0.2\): refused"):
+        await link.retrying(never)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        exceptions.BusyLoadingError("loading"),
+        exceptions.ReadOnlyError("failover"),
+        exceptions.ResponseError("MISCONF disk full"),
+        exceptions.ResponseError("Command # 1 (XADD a * b c) of pipeline caused error: ('MISCONF disk full',)"),
+        exceptions.ResponseError("UNBLOCKED the stream key no longer exists"),
+    ],
+)
+async def test_answers_that_will_pass_are_waited_out(link, error: Exception) -> None:
+    assert await link.retrying(failing(error)) == "answer"
+
+
+async def test_any_other_error_answer_is_raised_and_counted(link, metrics) -> None:
+    with pytest.raises(exceptions.ResponseError, match="WRONGTYPE"):
+        await link.retrying(failing(exceptions.ResponseError("WRONGTYPE not a stream")))
+    assert num_errors(metrics, "response") == 1
+
+
+async def test_the_memory_limit_is_waited_out_for_longer_than_an_outage_may_last(link, metrics, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    errors = [exceptions.OutOfMemoryError("command not allowed")] * 300
+    assert await link.retrying(failing(*errors)) == "answer"
+    full, free = caplog.messages
+    assert "memory limit" in full and "takes writes again" in free
+    assert num_errors(metrics, "oom") == 300
+    with pytest.raises(exceptions.OutOfMemoryError):
+        await link.retrying(failing(errors[0]), wait_at_memory_limit=False)
+
+
+async def test_refused_credentials_and_commands_are_not_tried_again(link) -> None:
+    with pytest.raises(RedisGoneError, match="refuses the credentials"):
+        await link.retrying(failing(exceptions.AuthenticationError("WRONGPASS")))
+    with pytest.raises(RedisGoneError, match="refuses a command"):
+        await link.retrying(failing(exceptions.NoPermissionError("no +xadd")))
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "redis://user:pass/word@host:1"])
+def test_a_url_that_is_none_is_refused_without_quoting_it(metrics: ProducerMetrics, url: str) -> None:
+    with pytest.raises(ConfigError, match="no Redis URL; expected redis://") as caught:
+        ProducerConnection.open(url, outage_s=1.0, metrics=metrics)
+    assert "pass" not in str(caught.value).replace("user:password@", "")
+
+
+@pytest.mark.redis
+async def test_a_server_that_is_down_at_start_is_waited_for(redis_server, connect, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    server = redis_server()
+    server.stop()
+    pending = asyncio.create_task((link := connect(server)).retrying(link.commands.ping))
+    await asyncio.sleep(0.3)
+    assert not pending.done()
+    await asyncio.to_thread(server.start)
+    assert await pending
+    assert f"Redis at {server.socket} is away" in caplog.text
+
+
+@pytest.mark.redis
+async def test_a_wrong_password_is_refused_without_showing_it(redis_server, metrics: ProducerMetrics) -> None:
+    server = redis_server()
+    server.client.config_set("requirepass", "right")
+    link = ProducerConnection.open(f"unix://:wrong-secret@{server.socket}", outage_s=5.0, metrics=metrics)
+    with pytest.raises(RedisGoneError) as caught:
+        await link.retrying(link.commands.ping)
+    assert "refuses the credentials" in str(caught.value) and "secret" not in str(caught.value)
+    await link.close()
+    right = ProducerConnection.open(f"unix://:right@{server.socket}", outage_s=5.0, metrics=metrics)
+    assert await right.retrying(right.commands.ping)
+    await right.close()
+
+
+async def test_an_answer_to_an_older_command_does_not_end_an_outage(link, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    answered = asyncio.Event()
+    older = asyncio.create_task(link.retrying(answered.wait))
+    await asyncio.sleep(0)
+
+    async def fail_once_and_let_the_older_one_finish() -> None:
+        if not answered.is_set():
+            answered.set()
+            raise exceptions.ConnectionError("refused")
+
+    await link.retrying(fail_once_and_let_the_older_one_finish)
+    await older
+    assert len([line for line in caplog.messages if "is away" in line]) == 1
+    assert len([line for line in caplog.messages if "is back" in line]) == 1
+
+
+async def test_a_command_that_redis_never_answers_while_it_answers_others_ends_after_an_outages_time(
+    link, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.03)
+    began = time.monotonic()
+
+    async def answer_others() -> None:
+        while True:
+            await link.retrying(failing())
+            await asyncio.sleep(0.005)
+
+    others = asyncio.create_task(answer_others())
+    with pytest.raises(RedisGoneError, match=r"answers, but not to a command in 0 s \(redis.outage_s = 0.2\)"):
+        await link.retrying(asyncio.Event().wait)
+    others.cancel()
+    assert 0.2 < time.monotonic() - began < 5
+    assert len([line for line in caplog.messages if "answers, but not to" in line]) == 1
+
+
+async def test_a_command_that_nobody_answers_ends_when_the_outage_has_lasted_too_long(link, monkeypatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.03)
+    with pytest.raises(RedisGoneError, match=r"has been away for .* no answer in 0\.\d+ s"):
+        await link.retrying(asyncio.Event().wait)

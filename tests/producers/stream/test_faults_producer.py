@@ -1,0 +1,376 @@
+"""Every named failure on the producer's side, one at a time: nothing is lost, and nothing escapes."""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+
+import msgspec
+import pytest
+import redis
+from penstock.producers.stream import connection as connection_module
+from penstock.producers.stream import heartbeat as heartbeat_module
+from penstock.schemas.config import Plug, ProducersConfig
+from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
+from penstock.schemas.rollout import decode_group
+
+from cutting_proxy import CuttingProxy
+from producer_process import ROOT, wait_for
+from producer_run import KEYS, Run, ids, until
+from scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.redis
+
+NUM_PROMPTS = 10
+
+
+def all_appended(one: Run, last: int = NUM_PROMPTS) -> bool:
+    return one.num_open() == 0 and set(one.appended()) == set(range(1, last + 1))
+
+
+@pytest.mark.parametrize(
+    ("command", "when"),
+    [
+        ("XGROUP", "reply"), ("XPENDING", "reply"), ("XREVRANGE", "reply"), ("XREAD", "reply"), ("HGET", "within"),
+        ("GET", "before"), ("SET", "reply"), ("XREADGROUP", "before"), ("XREADGROUP", "reply"),
+        ("XREADGROUP", "within"), ("MULTI", "reply"), ("EXEC", "before"), ("EXEC", "reply"), ("EXEC", "within"),
+    ],
+)  # fmt: skip
+async def test_a_connection_cut_at_any_reply_costs_nothing(run, command: str, when: str) -> None:
+    one = run()
+    one.trainer.release(1, NUM_PROMPTS)
+    with CuttingProxy(one.server.url) as proxy:
+        first = proxy.cut(command, when=when)
+        later = proxy.cut(command, 2, when=when)
+        _, task = await one.producer(ScriptedEngine(token_s=0.005), via=proxy)
+        await until(lambda: first.happened.is_set() and all_appended(one))
+        if command in ("XREADGROUP", "EXEC", "MULTI"):
+            one.trainer.release(NUM_PROMPTS + 1, NUM_PROMPTS + 2)
+            await until(lambda: later.happened.is_set() and all_appended(one, NUM_PROMPTS + 2))
+        assert not task.done() and one.num_claimed() == 0
+        # Only an append that was executed and whose answer was lost is there twice: nobody could know.
+        if command not in ("EXEC", "MULTI") or when == "before":
+            assert set(one.appended().values()) == {1}
+
+
+@pytest.mark.parametrize("appended", [False, True])
+def test_a_producer_killed_between_generation_and_append_costs_one_attempt_at_most(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path, appended: bool
+) -> None:
+    server = redis_server()
+    config = make_config(producers=ProducersConfig(claim_idle_s=1.0, claim_refresh_s=0.2))
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    with CuttingProxy(server.url) as proxy:
+        # The group is generated and queued in the server; its EXEC is on the way there, or its answer on the way back.
+        held = proxy.hold("EXEC", when="reply" if appended else "before")
+        trainer.release(1, 1)
+        killed = start_producer(config, proxy.url, "producer-0")
+        held.wait(120)
+        killed.kill()
+        killed.wait()
+        proxy.cut_all()
+        held.release()
+        start_producer(config, server.url, "producer-1")
+        trainer.release(2, 2)
+        groups = [decode_group(fields[Field.PAYLOAD]) for fields in trainer.read(2)]
+    assert {group.index for group in groups} == {1, 2}
+    assert next(g.producer_id for g in groups if g.index == 1) == ("producer-0" if appended else "producer-1")
+    assert server.client.xlen(KEYS.prompts) == server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
+    assert ("took group 1 over from producer-0, attempt 2" in start_producer.log("producer-1")) == (not appended)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_no_other(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path
+) -> None:
+    poison = "9" * 4
+    (tmp_path / "poisoned.py").write_text(
+        "from penstock.schemas.prompt import Prompt\n"
+        "class Poisoned:\n"
+        "    num_evaluation_prompts = 0\n"
+        "    def __init__(self, *, seed): pass\n"
+        f"    def prompt(self, index): return Prompt(text='{poison}' if index == 2 else str(index))\n"
+        "    def evaluation_prompt(self, n): raise LookupError\n"
+        "    def reward(self, prompt, completion): return 1.0\n"
+    )
+    server = redis_server()
+    config = make_config(
+        producers=ProducersConfig(claim_idle_s=0.5, claim_refresh_s=0.1, max_attempts=2),
+        environment=Plug(path="poisoned:Poisoned"),
+    )
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 4)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "tests" / "doubles")])
+    lives = 0
+    while server.client.xlen(KEYS.prompts):
+        lives += 1
+        assert lives <= 3, "more lives than attempts"
+        process = start_producer(
+            config, server.url, f"producer-{lives}", environment={"PYTHONPATH": path}, kill_on_prompt=ids(poison)
+        )
+        wait_for(lambda process=process: process.poll() is not None or not server.client.xlen(KEYS.prompts))
+    entries = {int(fields[Field.INDEX]): fields for fields in trainer.read(4)}
+    assert set(entries) == {1, 2, 3, 4}
+    assert {n for n, fields in entries.items() if fields[Field.KIND] == Kind.DEAD} == {2}
+    assert entries[2][Field.REASON] == b"attempts: handed out 2 times without a result"
+    # Two lives for the poison's two attempts. What was in flight beside it the first time ran alone later on.
+    assert lives == 3
+
+
+async def test_two_producers_that_start_at_once_under_one_name_become_one(run, monkeypatch) -> None:
+    async def is_free(*_: object) -> None:
+        """What both would be told that ask at the same moment."""
+
+    monkeypatch.setattr(heartbeat_module, "check_id_is_free", is_free)
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.05)
+    one = run()
+
+    async def live(pid: int) -> None:
+        producer = one.build(ScriptedEngine(), "twin", one.server)
+        # They are one process here; what tells them apart is what they say of themselves.
+        describe = producer._beat._describe
+        producer._beat._describe = lambda: msgspec.structs.replace(describe(), pid=pid)
+        await producer.open()
+        await producer.serve()
+
+    one.tasks += [asyncio.create_task(live(pid)) for pid in (1, 2)]
+    ended, running = await asyncio.wait(one.tasks, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+    assert len(ended) == len(running) == 1
+    error = ended.pop().exception()
+    assert "stop that one or choose another --id" in str(getattr(error, "exceptions", [error])[0])
+    one.trainer.release(1, NUM_PROMPTS)
+    await until(lambda: all_appended(one))
+    assert not running.pop().done()
+
+
+async def test_a_producer_that_was_stopped_for_long_ends_when_another_has_its_name(run, monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.05)
+    one = run()
+    _, task = await one.producer(producer_id="a")
+    await until(lambda: one.client.exists(KEYS.producer("a")) == 1)
+    mine = decode_heartbeat(one.client.get(KEYS.producer("a")))
+    theirs = msgspec.structs.replace(mine, pid=os.getpid() + 1)
+    one.client.set(KEYS.producer("a"), encode_heartbeat(theirs))
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(task, 30)
+    assert "runs under it in run 'test'" in str(caught.value.exceptions[0])
+    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).pid == theirs.pid, "the other's is left alone"
+
+
+async def test_a_blocking_read_longer_than_the_patience_of_the_client_loses_nothing(run, monkeypatch) -> None:
+    # The server holds each read for 2 s; the client gives it up after 0.3 s and does not know what it missed.
+    monkeypatch.setattr(connection_module, "ANSWER_S", 0.3)
+    one = run()
+    _, task = await one.producer()
+    for index in range(1, NUM_PROMPTS + 1):
+        one.trainer.release(index, index)
+        await asyncio.sleep(0.13)
+    await until(lambda: all_appended(one))
+    assert not task.done() and one.num_claimed() == 0
+
+
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+async def test_a_server_killed_and_started_again_in_the_middle_costs_nothing(run, fsync: str, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    one = run("--appendfsync", fsync)
+    tasks = [(await one.producer(ScriptedEngine(token_s=0.01), name))[1] for name in "ab"]
+    for first in range(1, 61, 20):
+        one.trainer.release(first, first + 19)
+        await until(lambda first=first: len(one.appended()) >= first)
+        await asyncio.to_thread(one.server.stop)
+        await asyncio.to_thread(one.server.start)
+    await until(lambda: all_appended(one, 60))
+    assert not any(task.done() for task in tasks)
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_power_loss_takes_groups_and_acknowledgements_alike(run) -> None:
+    one = run()
+    folder = one.server.socket.parent
+    producer, task = await one.producer(ScriptedEngine(token_s=0.02))
+    one.trainer.release(101, 124)
+    await until(lambda: len(one.appended()) >= 4)
+    shutil.copytree(folder / "appendonlydir", folder / "as-it-was")
+    await until(lambda: len(one.appended()) >= 20)
+    await asyncio.to_thread(one.server.stop)
+    shutil.rmtree(folder / "appendonlydir")
+    (folder / "as-it-was").rename(folder / "appendonlydir")
+    await asyncio.to_thread(one.server.start)
+    assert len(one.appended()) < 20, "the server has forgotten"
+    await until(lambda: one.num_open() == 0 and set(one.appended()) == set(range(101, 125)))
+    assert not task.done()
+    # What the server gave out again while it was still in flight here was not begun anew beside itself.
+    assert {fields[Field.KIND] for _, fields in one.client.xrange(KEYS.rollouts)} == {Kind.GROUP}
+    await until(lambda: len(producer._table) == 0)
+    assert producer._table.groups_free == one.config.producers.groups_in_flight
+
+
+async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -> None:
+    one = run()
+    bound = one.config.producers.groups_in_flight
+    engine = ScriptedEngine(token_s=0.01)
+    with CuttingProxy(one.server.url) as proxy:
+        producer, task = await one.producer(engine, via=proxy)
+        one.trainer.release(1, 100)
+        await until(lambda: len(one.appended()) >= 10)
+        proxy.refuse()
+        # Everything it had in flight is generated, then it waits: nothing new is claimed, sampled or kept.
+        await until(lambda: len(producer._writer._waiting) == len(producer._table) > 0 and not engine.num_active)
+        num_requests = len(engine.requests)
+        await asyncio.sleep(1.5)
+        assert len(engine.requests) == num_requests
+        assert len(producer._writer._waiting) <= len(producer._table) <= bound
+        proxy.accept()
+        await until(lambda: all_appended(one, 100))
+    assert not task.done()
+
+
+async def test_at_the_memory_limit_a_producer_pauses_and_goes_on(run, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    one = run()
+    engine = ScriptedEngine(token_s=0.01)
+    producer, task = await one.producer(engine)
+    one.trainer.release(1, 100)
+    await until(lambda: len(one.appended()) >= 10)
+    one.client.config_set("maxmemory", 1)
+    await until(lambda: "at its memory limit" in caplog.text and not engine.num_active)
+    num_appended, num_requests = len(one.appended()), len(engine.requests)
+    await asyncio.sleep(1.0)
+    assert (len(one.appended()), len(engine.requests)) == (num_appended, num_requests)
+    assert len(producer._table) <= one.config.producers.groups_in_flight
+    one.client.config_set("maxmemory", 0)
+    await until(lambda: all_appended(one, 100))
+    assert set(one.appended().values()) == {1} and not task.done()
+    assert len([line for line in caplog.messages if "at its memory limit" in line]) == 1
+
+
+async def test_a_limit_reached_between_an_append_and_its_exec_is_a_pause_too(run) -> None:
+    one = run()
+    with CuttingProxy(one.server.url) as proxy:
+        held = proxy.hold("EXEC", when="before")
+        _, task = await one.producer(via=proxy)
+        one.trainer.release(1, 1)
+        await until(held.happened.is_set)
+        one.client.config_set("maxmemory", 1)
+        held.release()
+        await asyncio.sleep(0.3)
+        assert not task.done() and one.appended() == {}
+        one.client.config_set("maxmemory", 0)
+        await until(lambda: all_appended(one, 1))
+    assert not task.done()
+
+
+async def test_an_emptied_redis_is_served_on_and_left_in_order(run, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    one = run()
+    engine = ScriptedEngine(token_s=0.05)
+    producer, task = await one.producer(engine)
+
+    def work_of_the_trainer() -> None:
+        """Which it does anew when it finds the server empty: the same evaluations, and every index that is lost."""
+        one.trainer.announce(0)
+        one.trainer.evaluate(0, 4)
+        one.trainer.release(1, NUM_PROMPTS)
+
+    one.trainer.evaluate(0, 4)
+    one.trainer.release(1, NUM_PROMPTS)
+    await until(lambda: engine.num_active > 4)
+    one.client.flushall()
+    work_of_the_trainer()
+    await until(lambda: all_appended(one) and one.client.xlen(KEYS.evaluations) == 0)
+    answers = [fields for stream in (KEYS.rollouts, KEYS.evaluation_results) for _, fields in one.client.xrange(stream)]
+    assert {fields[Field.KIND] for fields in answers} == {Kind.GROUP}
+    await until(lambda: len(producer._table) == 0)
+    assert producer._table.groups_free == one.config.producers.groups_in_flight, "no room has leaked"
+    engine._token_s = 60
+    one.client.flushall()
+    work_of_the_trainer()
+    await until(lambda: engine.num_active > 4)
+    one.client.flushall()
+    producer.stop.set()
+    await asyncio.wait_for(task, 30)
+    assert "Traceback" not in caplog.text and "handed back" in caplog.text
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+async def test_a_failover_to_a_replica_is_waited_out(run, redis_server, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    port = free_port()
+    one = run("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0")
+    replica = redis_server("--replicaof", "127.0.0.1", str(port))
+    await until(lambda: replica.client.info("replication").get("master_link_status") == "up")
+    with CuttingProxy(one.server.url) as proxy:
+        _, task = await one.producer(ScriptedEngine(token_s=0.01), via=proxy)
+        one.trainer.release(1, 60)
+        one.client.wait(1, 10_000)
+        await until(lambda: len(one.appended()) >= 10)
+        await asyncio.to_thread(one.server.stop)
+        # The address leads to the replica before anybody has promoted it.
+        proxy.point_to(replica.url)
+        await until(lambda: ("is away" in caplog.text and "READONLY" in caplog.text) or "read only" in caplog.text)
+        replica.client.execute_command("REPLICAOF", "NO", "ONE")
+        one.client = replica.client
+        await until(lambda: all_appended(one, 60))
+        assert not task.done()
+
+
+async def test_a_connection_to_a_demoted_server_is_given_up(run, redis_server, caplog) -> None:
+    one = run()
+    other = redis_server()
+    with CuttingProxy(one.server.url) as proxy:
+        _, task = await one.producer(via=proxy)
+        await until(lambda: one.client.exists(KEYS.producer("a")) == 1)
+        # New connections lead to another server; those that stand stay with the old one, which takes no writes now.
+        proxy._upstream = other.url
+        one.client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))
+        one.trainer.client = other.client
+        one.trainer.announce(0)
+        one.trainer.release(1, NUM_PROMPTS)
+        one.client = other.client
+        await until(lambda: all_appended(one))
+        assert not task.done()
+
+
+@pytest.mark.slow
+def test_producers_that_come_and_go_leave_nothing_open(
+    redis_server, make_config, hand_trainer, start_producer, tmp_path
+) -> None:
+    server = redis_server()
+    config = make_config(producers=ProducersConfig(groups_in_flight=8, claim_idle_s=1.0, claim_refresh_s=0.2))
+    trainer = hand_trainer(server.client, config, tmp_path)
+    trainer.announce(0)
+    trainer.release(1, 40)
+    # Neither finishes a group: prompts are left for the second however much later than the first it is up.
+    first = start_producer(config, server.url, "first", token_s=60.0)
+    second = start_producer(config, server.url, "second", token_s=60.0)
+    wait_for(lambda: _num_claimed(server.client, "second") > 0)
+    first.send_signal(signal.SIGTERM)
+    third = start_producer(config, server.url, "third")
+    assert first.wait(timeout=90) == 0
+    second.kill()
+    entries = trainer.read(40)
+    assert sorted(int(fields[Field.INDEX]) for fields in entries) == list(range(1, 41))
+    third.send_signal(signal.SIGTERM)
+    assert third.wait(timeout=90) == 0
+    assert server.client.xlen(KEYS.prompts) == 0
+    for name in ("first", "second", "third"):
+        assert "Traceback" not in start_producer.log(name)
+
+
+def _num_claimed(client: redis.Redis, consumer: str) -> int:
+    """0 too while no producer has made the consumer group."""
+    try:
+        return len(client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 100, consumername=consumer))
+    except redis.ResponseError as error:
+        assert "NOGROUP" in str(error)
+        return 0

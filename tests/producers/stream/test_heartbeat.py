@@ -1,0 +1,112 @@
+"""The sign of life, and who may use a producer's name."""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+
+import msgspec
+import pytest
+from penstock.producers.stream import heartbeat as module
+from penstock.producers.stream.heartbeat import HeartbeatSender, ProducerIdTakenError, check_id_is_free
+from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, decode_heartbeat, encode_heartbeat
+from penstock.schemas.keys import Commit, Keys
+
+from scripted_engine import FINGERPRINT
+
+KEYS = Keys("test")
+KEY = KEYS.producer("a")
+
+
+def described(**changes) -> Heartbeat:
+    heartbeat = Heartbeat(
+        producer_id="a",
+        host="elsewhere",
+        pid=17,
+        policy_version=3,
+        in_flight=(InFlight(index=1, claimed_s=2.0, attempt=1),),
+        tokens_per_s=10.0,
+        num_tokens_generated=100,
+        num_groups_appended=5,
+        num_weight_loads_failed=0,
+        metrics_port=9400,
+        fingerprint=FINGERPRINT,
+        sent_s=time.time(),
+    )
+    return msgspec.structs.replace(heartbeat, **changes)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
+
+
+async def test_a_heartbeat_expires_and_carries_what_is_described(streams) -> None:
+    beat = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
+    await beat.claim_id()
+    assert 0 < streams.client.ttl(KEY) <= HEARTBEAT_TTL_S
+    assert decode_heartbeat(streams.client.get(KEY)).policy_version == 3
+    await beat.stop()
+    assert streams.client.get(KEY) is None
+
+
+async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
+    finished = asyncio.Event()
+    beat = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
+    running = asyncio.create_task(beat.run())
+    await asyncio.sleep(0.1)
+    assert not finished.is_set()
+    streams.client.hset(KEYS.commit, Commit.FINISHED, b"1")
+    await asyncio.wait_for(finished.wait(), 5)
+    running.cancel()
+
+
+async def test_a_second_producer_of_one_id_does_not_start_while_the_first_lives(streams) -> None:
+    first = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
+    running = asyncio.create_task(first.run())
+    await asyncio.sleep(0.02)
+    with pytest.raises(
+        ProducerIdTakenError, match=r"producer id 'a': process 17 on elsewhere runs under it in run 'test'"
+    ):
+        await check_id_is_free(streams.connection, KEYS, "a")
+    running.cancel()
+
+
+async def test_the_heartbeat_of_a_process_that_died_on_this_host_does_not_count(streams) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "pass")
+    await process.wait()
+    left = described(host=socket.gethostname(), pid=process.pid)
+    streams.client.set(KEY, encode_heartbeat(left))
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+
+
+async def test_a_restarted_container_is_not_taken_for_its_own_rival(streams) -> None:
+    streams.client.set(KEY, encode_heartbeat(described(host=socket.gethostname(), pid=os.getpid())))
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+
+
+async def test_a_heartbeat_that_is_not_renewed_is_waited_out(streams) -> None:
+    streams.client.set(KEY, encode_heartbeat(described()), px=300)
+    started = time.monotonic()
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 5)
+    assert time.monotonic() - started >= 0.2
+
+
+async def test_a_key_that_holds_no_heartbeat_is_taken_over(streams) -> None:
+    streams.client.set(KEY, b"something")
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+
+
+@pytest.mark.redis
+async def test_a_server_at_its_memory_limit_does_not_end_the_heartbeat(redis_server, connect) -> None:
+    server = redis_server()
+    beat = HeartbeatSender(connect(server), KEYS, "a", described, lambda: None)
+    server.client.config_set("maxmemory", 1)
+    running = asyncio.create_task(beat.run())
+    await asyncio.sleep(0.2)
+    assert not running.done() and server.client.get(KEY) is None
+    server.client.config_set("maxmemory", 0)
+    await asyncio.sleep(0.2)
+    assert server.client.get(KEY) is not None
+    running.cancel()

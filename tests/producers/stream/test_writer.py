@@ -1,0 +1,310 @@
+"""Appends on fakeredis and on a real server: the group arrives and its prompt leaves in one step, or neither does."""
+
+import asyncio
+
+import msgspec
+import pytest
+from penstock.producers.stream import connection as connection_module
+from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.connection import RedisGoneError
+from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
+from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
+from penstock.schemas.config import ProducersConfig
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    MAX_REASON_CHARACTERS,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    decode_group,
+    pack_floats,
+    pack_ids,
+)
+from redis import exceptions
+
+from cutting_proxy import CuttingProxy
+from scripted_engine import FINGERPRINT
+from slow_link import SlowLink
+
+KEYS = Keys("test")
+
+
+def a_group(index: int, *, num_tokens: int = 3, evaluation_id: str | None = None) -> RolloutGroup:
+    segment = Segment(
+        token_ids=pack_ids([1] * (num_tokens + 1)),
+        behavior_logprobs=pack_floats([-0.5] * num_tokens),
+        loss_mask=((1, num_tokens + 1),),
+        version_spans=(VersionSpan(0, 1, num_tokens + 1),),
+    )
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="1+1="),
+        rollouts=(Rollout(segments=(segment,), reward=Reward(value=1.0)),),
+        producer_id="a",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(),
+        evaluation_id=evaluation_id,
+    )
+
+
+class Desk:
+    """A writer, its table, and the claims it writes for; `claim(n)` claims n released prompts."""
+
+    def __init__(self, connection, client, metrics) -> None:
+        self.client = client
+        self.table = InFlightTable(num_groups=200, group_size=1)
+        self.claims = Claims(connection, KEYS, "a", self.table, ProducersConfig())
+        self.writer = Writer(connection, KEYS, self.table, metrics)
+
+    async def claim(self, num_prompts: int):
+        await self.claims.open()
+        for index in range(1, num_prompts + 1):
+            self.client.xadd(KEYS.prompts, {Field.INDEX: index, Field.VERSION: 0})
+        while len(self.table) < num_prompts:
+            await self.claims.take()
+        return list(self.table)
+
+    def rollouts(self) -> list[dict[bytes, bytes]]:
+        return [fields for _, fields in self.client.xrange(KEYS.rollouts)]
+
+    def num_open(self) -> tuple[int, int]:
+        """(prompts on the stream, claims pending)"""
+        return self.client.xlen(KEYS.prompts), self.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"]
+
+
+@pytest.fixture
+def desk(streams, metrics) -> Desk:
+    return Desk(streams.connection, streams.client, metrics)
+
+
+async def written(desk: Desk) -> None:
+    running = asyncio.create_task(desk.writer.run())
+    await asyncio.wait_for(desk.writer.drain(), 10)
+    running.cancel()
+
+
+async def test_a_group_arrives_and_its_prompt_leaves(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, a_group(1))
+    await written(desk)
+    (fields,) = desk.rollouts()
+    assert fields[Field.INDEX] == b"1" and fields[Field.KIND] == Kind.GROUP
+    assert decode_group(fields[Field.PAYLOAD]).index == 1
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+    assert desk.writer.num_groups_appended == 1
+
+
+async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, Dead("prompt: too long"))
+    await written(desk)
+    assert desk.rollouts() == [{Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.REASON: b"prompt: too long"}]
+    assert desk.num_open() == (0, 0)
+    assert "group 1 is dead: prompt: too long" in caplog.text
+
+
+async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: Desk, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.producers.stream.writer.DEAD_ROLLOUTS_KEPT", 250)
+    first, second = await desk.claim(2)
+    desk.writer.put_letter(first, DeadRollout("a.1", "a", "idle for 3 s"))
+    desk.writer.put(first, a_group(1))
+    desk.writer.put_letter(second, DeadRollout("a.2", "a", "x\nPROBLEM" + "y" * 9999))
+    await written(desk)
+    letters = [fields for _, fields in desk.client.xrange(KEYS.dead_rollouts)]
+    assert letters[0] == {
+        Field.INDEX: b"1",
+        Field.ROLLOUT: b"a.1",
+        Field.PRODUCER: b"a",
+        Field.REASON: b"idle for 3 s",
+    }
+    assert [letter[Field.INDEX] for letter in letters] == [b"1", b"2"]
+    assert b"\n" not in letters[1][Field.REASON] and len(letters[1][Field.REASON]) <= MAX_REASON_CHARACTERS
+    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [1]
+    assert list(desk.table) == [second] and desk.num_open() == (1, 1), "a letter settles no claim"
+    assert desk.writer.num_groups_appended == 1
+    for number in range(1000):
+        desk.writer.put_letter(second, DeadRollout(f"a.{number}", "a", "idle"))
+    await written(desk)
+    assert 250 <= desk.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
+
+
+async def test_a_group_over_the_entry_cap_is_dead_and_the_reason_names_the_cap(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, a_group(1, num_tokens=MAX_ENTRY_BYTES // 8))
+    await written(desk)
+    (fields,) = desk.rollouts()
+    assert fields[Field.KIND] == Kind.DEAD
+    assert b"at most 4,194,304 fit one stream entry; lower group_size or sampling.max_tokens" in fields[Field.REASON]
+    assert desk.num_open() == (0, 0)
+
+
+async def test_an_evaluation_is_answered_on_a_stream_of_its_own(desk: Desk) -> None:
+    await desk.claims.open()
+    desk.client.xadd(KEYS.evaluations, {"n": 2}, id="5-2")
+    (claim,) = await desk.claims.take()
+    desk.writer.put(claim, a_group(0, evaluation_id="5-2"))
+    await written(desk)
+    ((_, fields),) = desk.client.xrange(KEYS.evaluation_results)
+    assert fields[Field.EVALUATION] == b"5-2" and fields[Field.KIND] == Kind.GROUP
+    assert decode_group(fields[Field.PAYLOAD]).evaluation_id == "5-2"
+    assert desk.client.xlen(KEYS.evaluations) == 0 and desk.client.xlen(KEYS.rollouts) == 0
+
+
+async def test_what_waits_together_is_appended_together(desk: Desk, streams, monkeypatch) -> None:
+    claims = await desk.claim(MAX_APPEND_GROUPS + 6)
+    sizes: list[int] = []
+    append = desk.writer._append
+
+    async def counted(batch) -> None:
+        sizes.append(len(batch))
+        await append(batch)
+
+    monkeypatch.setattr(desk.writer, "_append", counted)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    await written(desk)
+    assert sizes == [MAX_APPEND_GROUPS, 6]
+    assert sorted(int(fields[Field.INDEX]) for fields in desk.rollouts()) == [claim.index for claim in claims]
+    assert desk.num_open() == (0, 0)
+
+
+async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, monkeypatch) -> None:
+    claims = await desk.claim(MAX_APPEND_GROUPS + 1)
+    first, second, answered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    append = desk.writer._append
+
+    async def slow_at_first(batch) -> None:
+        if not first.is_set():
+            first.set()
+            await answered.wait()
+        await append(batch)
+        second.set()
+
+    monkeypatch.setattr(desk.writer, "_append", slow_at_first)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    running = asyncio.create_task(desk.writer.run())
+    draining = asyncio.create_task(desk.writer.drain())
+    async with asyncio.timeout(10):
+        await second.wait()
+    assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [MAX_APPEND_GROUPS + 1]
+    assert len(desk.table) >= MAX_APPEND_GROUPS and not draining.done()
+    answered.set()
+    await asyncio.wait_for(draining, 10)
+    running.cancel()
+    assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
+
+
+async def test_an_append_whose_reply_was_lost_is_repeated_and_nothing_is_missing(desk: Desk, monkeypatch) -> None:
+    (claim,) = await desk.claim(1)
+    append, losses = desk.writer._append, [exceptions.ConnectionError("the reply is lost")]
+
+    async def lose_the_first_reply(batch) -> None:
+        await append(batch)
+        if losses:
+            raise losses.pop()
+
+    monkeypatch.setattr(desk.writer, "_append", lose_the_first_reply)
+    desk.writer.put(claim, a_group(1))
+    await written(desk)
+    # The writer cannot know, so the group is there twice: the trainer drops the second by its index.
+    assert {fields[Field.INDEX] for fields in desk.rollouts()} == {b"1"}
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+
+
+@pytest.mark.redis
+async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redis_server, connect, metrics) -> None:
+    server = redis_server()
+    desk = Desk(connect(server), server.client, metrics)
+    claims = await desk.claim(3)
+    server.client.config_set("maxmemory", 1)
+    for claim in claims:
+        desk.writer.put(claim, a_group(claim.index))
+    running = asyncio.create_task(desk.writer.run())
+    await asyncio.sleep(0.3)
+    assert len(desk.table) == 3 and desk.num_open() == (3, 3)
+    server.client.config_set("maxmemory", 0)
+    await asyncio.wait_for(desk.writer.drain(), 10)
+    assert len(desk.rollouts()) == 3 and desk.num_open() == (0, 0) and len(desk.table) == 0
+    running.cancel()
+
+
+async def test_a_record_that_contradicts_itself_is_dead(desk: Desk) -> None:
+    (claim,) = await desk.claim(1)
+    desk.writer.put(claim, msgspec.structs.replace(a_group(1), rollouts=()))
+    await written(desk)
+    assert desk.rollouts()[0][Field.REASON].startswith(b"record: group 1: rollouts is empty")
+
+
+async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> list[int]:
+    """Appends groups of so many tokens through `link`; the indexes that the server has then, in order."""
+    desk = Desk(connect(server), server.client, metrics)
+    claims = await desk.claim(len(sizes))
+    with CuttingProxy(server.url, slow=link) as proxy:
+        connection = connect(proxy)
+        desk.writer = Writer(connection, KEYS, desk.table, metrics)
+        for claim, size in zip(claims, sizes, strict=True):
+            desk.writer.put(claim, a_group(claim.index, num_tokens=size))
+        running = asyncio.create_task(desk.writer.run())
+        draining = asyncio.create_task(desk.writer.drain())
+        async with asyncio.timeout(60):
+            while not draining.done():
+                await connection.retrying(connection.commands.ping)  # as claims and heartbeats go on
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.wait([running])
+    assert desk.num_open() == (0, 0) and len(desk.table) == 0
+    return [int(fields[Field.INDEX]) for fields in desk.rollouts()]
+
+
+@pytest.mark.redis
+async def test_a_large_group_gets_the_time_that_its_size_asks_for(
+    redis_server, connect, metrics, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 100_000)
+    link = SlowLink(300_000)  # 2.7 s for the group
+    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
+    assert link.num_bytes < 1_000_000
+    assert not [line for line in caplog.messages if "bytes" in line]
+
+
+@pytest.mark.redis
+async def test_an_append_over_a_link_slower_than_any_is_done_in_the_end_and_told_once(
+    redis_server, connect, metrics, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
+    link = SlowLink(300_000)  # 2.7 s for the group, which gets 0.6, 1.2, 2.4 and 4.7 s
+    assert await append_over(link, redis_server(), connect, metrics, 100_000) == [1]
+    (told,) = [line for line in caplog.messages if "800," in line]
+    assert "answers, but not to 800," in told and "trying again with more and more time" in told
+    # Nothing of a try that was given up is sent on: 8.7 s at 300 kB/s at most, not four groups.
+    assert link.num_bytes < 2_700_000
+
+
+@pytest.mark.redis
+async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_ends_the_producer(
+    redis_server, connect, metrics, monkeypatch
+) -> None:
+    monkeypatch.setattr(connection_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(connection_module, "SLOWEST_BYTES_PER_S", 10_000_000)
+    server = redis_server()
+    desk = Desk(connect(server), server.client, metrics)
+    (claim,) = await desk.claim(1)
+    with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
+        connection = connect(proxy, outage_s=3.0)
+        writer = Writer(connection, KEYS, desk.table, metrics)
+        writer.put(claim, a_group(1, num_tokens=100_000))
+        running = asyncio.create_task(writer.run())
+        async with asyncio.timeout(30):
+            while not running.done():
+                await connection.retrying(connection.commands.ping)
+                await asyncio.sleep(0.05)
+        with pytest.raises(RedisGoneError, match=r"answers, but not to 800,\d+ bytes in 3 s \(redis.outage_s = 3\)"):
+            await running
+    assert len(desk.table) == 1, "the claim stays, for another to take over"

@@ -1,0 +1,230 @@
+"""Weight pick-up: the newest policy, verified, and the old one serving where that fails."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from penstock.producers.weights import follower as module
+from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_behind
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import make_version
+
+from scripted_engine import ScriptedEngine
+
+KEYS = Keys("test")
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "steps"),
+    [
+        (5, 5, 0),
+        (3, 5, 2),
+        (6, 5, -1),
+        (make_version(0, 99), make_version(1, 0), float("inf")),
+        (make_version(1, 0), make_version(0, 99), 0),
+        (make_version(1, 2), make_version(1, 5), 3),
+        (-1, 0, float("inf")),
+    ],
+)
+def test_steps_are_counted_within_a_trainer_epoch_only(held: int, wanted: int, steps: float) -> None:
+    assert steps_behind(held, wanted) == steps
+
+
+class Pickup:
+    """WeightFollower at work on a real server, with a trainer's hand to announce."""
+
+    def __init__(self, weights: WeightFollower, engine: ScriptedEngine, trainer, reports: list[LoadReport]) -> None:
+        self.weights = weights
+        self.engine = engine
+        self.trainer = trainer
+        self.reports = reports
+        self.tasks: list[asyncio.Task] = []
+
+    def start(self) -> None:
+        self.tasks = [asyncio.create_task(part()) for part in (self.weights.follow, self.weights.keep_current)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110, the state is another task's
+                await asyncio.sleep(0.01)
+
+    async def holds(self, version: int) -> None:
+        await self.until(lambda: self.weights.loaded and self.engine.policy_version == version)
+
+
+@pytest.fixture
+async def pickup(
+    redis_server, connect, make_config, hand_trainer, metrics, tmp_path, monkeypatch
+) -> AsyncIterator[Callable[..., Pickup]]:
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(module, "LONGEST_RETRY_S", 0.1)
+    server, config, built = redis_server(), make_config(), []
+
+    def build(**engine_settings) -> Pickup:
+        engine, reports = ScriptedEngine(**engine_settings), []
+        trainer = hand_trainer(server.client, config, tmp_path)
+        weights = WeightFollower(
+            connect(server), KEYS, engine, config.weights_folder(tmp_path), metrics, reports.append
+        )
+        built.append(Pickup(weights, engine, trainer, reports))
+        return built[-1]
+
+    yield build
+    for made in built:
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+pytestmark = pytest.mark.redis
+
+
+async def test_a_new_producer_waits_for_the_first_manifest_and_says_so_once(pickup, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    made = pickup()
+    made.start()
+    await asyncio.sleep(0.3)
+    assert not made.weights.loaded and made.weights.behind == float("inf")
+    assert [line for line in caplog.messages if "waiting" in line] == ["waiting for the first weights on {test}:policy"]
+    manifest = made.trainer.announce(0)
+    await made.holds(0)
+    (report,) = made.reports
+    assert report.policy_version == 0 and report.num_bytes == manifest.total_bytes and made.weights.behind == 0
+
+
+async def test_a_new_producer_starts_with_the_current_policy(pickup) -> None:
+    made = pickup()
+    for version in range(4):
+        made.trainer.announce(version)
+    made.start()
+    await made.holds(3)
+    assert made.engine.loaded_versions == [3]
+
+
+async def test_versions_announced_during_a_load_are_overtaken(pickup) -> None:
+    made = pickup(pause_s=0.2)
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    for version in range(1, 6):
+        made.trainer.announce(version)
+        await asyncio.sleep(0.01)
+    await made.holds(5)
+    assert made.engine.loaded_versions[-1] == 5 and len(made.engine.loaded_versions) <= 3
+
+
+@pytest.mark.parametrize(
+    ("falsified", "message"),
+    [
+        ({"checksum": "00"}, "BLAKE2b checksum .*, expected 00"),
+        ({"total_bytes": 5}, "bytes, expected 5"),
+        ({"file": "../v1.safetensors"}, "expected one inside the weights folder"),
+    ],
+)
+async def test_a_load_that_fails_leaves_the_old_version_serving_and_says_so(
+    pickup, metrics, caplog, falsified: dict, message: str
+) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    made.trainer.announce(1, **falsified)
+    await made.until(lambda: made.weights.num_failed > 0)
+    assert made.engine.policy_version == 0 and made.weights.behind == 1
+    assert re.search(message, made.weights.last_error)
+    assert "policy 0 serves on" in caplog.text
+    assert metrics.registry.get_sample_value("penstock_weight_loads_total", {"result": "failed"}) >= 1
+    made.trainer.announce(2)
+    await made.holds(2)
+    assert made.weights.last_error == ""
+
+
+async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pickup) -> None:
+    made = pickup(refuse_versions=(1,))
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    made.trainer.announce(1)
+    await made.until(lambda: made.weights.num_failed >= 2)
+    made.trainer.announce(2)
+    await made.holds(2)
+    assert made.engine.loaded_versions == [0, 2]
+
+
+async def test_a_file_that_arrives_late_is_loaded_when_it_is_there(pickup, monkeypatch) -> None:
+    monkeypatch.setattr(module, "NEWS_S", 0.05)
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    file = made.trainer.folder / "v1.safetensors"
+    manifest = made.trainer.announce(1)
+    content = file.read_bytes()
+    if made.engine.policy_version == 0:
+        file.unlink()
+        await made.until(lambda: made.weights.num_failed > 0 or made.engine.policy_version == 1)
+        file.write_bytes(content)
+    await made.holds(manifest.version)
+
+
+async def test_a_file_that_vanished_because_it_was_overtaken_is_no_failure(pickup) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    made.trainer.announce(1, file="deleted.safetensors")
+    await asyncio.sleep(0.1)
+    made.trainer.announce(2)
+    await made.holds(2)
+    assert made.weights.num_failed == 0
+
+
+async def test_an_entry_that_is_no_manifest_is_told_and_passed_over(pickup, caplog) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"})
+    await made.until(lambda: made.weights.num_failed == 1)
+    assert "is no manifest" in caplog.text
+    made.trainer.announce(1)
+    await made.holds(1)
+
+
+async def test_work_waits_for_weights_within_its_bound(pickup) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    await made.weights.wait_for(2, lag_bound=2)
+    strict = asyncio.create_task(made.weights.wait_for(2, lag_bound=1))
+    await asyncio.sleep(0.05)
+    assert not strict.done()
+    made.trainer.announce(1)
+    await asyncio.wait_for(strict, 5)
+
+
+async def test_a_resumed_trainers_weights_replace_those_of_the_lost_line(pickup) -> None:
+    made = pickup()
+    made.trainer.announce(60)
+    made.start()
+    await made.holds(60)
+    resumed = make_version(1, 0)
+    waiting = asyncio.create_task(made.weights.wait_for(resumed, lag_bound=2))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    made.trainer.announce(resumed)
+    await asyncio.wait_for(waiting, 5)
+    assert made.engine.loaded_versions == [60, resumed]
+
+
+async def test_following_survives_a_server_that_restarts(pickup) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    made.trainer.client.client_kill_filter(_type="normal", skipme=True)
+    made.trainer.announce(1)
+    await made.holds(1)

@@ -1,0 +1,125 @@
+"""Where Redis is, what a URL may say, and where its password may come from."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, load_config
+from penstock.schemas.process.redis_url import configured_url, redis_url
+
+
+def config(url: str | None = None) -> RunConfig:
+    return RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), redis=RedisConfig(url=url))
+
+
+def test_the_environment_comes_before_the_run_file_and_both_before_the_runs_own_server(monkeypatch, tmp_path) -> None:
+    assert configured_url(config()) is None and configured_url(None) is None
+    assert configured_url(config("redis://there")) == "redis://there"
+    monkeypatch.setenv("REDIS_URL", "redis://here:7/2")
+    assert configured_url(config("redis://there")) == redis_url(config(), tmp_path) == "redis://here:7/2"
+    monkeypatch.delenv("REDIS_URL")
+    with pytest.raises(ConfigError, match=r"no Redis: REDIS_URL and redis\.url are not set"):
+        redis_url(config(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://host", "redis://:{}@host"),
+        ("redis://user@host:1/3", "redis://user:{}@host:1/3"),
+        ("rediss://user@[::1]:1?ssl_check_hostname=false", "rediss://user:{}@[::1]:1?ssl_check_hostname=false"),
+        ("unix:///run/redis.sock?db=1", "unix://:{}@/run/redis.sock?db=1"),
+        ("unix://user@/run/redis.sock", "unix://user:{}@/run/redis.sock"),
+    ],
+)
+def test_a_password_file_completes_a_url_without_a_password(monkeypatch, tmp_path: Path, url, expected) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a/b?c#d@e:f%g é\n")
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(file))
+    monkeypatch.setenv("REDIS_URL", url)
+    found = configured_url(None)
+    assert found == expected.format("a%2Fb%3Fc%23d%40e%3Af%25g%20%C3%A9")
+    with redis.Redis.from_url(found) as client:
+        assert client.get_connection_kwargs()["password"] == "a/b?c#d@e:f%g é"
+
+
+def test_a_password_in_the_url_is_the_one_that_counts(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(tmp_path / "missing"))
+    monkeypatch.setenv("REDIS_URL", "redis://:own@host")
+    assert configured_url(None) == "redis://:own@host"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file or directory"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")],
+)
+def test_a_password_file_that_cannot_be_used_is_named(monkeypatch, tmp_path: Path, content, message: str) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv("REDIS_PASSWORD_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"REDIS_PASSWORD_FILE = '{file}': .*{message}"):
+        configured_url(config("redis://host"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:marker@host", "redis://user:mar/ker@host:1", "redis://:12/marker@host", "redis://:mark#er@host",
+        "redis://:mark?er@host", "redis://user:12?marker@host", "redis://user:marker@host:port", "redis://user:marker@host:99999",
+        "redis://user:marker@", "redis://user:marker@host/name", "unix://user:marker@", "unix://marker/redis.sock",
+        "redis://[marker", "marker",
+    ],
+)  # fmt: skip
+def test_a_url_that_is_none_is_refused_without_quoting_it(monkeypatch, url: str) -> None:
+    monkeypatch.setenv("REDIS_URL", url)
+    with pytest.raises(ConfigError, match="REDIS_URL") as caught:
+        configured_url(None)
+    error = caught.value
+    assert "mark" not in str(error) and (error.__context__ is None or error.__suppress_context__)
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        monkeypatch.delenv("REDIS_URL")
+        configured_url(config(url))
+
+
+@pytest.mark.parametrize("option", ["socket_timeout=1", "protocol=3", "retry_on_timeout=true", "password=marker"])
+def test_a_url_cannot_undo_what_this_program_sets_itself(option: str) -> None:
+    # A socket timeout of 1 s would break every blocking read, which waits longer than that.
+    with pytest.raises(ConfigError, match=f"redis.url: option '{option.partition('=')[0]}', expected only db and"):
+        configured_url(config(f"redis://host?{option}"))
+
+
+def test_a_certificate_that_is_not_there_is_named_before_anything_connects(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    with pytest.raises(ConfigError, match=f"redis.url: ssl_ca_certs = '{file}': no such file, or not readable"):
+        configured_url(config(f"rediss://host?ssl_ca_certs={file}"))
+    file.touch()
+    assert configured_url(config(f"rediss://host?ssl_ca_certs={file}"))
+
+
+def test_a_run_file_holds_no_password(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    head = 'name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n[redis]\n'
+    for url in ("redis://user@host:1/2", "unix:///run/redis.sock", "redis://host"):
+        file.write_text(f'{head}url = "{url}"\n')
+        assert load_config(file).redis.url == url
+    file.write_text(f'{head}url = "redis://user:marker@host"\n')
+    with pytest.raises(ConfigError, match=r"redis\.url holds a password; expected it in the environment") as caught:
+        load_config(file)
+    assert "marker" not in str(caught.value)
+
+
+def test_a_refused_url_ends_a_command_with_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('name = "r"\n[model]\npath = "m"\n[environment]\npath = "a:B"\n')
+    command = [sys.executable, "-m", "penstock.deploy.cli", "producer", str(file)]
+    ended = subprocess.run(
+        command,
+        env={"REDIS_URL": "redis://user:mar/ker@host", "PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "REDIS_URL is no Redis URL" in ended.stderr and "mar" not in ended.stderr
