@@ -34,8 +34,10 @@ compose-check: venv-dev
 lint: venv-dev
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
+	mkdir -p .mypy_cache/roof/penstock
+	for room in schemas producers consumers deploy; do ln -sfn ../../../$$room .mypy_cache/roof/penstock/$$room; done
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m mypy --strict schemas
+	$(VENV)/bin/python -m mypy --strict -p penstock.schemas
 
 bench: venv venv-peers
 	$(VENV)/bin/python -m bench
