@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import penstock.consumers.stream.connection
-import penstock.producers.stream.connection
 import redis
+from penstock.schemas.process.outage import RedisGoneError
 
 from bench.pipeline import scratch
 from bench.records import record_figures
@@ -49,11 +48,7 @@ def measure_stream(rows: Sequence[str], settings: StreamSettings, run_file: Path
             print(f"stream: {row} ...", flush=True)
             try:
                 figures += STREAM_ROWS[row](bench)
-            except (
-                redis.RedisError,
-                penstock.consumers.stream.connection.RedisGoneError,
-                penstock.producers.stream.connection.RedisGoneError,
-            ) as error:
+            except (redis.RedisError, RedisGoneError) as error:
                 raise BenchError(f"{row}: {error}") from error
     return Result(
         section="stream",

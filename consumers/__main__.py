@@ -12,13 +12,14 @@ from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import ParityRefusedError
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState
-from penstock.consumers.stream.connection import RedisGoneError, TrainerConnection
+from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.process import logs
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 

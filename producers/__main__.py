@@ -18,11 +18,12 @@ from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.rewards import reward_function
-from penstock.producers.stream.connection import ProducerConnection, RedisGoneError
+from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import redis_url, register_metrics_port, unregister_metrics_port
 from redis.exceptions import RedisError

@@ -3,7 +3,6 @@
 import errno
 import logging
 import math
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from penstock.schemas.config import MetricsConfig, RunConfig
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
 from penstock.schemas.metrics import TrainerMetric as M
+from penstock.schemas.process.prometheus import LabelledRegistry
 from penstock.schemas.process.redis_url import register_metrics_port, unregister_metrics_port
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client import Metric as Family
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +21,6 @@ PORTS_TO_TRY = 100
 _SECONDS = ("wait_s", "step_s", "publish_s")
 _LINE_FLOATS = frozenset(("time_s", *_SECONDS))
 """What a line of updates.jsonl holds in floats beside metrics."""
-
-
-class LabelledRegistry(CollectorRegistry):
-    """A registry that puts the same labels on every sample."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        super().__init__()
-        self._every = dict(labels)
-
-    def collect(self) -> Iterator[Family]:
-        for family in super().collect():
-            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
-            yield family
 
 
 class TrainerMetrics:

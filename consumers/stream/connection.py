@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import redis
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import certificate_problem
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -26,10 +27,6 @@ SHUTDOWN_TIMEOUT_S = 3.0
 # Answers of a server that will serve again: a replica in the middle of a failover, a full disk under its log.
 _PASSING = (redis.ReadOnlyError, redis.exceptions.ClusterDownError, redis.exceptions.TryAgainError)
 _PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "UNBLOCKED", "BUSY")
-
-
-class RedisGoneError(RuntimeError):
-    """Redis stayed away for longer than the run file allows, or while the trainer was told to stop."""
 
 
 class TrainerConnection:

@@ -16,8 +16,8 @@ from penstock.producers.endpoint.requests import ChatRequest
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import sample
-from penstock.producers.stream.connection import RedisGoneError
 from penstock.producers.weights.follower import WeightFollower
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids, unpack_ids
 from redis.exceptions import RedisError
 

@@ -1,31 +1,17 @@
 """What a producer counts, for Prometheus."""
 
 import logging
-from collections.abc import Iterator, Mapping
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from penstock.schemas.config import ConfigError, MetricsConfig
 from penstock.schemas.metrics import Metric, ProducerMetric
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client import Metric as Family
+from penstock.schemas.process.prometheus import LabelledRegistry
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 log = logging.getLogger(__name__)
 
 PORTS_TRIED = 256
-
-
-class LabelledRegistry(CollectorRegistry):
-    """A registry that puts the same labels on every sample."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        super().__init__()
-        self._every = dict(labels)
-
-    def collect(self) -> Iterator[Family]:
-        for family in super().collect():
-            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
-            yield family
 
 
 class ProducerMetrics:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.adaptive_timeout import AdaptiveTimeout
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import certificate_problem, place_of
 from redis import exceptions
 from redis.asyncio import Redis
@@ -42,10 +43,6 @@ _PASSING = (
 )
 _REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 _PASSING_CODES = ("MISCONF", "NOREPLICAS", "UNBLOCKED", "BUSY")
-
-
-class RedisGoneError(RuntimeError):
-    """Redis stayed away longer than the run file allows, or refuses this producer."""
 
 
 class ProducerConnection:

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.files import write_whole
 
 URL = "REDIS_URL"
 PASSWORD_FILE = "REDIS_PASSWORD_FILE"
@@ -129,9 +130,7 @@ def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> 
     """Leaves `<run>/metrics/<role>.json` in Prometheus' file_sd format."""
     file = _target_file(run_folder, role)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(_target(run_folder, role, host, port))
-    partial.replace(file)
+    write_whole(file, _target(run_folder, role, host, port))
 
 
 def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:

@@ -9,8 +9,9 @@ import penstock.consumers.__main__ as entry
 import penstock.consumers.stream.connection
 import pytest
 import redis
-from penstock.consumers.stream.connection import RedisGoneError, TrainerConnection
+from penstock.consumers.stream.connection import TrainerConnection
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.outage import RedisGoneError
 
 from trainer_bench import assert_settled_once, at_step, tracebacks
 

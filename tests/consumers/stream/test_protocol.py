@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from penstock.consumers.learning.staleness import LagTable, is_stale
-from penstock.consumers.stream.connection import RedisGoneError, TrainerConnection
+from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
@@ -16,6 +16,7 @@ from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest, make_version
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import encode_group
 from safetensors.torch import load_file
 

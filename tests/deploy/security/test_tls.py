@@ -12,8 +12,8 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.deploy.launch.redis_server import check_redis
 from penstock.deploy.security.acl import acl_file, user_names
 from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.producers.stream.connection import RedisGoneError
-from penstock.producers.stream.connection import TrainerConnection as ProducerConnection
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.process.outage import RedisGoneError
 
 from producer_thread import ProducerThread
 from real_server import RealServer
@@ -103,7 +103,7 @@ async def test_a_server_that_cannot_be_verified_is_refused_at_once(address: str,
         await connection.retrying(connection.commands.ping)
     await connection.close()
     trainers = TrainerConnection(url, outage_s=600.0)
-    with pytest.raises(entry.RedisGoneError, match=message) as trainers_caught:
+    with pytest.raises(RedisGoneError, match=message) as trainers_caught:
         trainers.call(lambda client: client.ping())
     trainers.close()
     assert str(trainers_caught.value) == str(caught.value), "both sides say the same"

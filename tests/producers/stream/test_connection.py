@@ -11,8 +11,9 @@ import fakeredis
 import pytest
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream import connection as module
-from penstock.producers.stream.connection import ProducerConnection, RedisGoneError
+from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.outage import RedisGoneError
 from redis import exceptions
 
 

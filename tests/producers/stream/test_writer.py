@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream.claims import Claims
-from penstock.producers.stream.connection import RedisGoneError
 from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import MAX_APPEND_GROUPS, Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
+from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
