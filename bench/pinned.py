@@ -23,10 +23,10 @@ KINDS = (
     ("/selectors.py", IDLE),
     ("/schemas/rollout.py", "encode"),
     ("/producers/environments/", "pose and reward"),
-    ("/producers/rewards.py", "pose and reward"),
+    ("/producers/rollout/rewards.py", "pose and reward"),
     ("/transformers/", "tokenize and decode"),
     ("/redis/", "Redis"),
-    ("/producers/connection.py", "Redis"),
+    ("/producers/stream/connection.py", "Redis"),
     ("/vllm/", "vLLM's front end"),
     ("/producers/", "producer's own code"),
 )
@@ -99,7 +99,7 @@ def _scores(frame: FrameType | None) -> bool:
     """True within a reward function, false where the scoring thread waits for work in its own file."""
     is_innermost = True
     while frame is not None:
-        if "/producers/rewards.py" in frame.f_code.co_filename:
+        if "/producers/rollout/rewards.py" in frame.f_code.co_filename:
             return not is_innermost
         is_innermost = False
         frame = frame.f_back

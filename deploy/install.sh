@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the project with an engine and the extras named: deploy/install.sh [dev]
 # Environment: VENV (.venv), ENGINE (auto: gpu where there is an NVIDIA GPU, else cpu), PYTHON (found on PATH),
-# REQUIREMENTS (a requirements file to install in place of the project and its engine).
+# REQUIREMENTS (a requirements file to install in place of the project's own requirements and its engine).
 # Takes the environment it finds: only what is missing is installed, and an unchanged one is left alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -152,8 +152,8 @@ fi
 rm -f "$STAMP"
 # shellcheck disable=SC2086 # words on purpose
 install_missing $wanted
+step "installing penstock" pip_install --no-deps --editable . || explain "installing penstock"
 if [ -z "$REQUIREMENTS" ]; then
-    step "installing penstock" pip_install --no-deps --editable . || explain "installing penstock"
     "$VENV/bin/python" -c 'from penstock.deploy.launch.redis_server import find_server; find_server()' 2>/dev/null ||
         echo "install: note: no redis-server or valkey-server 7 or newer found; runs need one, or REDIS_URL" >&2
 fi

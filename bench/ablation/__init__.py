@@ -1,1 +1,1 @@
-"""`penstock ablate`: one workload trained under several engine set-ups, each compared with a reference."""
+"""`python -m bench.ablation`: one workload trained under several engine set-ups, each compared with a reference."""

@@ -1,4 +1,4 @@
-"""`penstock ablate`: runs the cells that are not finished, draws the figures, writes the tables into the page."""
+"""`python -m bench.ablation`: runs the cells that are not finished, draws the figures, writes the tables into the page."""
 
 import argparse
 import os
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.deploy.operate.commands import AddCommand
 from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
@@ -17,22 +16,31 @@ if TYPE_CHECKING:
     from bench.ablation.results import AblationResult
 
 
-def add_ablate(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    """Adds the command to the `penstock` parser."""
-    parser = add(commands, "ablate", _ablate, "train one workload under several set-ups and compare their trajectories")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 once every cell asked for is finished, 1 for a cell that failed, 2 for unusable input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _ablate(arguments)
+    except ConfigError as error:
+        print(f"ablation: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ablation", description="Train one workload under several set-ups and compare."
+    )
     parser.add_argument("file", type=Path, metavar="ABLATION.toml")
     parser.add_argument("--only", metavar="TEXT", default="", help="cells whose name contains TEXT")
     parser.add_argument("--fresh", action="store_true", help="run finished cells again")
     parser.add_argument("--present", action="store_true", help="figures and tables of what is finished; run nothing")
     parser.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
+        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (default: %(default)s)"
     )
+    return parser
 
 
 def _ablate(arguments: argparse.Namespace) -> int:
-    """Status 0 once every cell asked for is finished, 1 for a cell that failed; the same command goes on."""
     # Before torch is imported: equal thread counts make equal sums, in the warm start of a model too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from penstock.deploy.demo.make_model import WarmStartError
@@ -50,13 +58,13 @@ def _ablate(arguments: argparse.Namespace) -> int:
             _run(plan, arguments, console)
         return _present(plan, console)
     except KeyboardInterrupt:
-        console.print("ablate: stopped; finished cells are kept, the same command goes on with the rest")
+        console.print("ablation: stopped; finished cells are kept, the same command goes on with the rest")
         return 130
     except (ResultError, PageError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"ablation: {error}", file=sys.stderr)
         return 2
     except (CellFailedError, FileExistsError, WarmStartError) as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print(f"ablation: {error}", file=sys.stderr)
         return 1
 
 

@@ -17,7 +17,7 @@ NOT_RUN = "not run"
 
 
 def markers(plan: AblationPlan) -> tuple[str, str]:
-    return f"<!-- {plan.name}: written by `penstock ablate`, not by hand -->", f"<!-- /{plan.name} -->"
+    return f"<!-- {plan.name}: written by `python -m bench.ablation`, not by hand -->", f"<!-- /{plan.name} -->"
 
 
 def write_page(plan: AblationPlan, results: Sequence[AblationResult]) -> None:

@@ -1,12 +1,13 @@
 """The images of compose.yaml: the project's own are built, a published one that is not here gets a stand-in."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from bench.compose_check.podman import COMPOSE_FILE, DEPLOY, Podman
 
-STAND_IN = DEPLOY / "compose_check" / "stand_in.Dockerfile"
+STAND_IN = Path(__file__).with_name("stand_in.Dockerfile")
 
 
 class StandIn(NamedTuple):

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from penstock.consumers.learning.objectives.gspo import Gspo
-from penstock.deploy import cli
 from penstock.deploy.demo.make_model import ModelRecipe, build_tokenizer, make_model
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.producers.environments.arithmetic import Arithmetic
@@ -83,7 +82,7 @@ def plan_file(tmp_path: Path) -> Path:
     return file
 
 
-SHORT_MARKERS = ("<!-- short: written by `penstock ablate`, not by hand -->", "<!-- /short -->")
+SHORT_MARKERS = ("<!-- short: written by `python -m bench.ablation`, not by hand -->", "<!-- /short -->")
 
 
 @pytest.fixture
@@ -415,14 +414,14 @@ def test_an_ablation_that_was_stopped_goes_on_where_it_was(
     monkeypatch.setattr(command, "has_gpu", lambda: False)
     monkeypatch.setattr(runner, "run_cell", stand_in(ran, fail_at="base-seed2"))
     before = (plan_file.parent / "page.md").read_text()
-    assert cli.main(["ablate", str(plan_file)]) == 130
+    assert command.main([str(plan_file)]) == 130
     assert ran == ["base-seed1", "other-seed1"]
     assert (plan_file.parent / "page.md").read_text() == before
     monkeypatch.setattr(runner, "run_cell", stand_in(ran))
-    assert cli.main(["ablate", str(plan_file)]) == 0
+    assert command.main([str(plan_file)]) == 0
     assert ran == ["base-seed1", "other-seed1", "base-seed2", "base-seed3"]
     assert "2 of 4 cells are finished" in capsys.readouterr().out
-    assert cli.main(["ablate", str(plan_file)]) == 0
+    assert command.main([str(plan_file)]) == 0
     assert len(ran) == 4
 
 
@@ -430,15 +429,15 @@ def test_a_finished_cell_of_other_settings_is_run_again(plan_file: Path, monkeyp
     ran: list[str] = []
     monkeypatch.setattr(command, "has_gpu", lambda: False)
     monkeypatch.setattr(runner, "run_cell", stand_in(ran))
-    assert cli.main(["ablate", str(plan_file)]) == 0
+    assert command.main([str(plan_file)]) == 0
     ran.clear()
     plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
-    assert cli.main(["ablate", str(plan_file)]) == 0
+    assert command.main([str(plan_file)]) == 0
     assert ran == ["other-seed1"]
 
 
 def test_a_name_that_no_cell_has_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["ablate", str(plan_file), "--only", "nobody"]) == 2
+    assert command.main([str(plan_file), "--only", "nobody"]) == 2
     assert "no such cell; expected a part of one of base-seed1, other-seed1" in capsys.readouterr().err
 
 
@@ -448,7 +447,7 @@ def test_an_unusable_run_file_is_refused_before_anything_is_run(
     ran: list[str] = []
     monkeypatch.setattr(runner, "run_cell", stand_in(ran))
     plan_file.write_text(SHORT.replace("trainer.learning_rate=2e-5", "trainer.learning_rate=-1.0"))
-    assert cli.main(["ablate", str(plan_file)]) == 2
+    assert command.main([str(plan_file)]) == 2
     assert "trainer.learning_rate = -1.0" in capsys.readouterr().err
     assert ran == []
 
@@ -502,7 +501,7 @@ def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: 
 def test_figures_and_page_show_every_arm_and_say_what_was_not_run(plan_file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "has_gpu", lambda: False)
     monkeypatch.setattr(runner, "run_cell", stand_in([]))
-    assert cli.main(["ablate", str(plan_file)]) == 0
+    assert command.main([str(plan_file)]) == 0
     plan = load_plan(plan_file)
     page = plan.page.read_text()
     assert page.startswith("before\n")
@@ -521,7 +520,7 @@ def test_figures_and_page_show_every_arm_and_say_what_was_not_run(plan_file: Pat
 
 def test_an_unfinished_ablation_leaves_the_page_as_it_is(plan_file: Path, capsys: pytest.CaptureFixture[str]):
     before = (plan_file.parent / "page.md").read_text()
-    assert cli.main(["ablate", str(plan_file), "--present"]) == 0
+    assert command.main([str(plan_file), "--present"]) == 0
     assert "not finished: base-seed1, other-seed1" in capsys.readouterr().out
     assert (plan_file.parent / "page.md").read_text() == before
 
@@ -533,7 +532,7 @@ def test_a_cell_of_settings_that_are_no_more_does_not_reach_the_page(
         write_result(each, plan.results)
     plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
     before = plan.page.read_text()
-    assert cli.main(["ablate", str(plan_file), "--present"]) == 0
+    assert command.main([str(plan_file), "--present"]) == 0
     assert "not finished: other-seed1; figures and page are left as they are" in capsys.readouterr().out
     assert plan.page.read_text() == before
 
@@ -542,18 +541,18 @@ def test_cells_of_two_devices_are_not_compared(plan: AblationPlan, plan_file: Pa
     for each in all_results(plan):
         write_result(each, plan.results)
     write_result(result(plan, AblationCell(arm="other", seed=1), gpu=True), plan.results)
-    assert cli.main(["ablate", str(plan_file), "--present"]) == 2
+    assert command.main([str(plan_file), "--present"]) == 2
     assert "cells of a cpu and of a gpu cannot be compared" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_ablation_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["ablate", str(plan_file.parent / "run.toml")]) == 2
+    assert command.main([str(plan_file.parent / "run.toml")]) == 2
     assert "unknown field, expected one of name, run_file, results" in capsys.readouterr().err
 
 
 def test_a_run_file_that_is_not_there_is_named(plan_file: Path, capsys: pytest.CaptureFixture[str]):
     plan_file.write_text(SHORT.replace("run.toml", "gone.toml"))
-    assert cli.main(["ablate", str(plan_file)]) == 2
+    assert command.main([str(plan_file)]) == 2
     assert "run_file = 'gone.toml': no such file in" in capsys.readouterr().err
 
 
@@ -604,7 +603,7 @@ def test_the_pages_figures_are_there():
 
 def test_the_command_says_what_it_does():
     shown = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.cli", "ablate", "--help"],
+        [sys.executable, "-m", "bench.ablation", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -188,14 +188,15 @@ def test_what_a_requirements_file_asks_for_is_found_too(tmp_path):
     assert missing_from_file(file) == ["no-such-thing==2"]
 
 
-def test_a_requirements_file_gets_an_environment_without_the_project_and_its_engine(machine):
+def test_a_requirements_file_replaces_the_projects_own_requirements_and_its_engine(machine):
     machine.put_python()
     (machine.folder / "peers.txt").write_text("trl\n")
     result = machine.install(ENGINE="cpu", REQUIREMENTS="peers.txt", VENV=".venv-peers", MISSING="torch==2.13.0\ntrl")
     assert result.returncode == 0, result.stderr
     assert "python deploy/missing_requirements.py peers.txt" in machine.calls()
     assert any(call.endswith("torch==2.13.0+cpu") for call in machine.calls())
-    assert not any("--editable" in call for call in machine.calls())
+    assert any(call.endswith("--no-deps --editable .") for call in machine.calls())
+    assert not any("vllm" in call for call in machine.calls())
     assert machine.install(ENGINE="cpu", REQUIREMENTS="peers.txt", VENV=".venv-peers").stdout == ""
 
 

@@ -21,7 +21,7 @@ from penstock.deploy.security.acl import user_name
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL, register_metrics_port, unregister_metrics_port
 
-from bench.compose_check.images import STAND_INS
+from bench.compose_check.images import STAND_IN, STAND_INS
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
@@ -124,7 +124,7 @@ def test_commands_to_a_run_find_what_its_trainer_has() -> None:
 
 
 def test_every_command_of_the_page_is_one_that_there_is() -> None:
-    page = (DEPLOY / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "deployment.md").read_text()
     lines = [line for block in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
     for way in (r"docker compose run .*?\bpenstock ", r"kubectl exec .*? -- penstock "):
         given = {
@@ -169,7 +169,7 @@ def test_every_image_is_pinned() -> None:
         tag = resolved(service["image"]).rpartition(":")[2]
         if "build" not in service and name != "penstock":
             assert re.search(r"\d+\.\d+\.\d+", tag), service["image"]
-    for file in [*IMAGES.glob("*.Dockerfile"), DEPLOY / "compose_check" / "stand_in.Dockerfile"]:
+    for file in [*IMAGES.glob("*.Dockerfile"), STAND_IN]:
         (image,) = re.findall(r"^FROM (\S+)", file.read_text(), re.MULTILINE)
         assert image == "base" or re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-bookworm", image)
 

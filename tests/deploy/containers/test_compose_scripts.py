@@ -4,9 +4,11 @@ import hashlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from pathlib import Path
 import pytest
 from penstock.deploy.images import hand_out, healthy
 
-IMAGES = Path(__file__).parents[3] / "deploy" / "images"
+ROOT = Path(__file__).parents[3]
+IMAGES = ROOT / "deploy" / "images"
 
 
 class Machine:
@@ -184,6 +187,29 @@ def test_a_bad_run_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["a/b", "--passwords", str(tmp_path / "all"), "--to", str(tmp_path / "to"), "--redis", "redis:6379"]
     assert hand_out.main(arguments) == 2
     assert "a/b" in capsys.readouterr().err
+
+
+def test_the_setup_image_hands_out_with_what_it_copies_and_the_standard_library(tmp_path: Path) -> None:
+    for line in (IMAGES / "setup.Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            folder = tmp_path / target.removeprefix("/")
+            for source in map(ROOT.joinpath, sources):
+                if source.is_dir():
+                    shutil.copytree(source, folder)
+                else:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(source, folder)
+    command = [sys.executable, "-S", "-m", "penstock.deploy.images.hand_out", "lab", "--redis", "redis:6379"]
+    done = subprocess.run(
+        [*command, "--passwords", tmp_path / "all", "--to", tmp_path / "to"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "opt" / "penstock")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "to" / "redis" / "users.acl").is_file()
 
 
 @pytest.fixture
