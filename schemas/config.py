@@ -56,8 +56,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Engine settings that can move a logprob are written out here and verified after boot."""
 
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
+    """Which logprobs vLLM returns: of the distribution that was sampled, or of the model before temperature."""
     prefix_caching: bool = False
+    """Reuse the KV cache of prompts that begin alike."""
     async_scheduling: bool = False
+    """vLLM's scheduling of a step while the one before it runs; the CPU build has none."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Type of the language-model head; `model` leaves it at model.dtype."""
     update: Literal["in_flight", "drained"] = "in_flight"
@@ -91,6 +94,7 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     claim_idle_s: PositiveFloat = 30.0
     """A claim not refreshed for this long may be taken over by another producer."""
     claim_refresh_s: PositiveFloat = 10.0
+    """A producer refreshes its claims this often; less than claim_idle_s."""
     max_attempts: Positive = 8
     """A prompt delivered this often without a result is settled as dead."""
 
@@ -121,13 +125,17 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: PositiveFloat = 1e-5
+    """AdamW's, after the warmup."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises linearly to its value."""
     decay: Literal["constant", "linear"] = "constant"
     """`linear` lets the learning rate fall to zero at the last update."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradients of a larger norm are scaled down to it."""
     num_epochs: Positive = 1
     """Times the groups of a batch are trained; the proximal policy stays that of the first read."""
     num_minibatches: Positive = 1
@@ -139,7 +147,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     cpu_matmul: Literal["default", "onednn"] = "default"
     """`onednn` computes float32 products by oneDNN, twice as fast as MKL on AMD; tested for accuracy at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA if torch sees a GPU."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     lease_s: PositiveFloat = 5.0
     """A trainer not heard of for this long may be replaced by one that stands by."""
     max_dead_in_a_row: Positive = 64
@@ -192,6 +202,7 @@ class Rejection(Section, frozen=True):
         "seq_max_k2",
         "seq_max_k3",
     ]
+    """What is judged: `token_*` each token; `seq_sum_*`, `seq_mean_*`, `seq_max_*` each row, which is masked whole."""
     upper: PositiveFloat
     """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
     proximal; 1 or more."""
@@ -213,7 +224,7 @@ class Rejection(Section, frozen=True):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. consumers/learning/importance.py has the formulas.
+    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token; formulas in consumers/learning/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
     off; `max_lag`, `rejection`, `m2_budget` and `off_policy_delta` mask as they do under any mode.
@@ -344,6 +355,7 @@ class WandbConfig(Section, frozen=True, kw_only=True):
     WANDB_API_KEY."""
 
     project: Annotated[str, Meta(min_length=1)]
+    """Project in Weights & Biases."""
     entity: str | None = None
     """Team or user; None takes the key's own."""
     mode: Literal["online", "offline"] = "online"
@@ -354,6 +366,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9400
     """First port to try; each process of this machine takes the next free one. 0 lets the system choose."""
     host: str = "127.0.0.1"
+    """Address that the metrics endpoints listen on."""
     tensorboard: bool = False
     """Writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/` too. Needs the extra
     `tensorboard`."""
@@ -364,7 +377,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Everything a run depends on."""
 
     name: str
+    """Name of the run: of its folder and its Redis keys. `--name` replaces it."""
     seed: int = 0
+    """Random seed of the environment and, with the producer's name, of each engine."""
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
     """`synchronous` generates, drains, trains and updates in turn: a lag bound of 0."""
     num_updates: Positive = 100
@@ -378,6 +393,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     model: ModelConfig
     environment: Plug
+    """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
     reward: Plug | None = None
     """A function `(prompt, completion) -> float | Reward` in place of the environment's own reward."""
     sampling: SamplingConfig = SamplingConfig()
@@ -385,6 +401,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     producers: ProducersConfig = ProducersConfig()
     trainer: TrainerConfig = TrainerConfig()
     objective: Plug = Plug(path=DEFAULT_OBJECTIVE)
+    """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -109,9 +109,11 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 keeps every token."""
     top_p: float = 1.0
+    """1.0 keeps every token."""
     max_tokens: int = 256
     """The most tokens one completion may have."""
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion, beside the model's own end of sequence."""
     presence_penalty: float = 0.0
     """Taken off the logit of each token that was sampled before. The three penalties are vLLM's; the trainer reproduces
     none of them, the parity check knows them in records of other engines."""
