@@ -6,22 +6,29 @@ import shlex
 import socket
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from penstock.deploy.inspector.command import add_inspect_command
-from penstock.deploy.operate.commands import add_operator_commands
-from penstock.deploy.parity.command import add_parity_command
-from penstock.deploy.prometheus.command import add_prometheus_command
-from penstock.deploy.replay.command import add_replay_command
-from penstock.deploy.watch.command import add_watch_command
+from penstock.deploy.inspector import command as inspector
+from penstock.deploy.launch.command_line import (
+    DEFAULT_RUNS,
+    Command,
+    add_run,
+    add_runs,
+    find_run_file,
+    limit_threads,
+    shipped_run_files,
+)
+from penstock.deploy.operate import commands as operate
+from penstock.deploy.parity import command as parity
+from penstock.deploy.prometheus import command as prometheus
+from penstock.deploy.replay import command as replay
+from penstock.deploy.watch import command as watch
 from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 from penstock.schemas.process.stop_signals import StoppedError, StopSignals
-
-DEFAULT_RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,40 +68,62 @@ def _parser() -> argparse.ArgumentParser:
         prog="penstock",
         description="Asynchronous RL post-training: vLLM producers, Redis streams, a correcting trainer.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_commands(parser, COMMANDS)
+    return parser
 
-    run = _command(
-        commands, "run", _run, "start Redis, producers and trainer on this machine and follow them to the end"
-    )
-    _add_run_file(run)
-    run.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
-    run.add_argument(
+
+def add_commands(parser: argparse.ArgumentParser, commands: Iterable[Command]) -> None:
+    """Gives `parser` a parser below it for each command, those of a group below the group's."""
+    first = parser.add_subparsers(required=True, metavar="COMMAND")
+    groups = {}
+    for command in commands:
+        group, _, name = command.name.rpartition(" ")
+        if group and group not in groups:
+            below = first.add_parser(group, help=GROUPS[group], description=_sentence(GROUPS[group]))
+            names = [other.name.split(" ")[1] for other in commands if other.name.startswith(f"{group} ")]
+            groups[group] = below.add_subparsers(required=True, metavar="|".join(names))
+        added = groups.get(group, first).add_parser(name, help=command.help, description=_sentence(command.help))
+        command.add_arguments(added)
+        added.set_defaults(command=command.run)
+
+
+def _sentence(help: str) -> str:
+    return help[0].upper() + help[1:] + "."
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_file(parser)
+    parser.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    parser.add_argument(
         "--dry-run", action="store_true", help="check the run file and print it with every default, then stop"
     )
 
-    producer = _command(commands, "producer", _producer, "one producer for a run whose Redis is up (REDIS_URL)")
-    _add_run_file(producer)
-    producer.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
 
-    trainer = _command(commands, "trainer", _trainer, "the trainer of a run whose Redis is up (REDIS_URL)")
-    _add_run_file(trainer)
-    trainer.add_argument("--resume", action="store_true", help="continue from the last checkpoint, now")
-    trainer.add_argument(
+def _add_producer_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_file(parser)
+    parser.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
+
+
+def _add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_file(parser)
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint, now")
+    parser.add_argument(
         "--standby",
         action="store_true",
         help="wait until the run has had no trainer for trainer.lease_s, and continue it then",
     )
 
-    make_model = _command(commands, "make-model", _make_model, "make a small model to learn with and save it in FOLDER")
-    make_model.add_argument("folder", type=Path, metavar="FOLDER")
-    make_model.add_argument(
+
+def _add_make_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument(
         "--task",
         choices=("addition", "calculator"),
         default="addition",
         help="addition, as in the demo (the default), or an agent that may call a calculator",
     )
-    make_model.add_argument("--seed", type=int, help="of the initial weights and the warm start (default: 0)")
-    make_model.add_argument(
+    parser.add_argument("--seed", type=int, help="of the initial weights and the warm start (default: 0)")
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -102,37 +131,16 @@ def _parser() -> argparse.ArgumentParser:
         help="another field of the recipe, as in num_layers=3",
     )
 
-    report = _command(commands, "report", _report, "write summary.json and report.html of a run again")
-    report.add_argument("run", metavar="RUN", help="name of a run, or its folder")
-    report.add_argument(
-        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
-    )
-    add_operator_commands(commands, _command, DEFAULT_RUNS)
-    add_parity_command(commands, _command, DEFAULT_RUNS)
-    add_prometheus_command(commands, _command, DEFAULT_RUNS)
-    add_replay_command(commands, _command, DEFAULT_RUNS, _limit_threads)
-    add_watch_command(commands, _command, DEFAULT_RUNS)
-    add_inspect_command(commands, _command, DEFAULT_RUNS)
-    return parser
-
-
-def _command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    function: Callable[[argparse.Namespace], int],
-    help: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
-    parser.set_defaults(command=function)
-    return parser
-
 
 def _add_run_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("--name", help="name of the run, in place of the run file's")
     parser.add_argument(
-        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
+        "run_file",
+        type=Path,
+        metavar="RUN.toml",
+        help=f"a run file, or the name of one that is shipped: {', '.join(shipped_run_files())}",
     )
+    parser.add_argument("--name", help="name of the run, in place of the run file's")
+    add_runs(parser)
     parser.add_argument(
         "--set",
         action="append",
@@ -147,7 +155,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
     if arguments.name is not None:
         # As TOML, or a name such as 2024 would be read as a number.
         overrides.append(f"name = {msgspec.json.encode(arguments.name).decode()}")
-    return load_config(arguments.run_file, overrides)
+    return load_config(find_run_file(arguments.run_file), overrides)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -216,7 +224,7 @@ def _write_results(run_folder: Path) -> int:
 def _producer(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     redis_url(config, arguments.runs)  # its absence is said before anything heavy is imported
-    _limit_threads(config.producers.num_threads)
+    limit_threads(config.producers.num_threads)
     from penstock.producers.__main__ import main as produce
 
     return int(produce(config, runs=arguments.runs, producer_id=arguments.id))
@@ -243,7 +251,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
     if config.evaluation.num_prompts is None:  # not from the run file that `penstock run` has completed
         config = check(config).config
-    _limit_threads(config.trainer.num_threads)
+    limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     from penstock.consumers.__main__ import main as train
     from penstock.deploy.launch.run_folder import RUN_FILE, save_run_file
@@ -272,7 +280,7 @@ def _make_model(arguments: argparse.Namespace) -> int:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
     # One thread: sums come out alike on any number of cores, and a model of this size gains nothing from more.
-    _limit_threads(1)
+    limit_threads(1)
     from penstock.deploy.demo.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
 
     recipe = msgspec.structs.asdict(RECIPES[arguments.task]) | fields
@@ -294,11 +302,24 @@ def _report(arguments: argparse.Namespace) -> int:
     return _write_results(folder)
 
 
-def _limit_threads(count: int) -> None:
-    """Bounds the pools of numeric libraries, which read these when they are first imported."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-        os.environ[name] = str(count)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+COMMANDS = (
+    Command(
+        "run", "start Redis, producers and trainer on this machine and follow them to the end", _add_run_arguments, _run
+    ),
+    Command("producer", "one producer for a run whose Redis is up (REDIS_URL)", _add_producer_arguments, _producer),
+    Command("trainer", "the trainer of a run whose Redis is up (REDIS_URL)", _add_trainer_arguments, _trainer),
+    Command(
+        "make-model", "make a small model to learn with and save it in FOLDER", _add_make_model_arguments, _make_model
+    ),
+    Command("report", "write summary.json and report.html of a run again", add_run, _report),
+    *operate.COMMANDS,
+    parity.COMMAND,
+    prometheus.COMMAND,
+    replay.COMMAND,
+    watch.COMMAND,
+    inspector.COMMAND,
+)
+GROUPS = {"dead": "list, show or requeue the dead letters of a run"}
 
 
 if __name__ == "__main__":

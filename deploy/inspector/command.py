@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from penstock.deploy.operate.commands import AddCommand
+from penstock.deploy.launch.command_line import Command, add_run
 from penstock.schemas.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
@@ -19,23 +19,17 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
 
 
-def add_inspect_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    inspect = add(commands, "inspect", _inspect, "look at a run's rollouts, token by token, in a browser")
-    inspect.add_argument("run", metavar="RUN", help="name of a run, or its folder")
-    inspect.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-    )
-    inspect.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default: {DEFAULT_PORT})")
-    inspect.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default: {DEFAULT_PORT})")
+    parser.add_argument(
         "--host",
         default=DEFAULT_HOST,
         metavar="ADDRESS",
         help="IPv4 address to listen on; 0.0.0.0 in a container, whose published port then says who reaches it "
         f"(default: {DEFAULT_HOST}, this machine only)",
     )
-    inspect.add_argument(
+    parser.add_argument(
         "--stream",
         action="store_true",
         help="the live rollout stream, though the run has a record (record = true)",
@@ -103,3 +97,6 @@ def _texts(config: RunConfig | None) -> "tuple[TokenTexts | None, str]":
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+COMMAND = Command("inspect", "look at a run's rollouts, token by token, in a browser", _add_arguments, _inspect)

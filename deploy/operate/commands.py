@@ -2,46 +2,29 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-Command = Callable[[argparse.Namespace], int]
-AddCommand = Callable[
-    ["argparse._SubParsersAction[argparse.ArgumentParser]", str, Command, str], argparse.ArgumentParser
-]
+from penstock.deploy.launch.command_line import Command, add_run
 
 
-def add_operator_commands(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    """Adds the commands to the `penstock` parser; `add` makes one of them."""
-    audit = add(commands, "audit", _audit, "show where each released index of a run is; status 1 when one is not")
-    dead = commands.add_parser(
-        "dead",
-        help="list, show or requeue the dead letters of a run",
-        description="Dead letters: what died in a run, why, and a way back for it.",
-    )
-    of_dead = dead.add_subparsers(required=True, metavar="list|show|requeue")
-    listing = add(of_dead, "list", _dead_list, "list the dead letters of a run")
-    show = add(of_dead, "show", _dead_show, "show the letters of one index with what they hold")
-    requeue = add(of_dead, "requeue", _dead_requeue, "have dead indexes released again")
-    producers = add(commands, "producers", _producers, "list who generates for a run, and claims nobody looks after")
-    for parser in (audit, listing, show, requeue, producers):
-        parser.add_argument("run", metavar="RUN", help="name of a run, or its folder")
-    show.add_argument("index", metavar="INDEX", type=int, help="the task index that died (`dead list` shows them)")
-    requeue.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON for a machine")
+
+
+def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    parser.add_argument("index", metavar="INDEX", type=int, help="the task index that died (`dead list` shows them)")
+
+
+def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_arguments(parser)
+    parser.add_argument(
         "indexes", metavar="INDEX", type=int, nargs="*", help="dead task indexes, in place of --reason and --all"
     )
-    requeue.add_argument("--reason", metavar="R", help="all that died of R: a reason, or its part before the colon")
-    requeue.add_argument("--all", action="store_true", help="all that are dead")
-    for parser in (audit, listing, show, requeue, producers):
-        parser.add_argument(
-            "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-        )
-        parser.add_argument("--json", action="store_true", help="print JSON for a machine")
+    parser.add_argument("--reason", metavar="R", help="all that died of R: a reason, or its part before the colon")
+    parser.add_argument("--all", action="store_true", help="all that are dead")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -134,3 +117,12 @@ def _producers(arguments: argparse.Namespace) -> int:
 
 def _print_json(value: Any) -> None:
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+COMMANDS = (
+    Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
+    Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
+    Command("dead show", "show the letters of one index with what they hold", _add_show_arguments, _dead_show),
+    Command("dead requeue", "have dead indexes released again", _add_requeue_arguments, _dead_requeue),
+    Command("producers", "list who generates for a run, and claims nobody looks after", _add_arguments, _producers),
+)

@@ -1,6 +1,7 @@
 """`penstock parity`: rollouts and weights from wherever they are, one verdict."""
 
 import argparse
+import os
 import sys
 import tempfile
 import traceback
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from penstock.deploy.operate.commands import AddCommand
+from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, shipped_run_files
 from penstock.schemas.config import ConfigError, load_config
 from penstock.schemas.recording import RecordingError, is_recording
 
@@ -26,69 +27,57 @@ WAIT_S = 30.0
 NUM_PROMPTS = 8
 
 
-def add_parity_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    """Adds the command to the `penstock` parser; `add` makes one."""
-    parity = add(
-        commands,
-        "parity",
-        _parity,
-        "compare the engine's logprobs with the trainer's and name what is wrong; status 0 parity, 1 mismatch, 2 could "
-        "not tell",
-    )
-    parity.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "target",
         metavar="RUN|RUN.toml|FILE",
         help="a run (its name or folder), a run file (boots one engine and probes it), or a file of recorded rollouts",
     )
-    parity.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-    )
-    parity.add_argument("--json", action="store_true", help="print the report as JSON for a machine")
-    parity.add_argument("--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights beside")
-    parity.add_argument(
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON for a machine")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights beside")
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
         help="folder for parity.json, parity.svg and parity.png (default: the run's, the recording's, else here)",
     )
-    parity.add_argument(
+    parser.add_argument(
         "--groups",
         type=_positive,
         default=NEWEST_GROUPS,
         metavar="N",
         help=f"of a run, the newest N groups (default: {NEWEST_GROUPS})",
     )
-    parity.add_argument(
+    parser.add_argument(
         "--wait",
         type=float,
         default=WAIT_S,
         metavar="S",
         help=f"of a live run, wait S seconds for them (default: {WAIT_S:g})",
     )
-    parity.add_argument(
+    parser.add_argument(
         "--max-tokens", type=_positive, default=50_000, metavar="N", help="look at N sampled tokens (default: 50000)"
     )
-    parity.add_argument(
+    parser.add_argument(
         "--prompts",
         type=_positive,
         default=NUM_PROMPTS,
         metavar="N",
         help=f"of a run file, the prompts that its probe samples (default: {NUM_PROMPTS})",
     )
-    parity.add_argument(
+    parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         help="where to recompute (default: cpu beside a run, else trainer.device)",
     )
-    parity.add_argument("--model", metavar="FOLDER", help="of a recording, the base model if it has moved")
-    parity.add_argument(
+    parser.add_argument("--model", metavar="FOLDER", help="of a recording, the base model if it has moved")
+    parser.add_argument(
         "--weights", type=Path, metavar="FOLDER", help="of a recording, its v<version>.safetensors files"
     )
-    parity.add_argument("--dtype", metavar="DTYPE", help="of a recording, the type of the published weights")
-    parity.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
-    parity.add_argument(
+    parser.add_argument("--dtype", metavar="DTYPE", help="of a recording, the type of the published weights")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
+    parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="of a run file, override a field"
     )
 
@@ -150,15 +139,22 @@ def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opene
     if is_recording(target):
         _refuse_others(arguments, "recording")
         return _open_recording(target, arguments, closing)
-    if target.suffix == ".toml":
+    if target.suffix == ".toml" or _is_shipped(arguments):
         _refuse_others(arguments, "run file")
-        return _open_probe(target, arguments, say, closing)
+        return _open_probe(find_run_file(target), arguments, say, closing)
     if target.is_file():
         raise RecordingError(f"{target}: neither a run file (*.toml) nor a recording of rollouts")
     if not target.exists() and len(target.parts) > 1:
         raise ConfigError(f"{target}: no such file; expected the name or folder of a run, a run file or a recording")
     _refuse_others(arguments, "run")
     return _open_run(arguments, say, closing)
+
+
+def _is_shipped(arguments: argparse.Namespace) -> bool:
+    """True for the name of a shipped run file where no run has that name."""
+    target = Path(arguments.target)
+    is_run = target.exists() or (arguments.runs / target).exists() or "REDIS_URL" in os.environ
+    return not is_run and arguments.target in shipped_run_files()
 
 
 _ONLY = {
@@ -288,3 +284,12 @@ def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace
     print(f"\npicture  {pictures[1]}\nreport   {opened.out / 'parity.json'}")
     if arguments.save is not None:
         print(f"rollouts {arguments.save}")
+
+
+COMMAND = Command(
+    "parity",
+    "compare the engine's logprobs with the trainer's and name what is wrong; status 0 parity, 1 mismatch, 2 could not "
+    "tell",
+    _add_arguments,
+    _parity,
+)

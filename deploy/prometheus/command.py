@@ -4,9 +4,9 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
+from penstock.deploy.launch.command_line import Command, add_run
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.redis_url import connection_file
 
@@ -19,26 +19,9 @@ REDIS_JOB = """
       - { targets: [%s] }
 """
 
-Command = Callable[[argparse.Namespace], int]
-AddCommand = Callable[
-    ["argparse._SubParsersAction[argparse.ArgumentParser]", str, Command, str], argparse.ArgumentParser
-]
 
-
-def add_prometheus_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    """Adds the command to the `penstock` parser; `add` makes it."""
-    parser = add(
-        commands,
-        "prometheus",
-        _prometheus,
-        "write the Prometheus configuration of a run on this machine",
-    )
-    parser.add_argument("run", metavar="RUN", help="name of a run, or its folder")
-    parser.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
     parser.add_argument(
         "--redis-exporter",
         metavar="HOST:PORT",
@@ -102,3 +85,8 @@ def _prometheus(arguments: argparse.Namespace) -> int:
         else:
             print(f"\nand with redis_exporter, beside it for as long as this Redis runs:\n\n{command}")
     return 0
+
+
+COMMAND = Command(
+    "prometheus", "write the Prometheus configuration of a run on this machine", _add_arguments, _prometheus
+)

@@ -2,12 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.deploy.launch.command_line import Command, add_runs, limit_threads
 from penstock.deploy.launch.run_folder import RUN_FILE
-from penstock.deploy.operate.commands import AddCommand
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
 from penstock.schemas.record_reader import Record
@@ -21,18 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "replay"
 
 
-def add_replay_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    add: AddCommand,
-    default_runs: Path,
-    limit_threads: Callable[[int], None],
-) -> None:
-    """Adds the command to the `penstock` parser."""
-
-    def replay(arguments: argparse.Namespace) -> int:
-        return _replay(arguments, limit_threads)
-
-    parser = add(commands, "replay", replay, "train on a run's recorded rollouts again, to compare other settings")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="name of a run with record = true, or its folder")
     parser.add_argument(
         "--objective",
@@ -59,12 +47,10 @@ def add_replay_command(
     parser.add_argument("--from", dest="start", metavar="CHECKPOINT", help="begin there (default: the base model)")
     parser.add_argument("--updates", type=int, metavar="N", help="at most N updates (default: all)")
     parser.add_argument("--name", help=f"results go to <run>/{FOLDER}/NAME (default: the next free number)")
-    parser.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-    )
+    add_runs(parser)
 
 
-def _replay(arguments: argparse.Namespace, limit_threads: Callable[[int], None]) -> int:
+def _replay(arguments: argparse.Namespace) -> int:
     """Status 0; 1 where the run's own settings do not give its recorded losses again."""
     from penstock.deploy.replay.variants import variants_of
 
@@ -180,3 +166,8 @@ def _results_folder(run_folder: Path, name: str | None) -> Path:
     if (folder / name).exists():
         raise ConfigError(f"--name {name}: {folder / name} exists already; choose another name")
     return folder / name
+
+
+COMMAND = Command(
+    "replay", "train on a run's recorded rollouts again, to compare other settings", _add_arguments, _replay
+)

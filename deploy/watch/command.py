@@ -3,20 +3,14 @@
 import argparse
 from pathlib import Path
 
-from penstock.deploy.operate.commands import AddCommand
+from penstock.deploy.launch.command_line import Command, add_run
 from penstock.schemas.config import ConfigError, RunConfig
 
 
-def add_watch_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", add: AddCommand, default_runs: Path
-) -> None:
-    watch = add(commands, "watch", _watch, "show what a run does: flow, learning, off-policy (keys 1, 2, 3; q quits)")
-    watch.add_argument("run", metavar="RUN", help="name of a run, its folder, or its run file where Redis is elsewhere")
-    watch.add_argument(
-        "--runs", type=Path, default=default_runs, metavar="DIR", help="folder of all runs (default: runs)"
-    )
-    watch.add_argument("--once", action="store_true", help="print all three views once; so it is without a terminal")
-    watch.add_argument(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, "name of a run, its folder, or its run file where Redis is elsewhere")
+    parser.add_argument("--once", action="store_true", help="print all three views once; so it is without a terminal")
+    parser.add_argument(
         "--metrics",
         action="append",
         default=[],
@@ -73,3 +67,8 @@ def _address(text: str) -> str:
     if not host or not port.isdecimal() or "/" in text:
         raise ConfigError(f"--metrics {text}: expected HOST:PORT")
     return text
+
+
+COMMAND = Command(
+    "watch", "show what a run does: flow, learning, off-policy (keys 1, 2, 3; q quits)", _add_arguments, _watch
+)

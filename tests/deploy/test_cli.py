@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from penstock.deploy import cli
-from penstock.deploy.operate.commands import add_operator_commands
+from penstock.deploy.launch.command_line import find_run_file
+from penstock.deploy.operate import commands as operate
 from penstock.schemas.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -217,10 +218,40 @@ def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.Argument
 
 def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for():
     parser = argparse.ArgumentParser()
-    add_operator_commands(parser.add_subparsers(), cli._command, cli.DEFAULT_RUNS)
+    cli.add_commands(parser, operate.COMMANDS)
     found = list(parsers_below(parser))
     assert len(found) == 6
     for command in found:
         assert command.description, command.prog
         actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
         assert [action.dest for action in actions if not action.help] == [], command.prog
+
+
+def test_a_shipped_run_file_is_reached_by_its_name(capsys, model_folder):
+    overrides = ["--set", f"model.path={model_folder}", "--dry-run"]
+    assert cli.main(["run", "demo", *overrides]) == 0
+    by_name = capsys.readouterr().out
+    assert cli.main(["run", DEMO, *overrides]) == 0
+    assert by_name == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [file.stem for file in Path(DEMO).parent.glob("*.toml")])
+def test_each_file_among_the_shipped_runs_is_found_by_name(name):
+    assert find_run_file(Path(name)).read_text() == Path(DEMO).with_stem(name).read_text()
+
+
+def test_a_file_wins_over_the_shipped_run_file_of_its_name(capsys, tmp_path):
+    (tmp_path / "demo").write_text("name = ")
+    assert "penstock: demo: not TOML" in refused(capsys, "run", "demo")
+
+
+@pytest.mark.parametrize("command", ["run", "producer", "trainer"])
+def test_a_name_of_no_run_file_is_refused_with_the_names_that_there_are(capsys, command):
+    line = refused(capsys, command, "dmo")
+    assert line == "penstock: dmo: no such file; expected a run file or one of those shipped: calculator, demo"
+
+
+def test_parity_probes_a_shipped_run_file_where_no_run_has_its_name(capsys, tmp_path):
+    assert "model.path = 'runs/models/demo': no such folder" in refused(capsys, "parity", "demo")
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert "demo: a folder without run.toml, so no run" in refused(capsys, "parity", "demo")

@@ -1,0 +1,63 @@
+"""What the commands of `penstock` share: how a command is described, and the arguments that several of them take."""
+
+import argparse
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.schemas.config import ConfigError
+
+DEFAULT_RUNS = Path("runs")
+
+
+class Command(NamedTuple):
+    """One command of `penstock`.
+
+    name: one word, or the words of a subcommand, as in `dead list`.
+    run: returns the exit status. It imports what it needs itself, so that `penstock --help` imports none of it.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_run(parser: argparse.ArgumentParser, help: str = "name of a run, or its folder") -> None:
+    parser.add_argument("run", metavar="RUN", help=help)
+    add_runs(parser)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs", type=Path, default=DEFAULT_RUNS, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+
+
+def find_run_file(given: Path) -> Path:
+    """`given` itself, or the run file that ships with Penstock under this name, as `demo`.
+
+    Raises:
+        ConfigError: a bare name that is neither a file nor a shipped run file.
+    """
+    if given.is_file() or given.suffix or len(given.parts) != 1:
+        return given
+    shipped = shipped_run_files()
+    if given.name not in shipped:
+        raise ConfigError(f"{given}: no such file; expected a run file or one of those shipped: {', '.join(shipped)}")
+    return shipped[given.name]
+
+
+def shipped_run_files() -> dict[str, Path]:
+    """The run files that are installed with Penstock, by name."""
+    folder = Path(str(resources.files("penstock.deploy") / "runs"))
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def limit_threads(count: int) -> None:
+    """Bounds the thread pools of numeric libraries, which read these variables when they are first imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        os.environ[name] = str(count)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
