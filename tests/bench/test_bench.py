@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -48,6 +47,7 @@ from bench.result import (
     write_result,
 )
 from bench.streaming import Streamed, Window, summarize
+from waiting import wait_for
 
 
 def figure(**changes) -> Figure:
@@ -326,10 +326,7 @@ def test_a_thread_is_classified_by_its_innermost_frame_that_tells():
 def test_processor_time_of_children_is_counted_while_they_run():
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        deadline = time.monotonic() + 20
-        while children_cpu_s() < 0.05 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert children_cpu_s() >= 0.05
+        wait_for(children_cpu_s, lambda cpu_s: cpu_s >= 0.05, timeout_s=20)
     finally:
         child.kill()
         child.wait()
@@ -365,11 +362,13 @@ def test_the_feeder_keeps_the_credit_open_and_announces_at_its_rate(tmp_path, re
     feeder = Child("feeder", [*command, "--updates-per-s", "20"], log=tmp_path / "feeder.log",
                    environment={"REDIS_URL": redis_url})  # fmt: skip
     try:
-        wait_until(lambda: int(redis_client.hget(keys.commit, Commit.VERSION) or 0) >= 3, feeder)
+        wait_for(
+            lambda: int(redis_client.hget(keys.commit, Commit.VERSION) or 0) >= 3, process=feeder, log=feeder.last_lines
+        )
         assert redis_client.xlen(keys.prompts) == config.credit == 8
         (entry_id, _), *_ = redis_client.xrange(keys.prompts)
         redis_client.xdel(keys.prompts, entry_id)
-        wait_until(lambda: redis_client.xlen(keys.prompts) == 8, feeder)
+        wait_for(lambda: redis_client.xlen(keys.prompts) == 8, process=feeder, log=feeder.last_lines)
         (_, fields), *_ = redis_client.xrevrange(keys.policy, count=1)
         manifest = msgspec.json.decode(fields[b"manifest"], type=WeightManifest)
         assert manifest.version >= 3 and manifest.file == weights.name
@@ -378,11 +377,3 @@ def test_the_feeder_keeps_the_credit_open_and_announces_at_its_rate(tmp_path, re
         feeder.kill()
         while feeder.poll() is None:
             threading.Event().wait(0.01)
-
-
-def wait_until(condition, child: Child, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert child.poll() is None, child.last_lines()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

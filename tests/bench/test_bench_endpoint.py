@@ -29,6 +29,7 @@ from bench.endpoint_gateway import (
 from bench.endpoint_model import TEXT, Topics, chat_tokenizer
 from bench.endpoint_servers import Answer, ChatServer, PenstockServer, VllmServer, serve_arguments
 from bench.result import BenchError, Goal
+from waiting import wait_for
 
 TINY = EncodingSettings(calls=6, turn_tokens=60, answer_tokens=30)
 
@@ -212,12 +213,12 @@ def test_the_processor_time_is_that_of_the_whole_family(tmp_path):
     child = Child("busy", [sys.executable, "-c", idle], log=tmp_path / "busy.log")
     server = ChatServer("busy", 0, child.pid)
     try:
-        wait_until(lambda: server.processor_s() >= 0.5)
+        wait_for(lambda: server.processor_s() >= 0.5)
         assert child.poll() is None
     finally:
         child.kill()
-        wait_until(lambda: child.poll() is not None)
-    wait_until(lambda: server.processor_s() == 0.0)
+        wait_for(lambda: child.poll() is not None)
+    wait_for(lambda: server.processor_s() == 0.0)
 
 
 def test_a_server_that_dies_is_named_with_its_log(tmp_path):
@@ -261,12 +262,3 @@ def test_calls_at_both_servers_are_timed(tmp_path):
     assert details["prompt_tokens_mean"] == pytest.approx(400, rel=0.1)
     assert details["prompt_tokens_mean"] == pytest.approx(details["reference_prompt_tokens_mean"], rel=0.05)
     assert not list(tmp_path.iterdir())
-
-
-def wait_until(condition, limit_s: float = 30.0) -> None:
-    event = threading.Event()
-    for _ in range(int(limit_s / 0.02)):
-        if condition():
-            return
-        event.wait(0.02)
-    raise AssertionError(f"not after {limit_s:g} s")

@@ -1,7 +1,6 @@
 """The trainer's loop on a real server: every released index is settled once, whatever happens to the trainer."""
 
 import threading
-import time
 
 import penstock.consumers.__main__ as entry
 import pytest
@@ -13,6 +12,7 @@ from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from mini_producer import dead_fields, group_fields
 from real_server import RealServer
 from trainer_bench import KilledError, assert_balanced
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -99,8 +99,7 @@ def test_a_stopped_trainer_commits_and_is_continued(bench):
     first = bench.trainer()
 
     def stop_soon() -> None:
-        while first.learner.num_steps < 6:
-            time.sleep(0.001)
+        wait_for(lambda: first.learner.num_steps >= 6, poll_s=0.001)
         first.stop()
 
     stopper = threading.Thread(target=stop_soon)

@@ -12,8 +12,9 @@ from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig,
 from penstock.schemas.keys import Commit
 
 from real_server import RealServer
-from trainer_bench import Bench, wait_for
+from trainer_bench import Bench
 from trainer_process import TrainerProcesses, with_learner
+from waiting import wait_for
 
 OFTEN = """
 import penstock.consumers.stream.leadership

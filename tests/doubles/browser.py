@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from waiting import wait_for
+
 BINARY = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BINARY is None, reason="needs chromium on PATH (the Debian package chromium)")
 
@@ -143,11 +145,13 @@ class Browser:
         return found["result"].get("value")
 
     def wait_for(self, expression: str, is_so: Callable[[Any], bool] = bool) -> Any:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not is_so(value := self.evaluate(expression)):
-            assert time.monotonic() < deadline, f"{expression}: {value!r}; errors: {self.errors}"
-            time.sleep(0.05)
-        return value
+        return wait_for(
+            lambda: self.evaluate(expression),
+            is_so,
+            timeout_s=_PATIENCE_S,
+            poll_s=0.05,
+            log=lambda: f"{expression}; errors: {self.errors}",
+        )
 
     def text(self, selector: str) -> str:
         found: str = self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")

@@ -70,9 +70,3 @@ class Run:
     def appended(self) -> Counter[int]:
         """How often each index stands on the rollout stream."""
         return Counter(int(fields[Field.INDEX]) for _, fields in self.client.xrange(KEYS.rollouts))
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110, the conditions are Redis's
-            await asyncio.sleep(0.01)

@@ -5,7 +5,6 @@ import math
 import shutil
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from waiting import wait_for
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
@@ -28,15 +29,16 @@ def free_port() -> int:
 
 
 def wait_until_served(url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 60.0) -> None:
-    """Until `url` answers; fails with the log where the process ends or the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    """Waits for an answer from `url`; fails with the log if the process ends or the time is over."""
+
+    def answers() -> bool:
         try:
             urllib.request.urlopen(url, timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        except OSError:
+            return False
+        return True
+
+    wait_for(answers, timeout_s=timeout_s, poll_s=0.1, process=process, log=log.read_text)
 
 
 class PrometheusServer:

@@ -3,7 +3,6 @@ operator's commands look at."""
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from scripted_learner import ScriptedLearner
 
 class KilledError(Exception):
     """Stands for a kill -9: nothing is written after it."""
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
-        time.sleep(0.005)
 
 
 class ShortRun:

@@ -3,10 +3,11 @@
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+
+from waiting import wait_for
 
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -45,10 +46,8 @@ class SlowDisk:
 
     def wait_for_sync(self, timeout_s: float = 60.0) -> None:
         """Waits for a sync to begin."""
-        num_begun, deadline = self.num_begun, time.monotonic() + timeout_s
-        while self.num_begun == num_begun:
-            assert time.monotonic() < deadline, f"no sync began in {timeout_s} s"
-            time.sleep(0.002)
+        num_begun = self.num_begun
+        wait_for(lambda: self.num_begun, lambda now: now != num_begun, timeout_s=timeout_s, poll_s=0.002)
 
     def _count(self, name: str) -> int:
         try:

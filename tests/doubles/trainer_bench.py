@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -155,10 +154,3 @@ def at_step(trainer, step: int, action: Callable[[], object]) -> None:
 
 def tracebacks(caplog) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.exc_info]
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
-        time.sleep(0.02)

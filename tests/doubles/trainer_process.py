@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer_bench import Bench, wait_for
+from trainer_bench import Bench
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 

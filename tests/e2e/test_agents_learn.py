@@ -15,6 +15,7 @@ import pytest
 
 from markov_agent import MarkovAgent
 from tool_caller import TOOLS
+from waiting import wait_for
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -109,10 +110,12 @@ def test_an_agent_outside_learns_to_call_its_tool(start, tmp_path: Path) -> None
     process, folder = start("Tasks"), tmp_path / "runs" / "agents"
     log = folder / "logs" / "producer-0.log"
     said = "agents are served at "
-    deadline = time.monotonic() + BOOT_S
-    while not log.exists() or said not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-        time.sleep(0.2)
+    wait_for(
+        lambda: log.exists() and said in log.read_text(),
+        timeout_s=BOOT_S,
+        process=process,
+        log=(tmp_path / "output").read_text,
+    )
     url = log.read_text().partition(said)[2].split()[0]
     rewards: list[float] = []
     agents = [threading.Thread(target=work, args=(url, rewards), daemon=True) for _ in range(16)]

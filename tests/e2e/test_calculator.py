@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from penstock.deploy.demo.make_model import RECIPES, make_model
+
+from waiting import wait_for
 
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -106,10 +107,12 @@ def test_the_example_of_an_agent_outside_learns_the_same(
     tasks = "penstock.producers.environments.calculator:CalculatorTasks"
     process = start("run", *run_arguments(folder, model, **{"environment.path": tasks}))
     log, said = folder / "logs" / "producer-0.log", "agents are served at "
-    deadline = time.monotonic() + RUN_S
-    while not log.exists() or said not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "run").read_text()
-        time.sleep(0.2)
+    wait_for(
+        lambda: log.exists() and said in log.read_text(),
+        timeout_s=RUN_S,
+        process=process,
+        log=(tmp_path / "run").read_text,
+    )
     url = log.read_text().partition(said)[2].split()[0]
     agent = start("agent", "docs/examples/outside_agent.py", url)
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text() + (tmp_path / "agent").read_text()

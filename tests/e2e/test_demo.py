@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from penstock.deploy.demo.make_model import make_model
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
+
+from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,10 +47,12 @@ class Demo:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for_update(self, update: int) -> None:
-        deadline = time.monotonic() + BOOT_S
-        while not any(line["update"] >= update for line in self.lines("updates.jsonl")[-1:]):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
-            time.sleep(0.2)
+        wait_for(
+            lambda: any(line["update"] >= update for line in self.lines("updates.jsonl")[-1:]),
+            timeout_s=BOOT_S,
+            process=self.process,
+            log=self.output,
+        )
 
     def metrics(self, role: str) -> str:
         target = json.loads((self.folder / "metrics" / f"{role}.json").read_text())[0]["targets"][0]
@@ -92,10 +95,7 @@ def test_a_killed_demo_is_continued_learns_and_balances_its_books(demo):
         assert name in producer
     demo.process.send_signal(signal.SIGKILL)
     demo.process.wait()
-    deadline = time.monotonic() + 30
-    while demo.living():
-        assert time.monotonic() < deadline, f"outlived the launcher: {demo.living()}"
-        time.sleep(0.1)
+    wait_for(demo.living, lambda pids: pids == [], timeout_s=30)
 
     demo.start("--resume", "--set", "producers.count=1")
     assert demo.process.wait(BOOT_S + 120) == 0, demo.output()

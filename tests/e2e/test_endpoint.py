@@ -19,7 +19,8 @@ from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
 
 from markov_agent import LETTERS, MarkovAgent
-from producer_run import Numbers, until
+from producer_run import Numbers
+from waiting import until
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 
 from browser import Browser, needs_browser
+from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,10 +42,7 @@ class Run:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + BOOT_S
-        while not is_so():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
-            time.sleep(0.1)
+        wait_for(is_so, timeout_s=BOOT_S, process=self.process, log=self.output)
 
     def output(self) -> str:
         logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in self.folder.glob("logs/*.log"))

@@ -25,6 +25,7 @@ from penstock.schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, Tra
 from penstock.schemas.process.redis_url import connection_file
 
 from prometheus_server import PrometheusServer, free_port, needs_prometheus, wait_until_served
+from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
 
@@ -76,9 +77,9 @@ class Watched:
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         file.write_text(yaml.safe_dump(config))
         self.prometheus = PrometheusServer(file, self.folder.parent)
-        self._wait_until(lambda: self._num_updates() >= CUT_AFTER)
+        self._wait_for(lambda: self._num_updates() >= CUT_AFTER)
         with redis.Redis.from_url(json.loads(connection_file(self.folder).read_text())["url"]) as client:
-            self._wait_until(lambda: self._cut_connections(client))
+            self._wait_for(lambda: self._cut_connections(client))
         assert self._run.wait(BOOT_S + 120) == 0, self.output()
         self.ended_s = time.time()
 
@@ -102,10 +103,7 @@ class Watched:
         return len(lines.read_text().splitlines()) if lines.exists() else 0
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + BOOT_S
-        while not is_so():
-            assert self._run.poll() is None and time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
+        wait_for(is_so, timeout_s=BOOT_S, process=self._run, log=self.output)
 
     def over(self, expr: str) -> list[tuple[dict[str, str], list[float]]]:
         assert self.prometheus is not None
@@ -250,13 +248,6 @@ def test_a_process_that_has_ended_in_good_order_is_no_target_any_more(watched: W
 
 def jobs_of(targets: list[dict[str, Any]]) -> set[str]:
     return {target["labels"]["job"] for target in targets}
-
-
-def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so(found := look()):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
 
 
 def test_every_metric_of_the_code_is_scraped(watched: Watched) -> None:

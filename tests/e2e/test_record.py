@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from penstock.deploy.demo.make_model import make_model
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
+
+from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,10 +55,7 @@ class RecordedDemo:
         return json.loads(lines[-1])["update"] if lines else 0
 
     def wait_for_update(self, update: int) -> None:
-        deadline = time.monotonic() + BOOT_S
-        while self.last_update() < update:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
+        wait_for(self.last_update, lambda seen: seen >= update, timeout_s=BOOT_S, process=self.process, log=self.output)
 
     def is_alive(self) -> bool:
         """Whether any process has a file of the run open."""
@@ -88,10 +86,7 @@ def test_the_record_of_a_killed_and_continued_demo_gives_its_losses_again(demo):
     demo.start()
     demo.wait_for_update(13)
     demo.kill()
-    deadline = time.monotonic() + 30
-    while demo.is_alive():
-        assert time.monotonic() < deadline, "a process outlived the launcher"
-        time.sleep(0.1)
+    wait_for(lambda: not demo.is_alive(), timeout_s=30)
     demo.start("--resume")
     assert demo.process.wait(BOOT_S + 120) == 0, demo.output()
 

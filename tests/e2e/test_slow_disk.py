@@ -16,7 +16,8 @@ from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from slow_disk import SlowDisk
-from trainer_bench import Bench, assert_settled_once, at_step, tracebacks, wait_for
+from trainer_bench import Bench, assert_settled_once, at_step, tracebacks
+from waiting import wait_for
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

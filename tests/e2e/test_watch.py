@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from penstock.deploy.demo.make_model import make_model
 
 from terminal import Terminal
+from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -45,10 +45,14 @@ class Run:
         return done.stdout
 
     def wait_for_updates(self, count: int) -> None:
-        file, deadline = self.folder / "updates.jsonl", time.monotonic() + BOOT_S
-        while not file.exists() or file.read_bytes().count(b"\n") < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self._output.read_text()
-            time.sleep(0.2)
+        file = self.folder / "updates.jsonl"
+        wait_for(
+            lambda: file.read_bytes().count(b"\n") if file.exists() else 0,
+            lambda seen: seen >= count,
+            timeout_s=BOOT_S,
+            process=self.process,
+            log=self._output.read_text,
+        )
 
     def stop(self) -> None:
         if self.process.poll() is None:

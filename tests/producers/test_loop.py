@@ -10,8 +10,9 @@ from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.rollout import decode_group
 
-from producer_run import KEYS, ids, until
+from producer_run import KEYS, ids
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 pytestmark = pytest.mark.redis
 

@@ -11,7 +11,7 @@ from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.rollout import decode_group
 
-from producer_process import wait_for
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

@@ -13,8 +13,9 @@ from penstock.deploy.security.acl import acl_file, user_names
 from penstock.schemas.config import EvaluationConfig, RedisConfig
 from penstock.schemas.keys import Field
 
-from producer_process import ROOT, wait_for
+from producer_process import ROOT
 from real_server import RealServer
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

@@ -15,8 +15,9 @@ from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 
 from mini_producer import group_fields
-from trainer_bench import KilledError, assert_settled_once, at_step, wait_for
+from trainer_bench import KilledError, assert_settled_once, at_step
 from trainer_process import with_learner
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

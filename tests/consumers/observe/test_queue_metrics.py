@@ -2,8 +2,9 @@
 
 import pytest
 
-from trainer_bench import Bench, at_step, wait_for
+from trainer_bench import Bench, at_step
 from trainer_thread import TrainerThread
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

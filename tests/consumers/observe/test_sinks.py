@@ -25,7 +25,8 @@ from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
 
 from fake_wandb import FakeServer, Settings
-from trainer_bench import KilledError, wait_for
+from trainer_bench import KilledError
+from waiting import wait_for
 
 OFFLINE = WandbConfig(project="lab", mode="offline")
 ROOT = Path(__file__).parents[3]

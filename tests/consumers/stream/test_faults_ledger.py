@@ -12,8 +12,9 @@ from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.keys import PRODUCERS_GROUP
 
 from mini_producer import dead_fields, group_fields
-from trainer_bench import KilledError, assert_settled_once, at_step, wait_for
+from trainer_bench import KilledError, assert_settled_once, at_step
 from trainer_thread import TrainerThread
+from waiting import wait_for
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(90)]
 

@@ -9,8 +9,9 @@ from penstock.schemas.keys import PRODUCERS_GROUP
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 from mini_producer import group_fields
-from trainer_bench import assert_settled_once, at_step, wait_for
+from trainer_bench import assert_settled_once, at_step
 from trainer_thread import TrainerThread
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

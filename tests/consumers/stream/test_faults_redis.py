@@ -8,7 +8,8 @@ import penstock.consumers.__main__ as entry
 import pytest
 
 from mini_producer import group_fields
-from trainer_bench import KilledError, assert_settled_once, at_step, tracebacks, wait_for
+from trainer_bench import KilledError, assert_settled_once, at_step, tracebacks
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

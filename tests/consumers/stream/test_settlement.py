@@ -1,12 +1,11 @@
 """What ends a run in which groups die: only a row of dead ones with no good one in between."""
 
-import time
-
 import pytest
 from penstock.consumers.observe.errors import RunFailedError
 
 from mini_producer import dead_fields, group_fields
 from trainer_bench import Bench, KilledError, assert_settled_once
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -21,10 +20,7 @@ def leave_a_full_stream(bench: Bench, redis_client, is_dead) -> None:
     first.learner.fail_at[0] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    deadline = time.monotonic() + 60
-    while redis_client.xlen(bench.keys.rollouts) < 48:
-        assert time.monotonic() < deadline, "the producer has not answered what was released"
-        time.sleep(0.005)
+    wait_for(lambda: redis_client.xlen(bench.keys.rollouts), lambda num_answered: num_answered >= 48)
 
 
 def test_dead_groups_among_good_ones_do_not_end_a_run_that_reads_them_all_at_once(bench, redis_client):

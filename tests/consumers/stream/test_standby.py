@@ -19,9 +19,10 @@ from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 from mini_producer import dead_fields, group_fields
 from scripted_learner import ScriptedLearner
-from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once, wait_for
+from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once
 from trainer_process import wait_until_stopped, with_learner
 from trainer_thread import TrainerThread
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

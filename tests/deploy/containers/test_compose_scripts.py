@@ -10,12 +10,13 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from penstock.deploy.images import hand_out, healthy
+
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT / "deploy" / "images"
@@ -67,10 +68,7 @@ class Machine:
         return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
 
     def wait_for_calls(self, count: int) -> None:
-        deadline = time.monotonic() + 30
-        while len(self.calls()) < count:
-            assert time.monotonic() < deadline, self.calls()
-            time.sleep(0.02)
+        wait_for(self.calls, lambda calls: len(calls) >= count, timeout_s=30)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from inspected_run import (
 )
 from mini_producer import dead_fields, group_fields, make_group
 from real_server import RealServer
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 PLAIN = set(range(1, NUM_PLAIN + 1))
@@ -736,11 +737,3 @@ def test_a_run_without_a_record_is_looked_at_on_its_stream(redis_client, redis_u
 def asked(connection: http.client.HTTPConnection, path: str) -> Any:
     connection.request("GET", path)
     return json.loads(connection.getresponse().read())
-
-
-def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool], timeout_s: float = 60.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not is_so(seen := look()):
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.05)
-    return seen

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -37,6 +36,7 @@ from inspected_run import (
     trainer_files,
     write_batch,
 )
+from waiting import wait_for
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -69,10 +69,7 @@ class Page:
 
     def take_in(self, num_groups: int) -> None:
         """Until the server has looked at what was written."""
-        deadline = time.monotonic() + 60
-        while (found := self.server.catalogue.run()["num_groups"]) < num_groups:
-            assert time.monotonic() < deadline, f"{found} groups, expected {num_groups}"
-            time.sleep(0.05)
+        wait_for(lambda: self.server.catalogue.run()["num_groups"], lambda found: found >= num_groups)
 
     def newest(self) -> int:
         """What a link says of the moment in which it was copied, if nothing has come since."""

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from waiting import wait_for
+
 pytestmark = pytest.mark.redis
 
 STAND_IN_RUN = Path(__file__).with_name("stand_in_run.py")
@@ -35,11 +37,13 @@ class Run:
 
     def wait_for(self, event: str, times: int = 1) -> None:
         """Until a part has told of `<part> <event>`, or the launcher of `<part>: <state>`, so often."""
-        deadline = time.monotonic() + 30
-        while self.events().count(event) + self._output.read_text().count(event) < times:
-            assert time.monotonic() < deadline, f"no {event!r} in {self.events()}"
-            assert self.process.poll() is None, f"ended before {event!r}: {self._output.read_text()}"
-            time.sleep(0.02)
+        wait_for(
+            lambda: self.events().count(event) + self._output.read_text().count(event),
+            lambda count: count >= times,
+            timeout_s=30,
+            process=self.process,
+            log=lambda: f"{event!r} in {self.events()}: {self._output.read_text()}",
+        )
 
     def events(self) -> list[str]:
         file = self.folder / "events"

@@ -1,11 +1,9 @@
 """A run's own server: which binary, who may talk to it, what outlives it."""
 
 import json
-import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,8 @@ from penstock.deploy.launch.server_binary import find_server
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.redis_url import connection_file
+
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -109,8 +109,7 @@ def test_what_a_killed_predecessor_left_is_removed(tmp_path):
     server = RedisServer(folder, maxmemory_mb=64)
     socket = Path(json.loads(connection_file(folder).read_text())["socket"])
     server.child.kill()
-    while server.child.poll() is None:
-        time.sleep(0.01)
+    wait_for(lambda: server.child.poll() is not None)
     server.client.close()
     assert socket.parent.exists()
     again = RedisServer(folder, maxmemory_mb=64)
@@ -139,10 +138,8 @@ def test_server_dies_with_the_process_that_started_it(tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
     pid = int(killed.stdout)
-    deadline = time.monotonic() + 5
-    while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_for(lambda: not stat.exists() or "Z" in stat.read_text().split()[2], timeout_s=5)
     again = RedisServer(tmp_path, maxmemory_mb=64)
     try:
         assert again.client.get("k") == b"v"

@@ -13,7 +13,8 @@ from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
 
 from mini_producer import dead_fields, group_fields, make_group
-from short_run import KilledError, ShortRun, wait_for
+from short_run import KilledError, ShortRun
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 

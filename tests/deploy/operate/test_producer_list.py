@@ -8,7 +8,8 @@ from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, enc
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.policy import make_version
 
-from short_run import ShortRun, wait_for
+from short_run import ShortRun
+from waiting import wait_for
 from wire_examples import FINGERPRINT
 
 pytestmark = pytest.mark.redis

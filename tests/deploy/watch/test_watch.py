@@ -37,6 +37,7 @@ from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from short_run import ShortRun
 from terminal import Terminal
+from waiting import wait_for
 from wire_examples import FINGERPRINT
 
 ROOT = Path(__file__).parents[3]
@@ -412,14 +413,14 @@ def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_
         port = trainer._metrics.serve(MetricsConfig(port=0), run.folder)
         run.train(trainer)
         gatherer = Gatherer("test", run.folder, run.config)
-        seen = wait_until(gatherer, lambda seen: len(seen.updates) > 5)
+        seen = wait_for(gatherer.gather, lambda seen: len(seen.updates) > 5)
         assert seen.redis.has_trainer and seen.is_running and not seen.is_over
         assert seen.credit == run.config.credit and seen.shares and seen.trainer is not None
         assert 0 <= seen.redis.num_claimed <= seen.redis.num_prompts <= run.config.credit
         assert seen.evaluations[0].accuracy is not None
         # From elsewhere: no folder, the trainer's endpoint named by hand.
         far = Gatherer("test", None, None, [f"127.0.0.1:{port}"])
-        seen = wait_until(far, lambda seen: len(seen.updates) > 2)
+        seen = wait_for(far.gather, lambda seen: len(seen.updates) > 2)
         assert seen.credit == run.config.credit and seen.shares and seen.newest.metrics["reward"] > 0
         assert (
             cli.main(["watch", "test", "--runs", str(tmp_path / "none"), "--once", "--metrics", f"127.0.0.1:{port}"])
@@ -430,14 +431,6 @@ def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_
         producer.stop.set()
         run.close()
         producer.join()
-
-
-def wait_until(gatherer: Gatherer, condition: Callable[[RunSnapshot], object], timeout_s: float = 60.0) -> RunSnapshot:
-    deadline = time.monotonic() + timeout_s
-    while not condition(seen := gatherer.gather()):
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.05)
-    return seen
 
 
 @pytest.mark.redis
@@ -456,7 +449,7 @@ def test_a_redis_that_goes_and_comes_back_elsewhere_is_shown_as_it_is(server_bin
         away = gatherer.gather()
         assert away.redis is None and away.without_redis and len(away.updates) == 30
         file.write_text(json.dumps({"url": second.url}))  # a resume has started another
-        assert wait_until(gatherer, lambda seen: seen.redis is not None)
+        assert wait_for(gatherer.gather, lambda seen: seen.redis is not None)
     finally:
         first.remove()
         second.remove()

@@ -17,10 +17,11 @@ from penstock.schemas.rollout import RolloutGroup, decode_group
 
 from agent_client import AgentClient, tool_user
 from chat_templates import tokenizer_of
-from producer_run import QUICK, Numbers, until
+from producer_run import QUICK, Numbers
 from real_server import RealServer
 from scripted_engine import ScriptedEngine
 from tagged_calls import TaggedCalls
+from waiting import until
 
 QUICK_ENDPOINT = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
 

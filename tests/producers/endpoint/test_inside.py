@@ -13,9 +13,10 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import decode_group
 
 from agent_client import tool_user
-from producer_run import KEYS, until
+from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from tool_caller import ToolCaller
+from waiting import until
 
 pytestmark = pytest.mark.redis
 

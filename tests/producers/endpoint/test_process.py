@@ -13,7 +13,8 @@ from penstock.schemas.keys import Field
 
 from agent_client import AgentClient
 from chat_templates import tokenizer_of
-from producer_run import KEYS, QUICK, until
+from producer_run import KEYS, QUICK
+from waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

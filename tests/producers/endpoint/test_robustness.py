@@ -14,8 +14,9 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
 
 from agent_client import ADD, AgentClient, as_plain_client, tool_user
-from producer_run import KEYS, until
+from producer_run import KEYS
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -19,8 +19,9 @@ from penstock.schemas.segments import CallError
 
 from agent_client import ADD, ANSWER, AgentClient, tool_user
 from chat_templates import decode, render
-from producer_run import KEYS, QUICK, Numbers, until
+from producer_run import KEYS, QUICK, Numbers
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 pytestmark = pytest.mark.redis
 

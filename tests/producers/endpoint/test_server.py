@@ -12,8 +12,9 @@ from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN,
 from penstock.schemas.config import ConfigError, EndpointConfig, SamplingConfig
 
 from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
-from producer_run import KEYS, until
+from producer_run import KEYS
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 openai = pytest.importorskip("openai")
 web = pytest.importorskip("aiohttp.web")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_leashed
 
 from process_family import MARK, family
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,13 +59,6 @@ def start_parent(tmp_path: Path):
         process.kill()
 
 
-def wait_for(condition, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("method", "moment"), [("spawn", "starting"), ("spawn", "working"), ("fork", "working")])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_path, method, moment, number):
@@ -74,7 +67,7 @@ def test_a_child_ends_with_its_parent_and_takes_its_own_along(start_parent, tmp_
     assert len(family(mark)) >= (2 if moment == "starting" else 3)
     parent.send_signal(number)
     parent.wait()
-    wait_for(lambda: not family(mark), 5)
+    wait_for(lambda: not family(mark), timeout_s=5)
 
 
 def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent, tmp_path):
@@ -82,7 +75,7 @@ def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent
     wait_for(lambda: len(psutil.Process(parent.pid).children()) > 0)
     parent.kill()
     parent.wait()
-    wait_for(lambda: not family(mark), 10)
+    wait_for(lambda: not family(mark), timeout_s=10)
 
 
 def test_a_child_that_ends_by_itself_is_joined_and_the_contexts_are_as_before():

@@ -18,9 +18,10 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
 
 from cutting_proxy import CuttingProxy
-from producer_process import ROOT, wait_for
-from producer_run import KEYS, Run, ids, until
+from producer_process import ROOT
+from producer_run import KEYS, Run, ids
 from scripted_engine import ScriptedEngine
+from waiting import until, wait_for
 
 pytestmark = pytest.mark.redis
 

@@ -12,6 +12,7 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
 
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 KEYS = Keys("test")
 
@@ -45,13 +46,8 @@ class Pickup:
     def start(self) -> None:
         self.tasks = [asyncio.create_task(part()) for part in (self.weights.follow, self.weights.keep_current)]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110, the state is another task's
-                await asyncio.sleep(0.01)
-
     async def holds(self, version: int) -> None:
-        await self.until(lambda: self.weights.loaded and self.engine.policy_version == version)
+        await until(lambda: self.weights.loaded and self.engine.policy_version == version)
 
 
 @pytest.fixture
@@ -131,7 +127,7 @@ async def test_a_load_that_fails_leaves_the_old_version_serving_and_says_so(
     made.start()
     await made.holds(0)
     made.trainer.announce(1, **falsified)
-    await made.until(lambda: made.weights.num_failed > 0)
+    await until(lambda: made.weights.num_failed > 0)
     assert made.engine.policy_version == 0 and made.weights.behind == 1
     assert re.search(message, made.weights.last_error)
     assert "policy 0 serves on" in caplog.text
@@ -147,7 +143,7 @@ async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pi
     made.start()
     await made.holds(0)
     made.trainer.announce(1)
-    await made.until(lambda: made.weights.num_failed >= 2)
+    await until(lambda: made.weights.num_failed >= 2)
     made.trainer.announce(2)
     await made.holds(2)
     assert made.engine.loaded_versions == [0, 2]
@@ -164,7 +160,7 @@ async def test_a_file_that_arrives_late_is_loaded_when_it_is_there(pickup, monke
     content = file.read_bytes()
     if made.engine.policy_version == 0:
         file.unlink()
-        await made.until(lambda: made.weights.num_failed > 0 or made.engine.policy_version == 1)
+        await until(lambda: made.weights.num_failed > 0 or made.engine.policy_version == 1)
         file.write_bytes(content)
     await made.holds(manifest.version)
 
@@ -187,7 +183,7 @@ async def test_an_entry_that_is_no_manifest_is_told_and_passed_over(pickup, capl
     made.start()
     await made.holds(0)
     made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"})
-    await made.until(lambda: made.weights.num_failed == 1)
+    await until(lambda: made.weights.num_failed == 1)
     assert "is no manifest" in caplog.text
     made.trainer.announce(1)
     await made.holds(1)

@@ -12,8 +12,9 @@ import pytest
 import redis
 from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 
-from trainer_bench import Bench, assert_settled_once, at_step, wait_for
+from trainer_bench import Bench, assert_settled_once, at_step
 from trainer_process import BARE, TrainerProcesses, with_learner
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
