@@ -1,7 +1,7 @@
 """A run's complete record: every rollout group that its trainer took, and what the trainer found.
 
 `<run>/record/<epoch>-<number>.segment`, one trainer's files numbered from 0. Framed as a recording is
-(`penstock.schemas.recording`), with its version 2 in the header:
+(`penstock.schemas.rollout_file`), with its version 2 in the header:
 
     magic     8 bytes  b"PENSTOCK"
     header    u32 length, then a `SegmentHeader` as msgpack
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from penstock.schemas.recording import MAGIC, SEGMENT_VERSION
 from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, one_line, unpack_floats
+from penstock.schemas.rollout_file import MAGIC, SEGMENT_VERSION
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
         that does not count).
     forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.
     config: the run's settings, as `penstock.schemas.config.RunConfig` becomes builtins.
-    model_digest: `penstock.schemas.recording.model_digest` of the base model.
+    model_digest: `penstock.schemas.rollout_file.model_digest` of the base model.
     """
 
     run: str

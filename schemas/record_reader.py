@@ -25,8 +25,8 @@ from penstock.schemas.record import (
     entry_of,
     segment_key,
 )
-from penstock.schemas.recording import MAGIC, SEGMENT_VERSION, RecordingError
 from penstock.schemas.rollout import one_line
+from penstock.schemas.rollout_file import MAGIC, SEGMENT_VERSION, RolloutFileError
 
 _U32 = 4
 
@@ -78,7 +78,7 @@ class Record:
         undone batches.
 
     Raises:
-        RecordingError: the run has no record, or none of its segments can be read.
+        RolloutFileError: the run has no record, or none of its segments can be read.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -92,8 +92,8 @@ class Record:
         self.refresh()
         if not self._segments:
             if self._problems:
-                raise RecordingError(self._problems[0])
-            raise RecordingError(
+                raise RolloutFileError(self._problems[0])
+            raise RolloutFileError(
                 f"{self.folder}: no record of rollouts; expected the folder of a run with record = true in its run file"
             )
 
@@ -118,7 +118,7 @@ class Record:
                 self._take(key, file)
             except FileNotFoundError:  # dropped for its size meanwhile
                 self._segments.pop(key, None)
-            except RecordingError as error:  # the others can be read
+            except RolloutFileError as error:  # the others can be read
                 self._problems.append(str(error))
             except OSError as error:
                 self._problems.append(f"{file}: cannot be read: {error}")
@@ -138,20 +138,20 @@ class Record:
         """What the trainer found of a batch, and its groups in short.
 
         Raises:
-            RecordingError: the segment was dropped meanwhile, or altered.
+            RolloutFileError: the segment was dropped meanwhile, or altered.
         """
         with _reading(batch) as stream:
             start = blobs_start(_part(stream, batch, 0, _U32))
             return _head(batch, _part(stream, batch, 0, start))
 
     def group(self, at: GroupAt) -> RecordedGroup:
-        """One group whole. Raises RecordingError as `head` does."""
+        """One group whole. Raises RolloutFileError as `head` does."""
         with _reading(at.batch) as stream:
             start = blobs_start(_part(stream, at.batch, 0, _U32))
             return decode_blob(_part(stream, at.batch, start + at.entry.offset, at.entry.length))
 
     def batch(self, batch: BatchAt) -> tuple[BatchHead, list[RecordedGroup]]:
-        """A batch with its groups in the order in which they were trained. Raises RecordingError as `head` does."""
+        """A batch with its groups in the order in which they were trained. Raises RolloutFileError as `head` does."""
         with _reading(batch) as stream:
             start = blobs_start(_part(stream, batch, 0, _U32))
             head = _head(batch, _part(stream, batch, 0, start))
@@ -213,26 +213,26 @@ class Record:
 
 
 def _open(file: Path, key: tuple[int, int]) -> SegmentFile:
-    """A segment with its index, where it has its end. Raises RecordingError where the header is none."""
+    """A segment with its index, where it has its end. Raises RolloutFileError where the header is none."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(len(MAGIC) + _U32)
         if not prefix.startswith(MAGIC) and not MAGIC.startswith(prefix):
-            raise RecordingError(f"{file}: not a segment of a record (it does not begin with {MAGIC.decode()})")
+            raise RolloutFileError(f"{file}: not a segment of a record (it does not begin with {MAGIC.decode()})")
         length = int.from_bytes(prefix[len(MAGIC) :], "little")
         if len(prefix) < len(MAGIC) + _U32 or length > size - len(prefix):
-            raise RecordingError(f"{file}: its header is not whole: it is being written, or was cut off by a kill")
+            raise RolloutFileError(f"{file}: its header is not whole: it is being written, or was cut off by a kill")
         body = stream.read(length)
         try:
             header = msgspec.msgpack.decode(body, type=SegmentHeader)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RecordingError(f"{file}: its header cannot be read: {one_line(str(error))}") from error
+            raise RolloutFileError(f"{file}: its header cannot be read: {one_line(str(error))}") from error
         if header.recording_version != SEGMENT_VERSION:
-            raise RecordingError(
+            raise RolloutFileError(
                 f"{file}: recording_version: {header.recording_version}, a segment of a record has {SEGMENT_VERSION}"
             )
         if (header.epoch, header.number) != key:
-            raise RecordingError(f"{file}: its header is of epoch {header.epoch}, number {header.number}: altered")
+            raise RolloutFileError(f"{file}: its header is of epoch {header.epoch}, number {header.number}: altered")
         segment = SegmentFile(file, header, stream.tell())
         _take_index(segment, stream)
     return segment
@@ -300,18 +300,18 @@ def _extend(segment: SegmentFile) -> None:
 
 @contextmanager
 def _reading(batch: BatchAt) -> Iterator[BinaryIO]:
-    """The segment of a batch; what goes wrong with it within is a RecordingError."""
+    """The segment of a batch; what goes wrong with it within is a RolloutFileError."""
     file = batch.segment.file
     try:
         with file.open("rb") as stream:
             yield stream
     except FileNotFoundError:
-        raise RecordingError(f"{file}: dropped from the record meanwhile") from None
+        raise RolloutFileError(f"{file}: dropped from the record meanwhile") from None
     except OSError as error:
-        raise RecordingError(f"{file}: cannot be read: {error}") from error
+        raise RolloutFileError(f"{file}: cannot be read: {error}") from error
     except ValueError as error:
         where = f"{file}: batch {batch.entry.position}"
-        raise RecordingError(f"{where}: altered since it was written: {one_line(str(error))}") from error
+        raise RolloutFileError(f"{where}: altered since it was written: {one_line(str(error))}") from error
 
 
 def _part(stream: BinaryIO, batch: BatchAt, start: int, length: int) -> bytes:

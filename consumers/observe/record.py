@@ -18,6 +18,7 @@ from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.observe.record_files import SegmentFiles
 from penstock.schemas.config import RunConfig
+from penstock.schemas.model_digest import model_digest
 from penstock.schemas.record import (
     FOLDER,
     BatchHead,
@@ -28,7 +29,6 @@ from penstock.schemas.record import (
     SegmentHeader,
     encode_batch,
 )
-from penstock.schemas.recording import model_digest
 from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
 
 log = logging.getLogger(__name__)

@@ -63,13 +63,13 @@ def _record(folder: Path | None) -> "RecordSource | None":
     from penstock.deploy.inspector.sources import RecordSource
     from penstock.schemas.record import FOLDER
     from penstock.schemas.record_reader import Record
-    from penstock.schemas.recording import RecordingError
+    from penstock.schemas.rollout_file import RolloutFileError
 
     if folder is None or not any((folder / FOLDER).glob("*")):
         return None
     try:
         return RecordSource(Record(folder))
-    except RecordingError as error:
+    except RolloutFileError as error:
         raise ConfigError(str(error)) from None
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 from penstock.deploy.inspector.rows import InspectedRow
 from penstock.schemas.record import BatchHead, SegmentFindings
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
-from penstock.schemas.recording import RecordingError
 from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout_file import RolloutFileError
 
 
 class Looked(NamedTuple):
@@ -48,10 +48,10 @@ class Source(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     def refresh(self) -> None:
-        """Takes in what was written since the last look. Raises RecordingError or redis.RedisError."""
+        """Takes in what was written since the last look. Raises RolloutFileError or redis.RedisError."""
 
     def look(self, key: str) -> Looked:
-        """Raises KeyError where no group has this key, RecordingError where it cannot be read any more."""
+        """Raises KeyError where no group has this key, RolloutFileError where it cannot be read any more."""
 
 
 class RecordSource:
@@ -84,7 +84,7 @@ class RecordSource:
             raise KeyError(key)
         epoch, position, place = map(int, match.groups())
         if (epoch, position) in self._undone:
-            raise RecordingError(f"batch {position} of trainer {epoch} was undone by a rollback")
+            raise RolloutFileError(f"batch {position} of trainer {epoch} was undone by a rollback")
         at = self._places[epoch, position]
         head = self._record.head(at)
         if place >= len(head.groups):
@@ -105,7 +105,7 @@ class RecordSource:
             name = _name(at)
             try:
                 known[name] = self._known.get(name) or self._rows_of(at)
-            except RecordingError as error:  # one batch that was altered or dropped does not hide the others
+            except RolloutFileError as error:  # one batch that was altered or dropped does not hide the others
                 self.notes.append(str(error))
                 continue
             places[_place(at)] = at

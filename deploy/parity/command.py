@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, shipped_run_files
 from penstock.schemas.config import ConfigError, load_config
-from penstock.schemas.recording import RecordingError, is_recording
+from penstock.schemas.rollout_file import RolloutFileError, is_rollout_file
 
 if TYPE_CHECKING:
     from penstock.consumers.parity.report import ParityReport
@@ -40,7 +40,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for parity.json, parity.svg and parity.png (default: the run's, the recording's, else here)",
+        help="folder for parity.json, parity.svg and parity.png (default: the run's, the rollout file's, else here)",
     )
     parser.add_argument(
         "--groups",
@@ -71,11 +71,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "cpu", "cuda"),
         help="where to recompute (default: cpu beside a run, else trainer.device)",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="of a recording, the base model if it has moved")
+    parser.add_argument("--model", metavar="FOLDER", help="of a rollout file, the base model if it has moved")
     parser.add_argument(
-        "--weights", type=Path, metavar="FOLDER", help="of a recording, its v<version>.safetensors files"
+        "--weights", type=Path, metavar="FOLDER", help="of a rollout file, its v<version>.safetensors files"
     )
-    parser.add_argument("--dtype", metavar="DTYPE", help="of a recording, the type of the published weights")
+    parser.add_argument("--dtype", metavar="DTYPE", help="of a rollout file, the type of the published weights")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
     parser.add_argument(
         "--set", action="append", default=[], metavar="PATH=VALUE", help="of a run file, override a field"
@@ -114,7 +114,7 @@ def _parity(arguments: argparse.Namespace) -> int:
 
     missing = (
         ParityError,
-        RecordingError,
+        RolloutFileError,
         ConfigError,
         ServerError,
         EngineError,
@@ -136,16 +136,16 @@ def _parity(arguments: argparse.Namespace) -> int:
 
 def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
     target = Path(arguments.target)
-    if is_recording(target):
-        _refuse_others(arguments, "recording")
-        return _open_recording(target, arguments, closing)
+    if is_rollout_file(target):
+        _refuse_others(arguments, "rollout file")
+        return _open_rollout_file(target, arguments, closing)
     if target.suffix == ".toml" or _is_shipped(arguments):
         _refuse_others(arguments, "run file")
         return _open_probe(find_run_file(target), arguments, say, closing)
     if target.is_file():
-        raise RecordingError(f"{target}: neither a run file (*.toml) nor a recording of rollouts")
+        raise RolloutFileError(f"{target}: neither a run file (*.toml) nor a rollout file")
     if not target.exists() and len(target.parts) > 1:
-        raise ConfigError(f"{target}: no such file; expected the name or folder of a run, a run file or a recording")
+        raise ConfigError(f"{target}: no such file; expected the name or folder of a run, a run file or a rollout file")
     _refuse_others(arguments, "run")
     return _open_run(arguments, say, closing)
 
@@ -162,9 +162,9 @@ _ONLY = {
     "wait": ("run", WAIT_S),
     "prompts": ("run file", NUM_PROMPTS),
     "set": ("run file", []),
-    "model": ("recording", None),
-    "weights": ("recording", None),
-    "dtype": ("recording", None),
+    "model": ("rollout file", None),
+    "weights": ("rollout file", None),
+    "dtype": ("rollout file", None),
 }
 """Options that one kind of target takes, and what they are where nobody gives them."""
 
@@ -178,7 +178,7 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
             raise ConfigError(f"--{name} {shown}: {arguments.target} is a {kind}, and only a {takes} takes that option")
 
 
-def _open_recording(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
+def _open_rollout_file(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
     from penstock.deploy.parity.recorded import load
 
     material = load(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)

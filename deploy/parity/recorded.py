@@ -8,7 +8,8 @@ from penstock.consumers.parity.report import TOLERANCES
 from penstock.deploy.parity.material import Material, versions_of
 from penstock.deploy.parity.weights import WeightVersions, with_neighbours
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
-from penstock.schemas.recording import RecordingHeader, model_digest, read_recording, write_recording
+from penstock.schemas.model_digest import model_digest
+from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 
 
 def save(material: Material, file: Path) -> str:
@@ -16,7 +17,7 @@ def save(material: Material, file: Path) -> str:
     folder = file.with_name(file.name + ".weights")
     copies = material.weights.copy(with_neighbours(versions_of(material.groups)), folder)
     model = Path(material.config.model.path)
-    header = RecordingHeader(
+    header = RolloutFileHeader(
         run=material.config.name,
         model=str(model.absolute()),
         model_digest=model_digest(model),
@@ -26,18 +27,18 @@ def save(material: Material, file: Path) -> str:
         forks=material.forks,
         announced=material.announced,
     )
-    num_groups = write_recording(file, header, material.groups)
+    num_groups = write_rollout_file(file, header, material.groups)
     return f"{file}: {num_groups} groups; {folder}: {len(copies)} versions"
 
 
 def load(file: Path, *, model: str | None = None, folder: Path | None = None, dtype: str | None = None) -> Material:
-    """The rollouts of a recording. `model`, `folder` and `dtype` stand in for what its header says.
+    """The rollouts in a rollout file. `model`, `folder` and `dtype` stand in for what its header says.
 
     Raises:
         ParityError: the base model or `folder` is not there, or the model is another one than the rollouts are of.
-        RecordingError: no whole recording.
+        RolloutFileError: no whole rollout file.
     """
-    header, groups = read_recording(file)
+    header, groups = read_rollout_file(file)
     path = Path(model or header.model)
     if not (model or header.model):
         raise ParityError(f"{file} does not say of which model its rollouts are; expected --model FOLDER")
@@ -58,19 +59,19 @@ def load(file: Path, *, model: str | None = None, folder: Path | None = None, dt
     if folder is None and header.weights:
         folder = file.parent / header.weights
     config = RunConfig(
-        name=header.run or "recording",
+        name=header.run or "rollouts",
         model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
         environment=Plug(path="nobody:Needed"),
     )
     weights = WeightVersions(path, folder)
     weights.hold()
     return Material(
-        title=f"recording {file.name}" + (f" of run {header.run}" if header.run else ""),
+        title=f"rollout file {file.name}" + (f" of run {header.run}" if header.run else ""),
         config=config,
         groups=groups,
         weights=weights,
         policy_version=header.policy_version,
         forks=header.forks,
         announced=header.announced,
-        notes=(f"{len(groups)} groups in the recording",),
+        notes=(f"{len(groups)} groups in the rollout file",),
     )

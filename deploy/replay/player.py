@@ -12,10 +12,11 @@ from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.model_digest import model_digest
 from penstock.schemas.record import BatchHead
 from penstock.schemas.record_reader import BatchAt, Record
-from penstock.schemas.recording import RecordingError, model_digest
 from penstock.schemas.rollout import RecordError
+from penstock.schemas.rollout_file import RolloutFileError
 
 
 class Start(NamedTuple):
@@ -118,7 +119,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
 
     Raises:
         ConfigError: settings that do not fit, or the checkpoint to begin with is not whole any more.
-        RecordingError: a batch cannot be read.
+        RolloutFileError: a batch cannot be read.
     """
     learner: Learner | None = None
     for at in batches:
@@ -135,7 +136,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
         try:
             groups = [each.decode() for each in recorded]
         except RecordError as error:
-            raise RecordingError(f"{at.segment.file}: batch {head.position}: {error}") from error
+            raise RolloutFileError(f"{at.segment.file}: batch {head.position}: {error}") from error
         report = learner.step(pack(groups, lag_of, config))
         yield Played(
             variant=variant.name,

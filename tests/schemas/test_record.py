@@ -11,7 +11,7 @@ from penstock.schemas import record as schema
 from penstock.schemas.config import ConfigError, load_config
 from penstock.schemas.record import FOLDER, BatchEntry, decode_blob, encode_batch, encode_end, sampled_tokens
 from penstock.schemas.record_reader import Record
-from penstock.schemas.recording import RecordingError, read_recording
+from penstock.schemas.rollout_file import RolloutFileError, read_rollout_file
 
 from recorded_batches import batch, write_segments
 
@@ -58,7 +58,7 @@ def test_a_token_has_every_number_that_was_recorded_and_none_where_nothing_was_s
 
 
 def test_a_run_without_a_record_is_refused(tmp_path):
-    with pytest.raises(RecordingError, match=r"record: no record of rollouts; expected .* record = true"):
+    with pytest.raises(RolloutFileError, match=r"record: no record of rollouts; expected .* record = true"):
         Record(tmp_path)
 
 
@@ -126,9 +126,9 @@ def test_an_altered_byte_of_a_closed_segment_is_found_when_it_is_read(tmp_path):
     whole[at.entry.offset + at.entry.length - 9] ^= 1
     file.write_bytes(whole)
     record = Record(tmp_path)
-    with pytest.raises(RecordingError, match="batch 1: altered since it was written"):
+    with pytest.raises(RolloutFileError, match="batch 1: altered since it was written"):
         record.batch(record.batches[1])
-    with pytest.raises(RecordingError, match="batch 1: altered"):
+    with pytest.raises(RolloutFileError, match="batch 1: altered"):
         record.group(list(record.groups())[3])
 
 
@@ -177,7 +177,7 @@ def test_a_segment_dropped_while_it_is_looked_at_is_said(tmp_path):
     write_segments(tmp_path, range(2))
     record = Record(tmp_path)
     only_segment(tmp_path).unlink()
-    with pytest.raises(RecordingError, match="dropped from the record meanwhile"):
+    with pytest.raises(RolloutFileError, match="dropped from the record meanwhile"):
         record.head(record.batches[0])
     record.refresh()
     assert record.batches == []
@@ -185,10 +185,10 @@ def test_a_segment_dropped_while_it_is_looked_at_is_said(tmp_path):
 
 def test_a_segment_is_not_taken_for_a_recording_nor_the_other_way_round(tmp_path):
     write_segments(tmp_path, range(1))
-    with pytest.raises(RecordingError, match="a segment of the complete record of run 'run-1'"):
-        read_recording(only_segment(tmp_path))
+    with pytest.raises(RolloutFileError, match="a segment of the complete record of run 'run-1'"):
+        read_rollout_file(only_segment(tmp_path))
     only_segment(tmp_path).write_bytes(b"name = 'demo'\n")
-    with pytest.raises(RecordingError, match="not a segment of a record"):
+    with pytest.raises(RolloutFileError, match="not a segment of a record"):
         Record(tmp_path)
 
 
@@ -201,7 +201,7 @@ def read_all(record: Record) -> int:
             assert groups == batch(at.entry.position)[1]
             assert record.head(at) == head
             assert [record.group(found) for found in record.find(head.groups[1].index)] == groups[1:]
-        except RecordingError:
+        except RolloutFileError:
             num_refused += 1
     return num_refused
 
@@ -269,7 +269,7 @@ def test_an_index_with_another_number_for_a_batch_is_found_when_it_is_read(tmp_p
     wrong = msgspec.structs.replace(second, indexes=(11, 99))
     only_segment(tmp_path).write_bytes(body + encode_end((first, wrong)))
     record = Record(tmp_path)
-    with pytest.raises(RecordingError, match="batch 1: altered since it was written: the index says otherwise"):
+    with pytest.raises(RolloutFileError, match="batch 1: altered since it was written: the index says otherwise"):
         record.find(99)
 
 
@@ -291,7 +291,9 @@ def test_a_segment_cut_after_its_index_was_read_is_said(tmp_path):
     for size in (last.entry.offset + 2, last.entry.offset + 40, last.entry.offset):
         file.write_bytes(file.read_bytes()[:size])
         for read in (record.head, record.batch):
-            with pytest.raises(RecordingError, match=r"batch 2: altered since it was written: .* the file ends before"):
+            with pytest.raises(RolloutFileError, match=r"batch 2: altered since .* the file ends before"):
+                RolloutFileError, match=r"batch 2: altered since it was written: .* the file ends before"
+            ):
                 read(last)
     record.refresh()
     assert positions(record) == [0, 1]

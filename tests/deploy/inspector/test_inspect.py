@@ -34,8 +34,8 @@ from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.policy import make_version
 from penstock.schemas.record import GroupEntry
 from penstock.schemas.record_reader import Record
-from penstock.schemas.recording import RecordingError
 from penstock.schemas.rollout import encode_group
+from penstock.schemas.rollout_file import RolloutFileError
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -236,7 +236,7 @@ def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path):
     (row,) = catalogue.page(RowQuery(size=1))["rows"]
     assert row["key"] != KNOWN_KEY and catalogue.group(row["key"])["prompt"]["text"] == "201+201="
     for key in (KNOWN_KEY, TURNS_KEY):
-        with pytest.raises(RecordingError, match="batch 10 of trainer 0 was undone by a rollback"):
+        with pytest.raises(RolloutFileError, match="batch 10 of trainer 0 was undone by a rollback"):
             catalogue.group(key)
     assert catalogue.group("0-9-6")["index"] == NUM_PLAIN, "what was before the fork keeps its name"
     files.close()

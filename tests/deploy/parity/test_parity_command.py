@@ -1,4 +1,4 @@
-"""`penstock parity` on runs and recordings: the verdict is its exit status, and what is missing is named."""
+"""`penstock parity` on runs and rollout files: the verdict is its exit status, and what is missing is named."""
 
 import json
 import threading
@@ -17,8 +17,8 @@ from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.parity import pictures
 from penstock.deploy.parity.refusal import tell_refusal
 from penstock.schemas.config import ModelConfig, ParityConfig
-from penstock.schemas.recording import RecordingHeader, read_recording, write_recording
 from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 
 from parity_bench import ParityBench, with_logprobs
 from real_server import installed_servers
@@ -151,8 +151,8 @@ def test_a_number_of_groups_that_is_none_is_refused_in_words(run, number, capsys
 @pytest.mark.parametrize(
     ("target", "option", "message"),
     [
-        ("run.toml", ["--dtype", "float16"], "--dtype float16: run.toml is a run file, and only a recording takes"),
-        ("run.toml", ["--weights", "there"], "--weights there: run.toml is a run file, and only a recording takes"),
+        ("run.toml", ["--dtype", "float16"], "--dtype float16: run.toml is a run file, and only a rollout file takes"),
+        ("run.toml", ["--weights", "there"], "--weights there: run.toml is a run file, and only a rollout file takes"),
         ("run.toml", ["--groups", "3"], "--groups 3: run.toml is a run file, and only a run takes"),
         (NAME, ["--set", "seed=2"], f"--set seed=2: {NAME} is a run, and only a run file takes"),
         (NAME, ["--prompts", "2"], f"--prompts 2: {NAME} is a run, and only a run file takes"),
@@ -300,24 +300,24 @@ def recorded(run, groups, tmp_path) -> Recorded:
     return Recorded(run, file)
 
 
-def test_a_recording_is_checked_without_the_run(recorded, groups, capsys):
+def test_a_rollout_file_is_checked_without_the_run(recorded, groups, capsys):
     for file in recorded.run.weights.iterdir():
         file.unlink()
     recorded.run.client.flushall()
-    assert read_recording(recorded.file).groups == tuple(groups)
+    assert read_rollout_file(recorded.file).groups == tuple(groups)
     assert recorded.check() == 0
-    assert f"recording rollouts of run {NAME}" in capsys.readouterr().out
+    assert f"rollout file rollouts of run {NAME}" in capsys.readouterr().out
     report = json.loads((recorded.file.parent / "parity.json").read_text())
     assert report["versions"] == [1, 2] and {row["label"] for row in report["lags"]} == {"0", "1"}
 
 
-def test_a_recording_that_was_cut_off_is_refused(recorded, capsys):
+def test_a_rollout_file_that_was_cut_off_is_refused(recorded, capsys):
     recorded.file.write_bytes(recorded.file.read_bytes()[:-700])
     assert recorded.check() == 2
     assert f"{recorded.file}: truncated in group" in refusal(capsys)
 
 
-def test_a_recording_of_another_model_is_refused(recorded, bench, tmp_path, capsys):
+def test_a_rollout_file_of_another_model_is_refused(recorded, bench, tmp_path, capsys):
     other = make_bench(tmp_path / "other")
     assert recorded.check("--model", str(other.folder)) == 0, "the same model, made again"
     weights = other.folder / "model.safetensors"
@@ -328,9 +328,9 @@ def test_a_recording_of_another_model_is_refused(recorded, bench, tmp_path, caps
     assert "its rollouts are of another model" in refusal(capsys)
 
 
-def test_a_recording_whose_model_or_weights_have_moved_names_them(recorded, bench, tmp_path, capsys):
-    header, groups = read_recording(recorded.file)
-    write_recording(recorded.file, msgspec.structs.replace(header, model="gone", model_digest=""), groups)
+def test_a_rollout_file_whose_model_or_weights_have_moved_names_them(recorded, bench, tmp_path, capsys):
+    header, groups = read_rollout_file(recorded.file)
+    write_rollout_file(recorded.file, msgspec.structs.replace(header, model="gone", model_digest=""), groups)
     assert recorded.check() == 2
     assert "model in gone, which is not there; expected --model FOLDER" in refusal(capsys)
     assert recorded.check("--model", str(bench.folder)) == 0
@@ -340,9 +340,9 @@ def test_a_recording_whose_model_or_weights_have_moved_names_them(recorded, benc
     assert recorded.check("--model", str(bench.folder), "--weights", str(kept)) == 0
 
 
-def test_a_bare_recording_of_any_engine_needs_no_more_than_a_model_and_weights(bench, groups, tmp_path, capsys):
+def test_a_bare_rollout_file_of_any_engine_needs_no_more_than_a_model_and_weights(bench, groups, tmp_path, capsys):
     file = tmp_path / "foreign"
-    write_recording(file, RecordingHeader(), groups)
+    write_rollout_file(file, RolloutFileHeader(), groups)
     assert cli.main(["parity", str(file)]) == 2
     assert "does not say of which model its rollouts are; expected --model FOLDER" in refusal(capsys)
     arguments = ["--model", str(bench.folder), "--weights", str(bench.files[1].parent)]
@@ -354,6 +354,6 @@ def test_a_bare_recording_of_any_engine_needs_no_more_than_a_model_and_weights(b
 def test_a_file_that_is_neither_is_refused(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("rollouts")
     assert cli.main(["parity", str(tmp_path / "notes.txt")]) == 2
-    assert "neither a run file (*.toml) nor a recording" in refusal(capsys)
+    assert "neither a run file (*.toml) nor a rollout file" in refusal(capsys)
     assert cli.main(["parity", str(tmp_path / "absent.toml")]) == 2
     assert "absent.toml: no such file" in refusal(capsys)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from penstock.deploy.parity.perturbed import CHANGE, make_policies
-from penstock.deploy.parity.recorded import model_digest
 from penstock.deploy.parity.weights import WeightVersions, with_neighbours
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.schemas.config import ModelConfig
+from penstock.schemas.model_digest import model_digest
 from safetensors.torch import load_file
 
 from training_groups import configuration, tiny_model

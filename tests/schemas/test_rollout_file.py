@@ -1,0 +1,115 @@
+"""A rollout file comes back as it was written, or is refused with the place where it breaks."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from penstock.schemas.rollout import RecordError
+from penstock.schemas.rollout_file import (
+    FORMAT,
+    MAGIC,
+    RolloutFileError,
+    RolloutFileHeader,
+    is_rollout_file,
+    read_rollout_file,
+    write_rollout_file,
+)
+
+import wire_examples
+
+HEADER = RolloutFileHeader(
+    run="run-1",
+    model="models/demo",
+    model_digest="d" * 32,
+    dtype="bfloat16",
+    weights="rollouts.weights",
+    policy_version=1_000_000_003,
+    forks={1: 7},
+    announced={0: 9},
+)
+GROUPS = tuple(wire_examples.group(index) for index in (3, 1, 2))
+
+
+@pytest.fixture
+def rollout_file(tmp_path: Path) -> Path:
+    file = tmp_path / "rollouts"
+    assert write_rollout_file(file, HEADER, GROUPS) == len(GROUPS)
+    return file
+
+
+def test_header_and_groups_survive_the_round_trip_in_their_order(rollout_file):
+    found = read_rollout_file(rollout_file)
+    assert found.header == HEADER
+    assert found.groups == GROUPS
+
+
+def test_a_rollout_file_without_groups_is_one(tmp_path):
+    write_rollout_file(tmp_path / "none", RolloutFileHeader(), ())
+    assert read_rollout_file(tmp_path / "none").groups == ()
+
+
+def test_a_rollout_file_is_known_by_its_first_bytes(rollout_file, tmp_path):
+    assert is_rollout_file(rollout_file)
+    (tmp_path / "text").write_text("name = 'demo'\n")
+    assert not is_rollout_file(tmp_path / "text")
+    assert not is_rollout_file(tmp_path / "absent")
+    assert not is_rollout_file(tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RolloutFileError, match="absent: no such file"):
+        read_rollout_file(tmp_path / "absent")
+
+
+def test_what_is_no_rollout_file_is_refused(tmp_path):
+    (tmp_path / "run.toml").write_text("name = 'demo'\n")
+    with pytest.raises(RolloutFileError, match=r"run.toml: not a rollout file"):
+        read_rollout_file(tmp_path / "run.toml")
+
+
+def test_a_rollout_file_cut_off_anywhere_is_refused(rollout_file):
+    """Also where the cut falls between two groups, so that each that is left is whole."""
+    whole = rollout_file.read_bytes()
+    cuts = {*range(len(MAGIC), len(whole), 97), len(whole) - 1, len(whole) - 24, len(whole) - 20}
+    for cut in sorted(cuts):
+        rollout_file.write_bytes(whole[:cut])
+        with pytest.raises(RolloutFileError, match=r"truncated in (its header|group [1-4]|its end): .* write it again"):
+            read_rollout_file(rollout_file)
+
+
+def test_no_altered_byte_goes_unnoticed(rollout_file):
+    whole = rollout_file.read_bytes()
+    for place in range(0, len(whole), 13):
+        altered = bytearray(whole)
+        altered[place] ^= 0x10
+        rollout_file.write_bytes(altered)
+        with pytest.raises(RolloutFileError, match=re.escape(str(rollout_file))):
+            read_rollout_file(rollout_file)
+
+
+def test_bytes_after_the_end_are_refused(rollout_file):
+    rollout_file.write_bytes(rollout_file.read_bytes() + b"x")
+    with pytest.raises(RolloutFileError, match="bytes after its end"):
+        read_rollout_file(rollout_file)
+
+
+def test_a_length_beyond_every_group_is_refused_without_reading_it(tmp_path):
+    (tmp_path / "long").write_bytes(MAGIC + b"\xff\xff\xff\x7f")
+    with pytest.raises(RolloutFileError, match=r"its header: 2,147,483,647 bytes, expected at most 4,194,304"):
+        read_rollout_file(tmp_path / "long")
+
+
+def test_a_rollout_file_of_a_later_version_is_refused(tmp_path):
+    later = msgspec.structs.replace(HEADER, recording_version=FORMAT + 1)
+    write_rollout_file(tmp_path / "later", later, GROUPS)
+    with pytest.raises(RolloutFileError, match=r"recording_version: 2, this reader knows 1 to 1"):
+        read_rollout_file(tmp_path / "later")
+
+
+def test_a_group_that_breaks_the_contract_is_not_written_and_leaves_the_old_file(rollout_file):
+    before = rollout_file.read_bytes()
+    with pytest.raises(RecordError, match="rollouts is empty"):
+        write_rollout_file(rollout_file, HEADER, (GROUPS[0], msgspec.structs.replace(GROUPS[1], rollouts=())))
+    assert rollout_file.read_bytes() == before
+    assert [file.name for file in rollout_file.parent.iterdir()] == [rollout_file.name]
