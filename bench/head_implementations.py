@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.head import selected_logprobs
 from torch import Tensor
 
 TRL_CHUNK = 32768

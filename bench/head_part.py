@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 import torch
-from penstock.consumers.learning.fp32_head import onednn_matmul
+from penstock.consumers.learning.matmul import onednn_matmul
 from penstock.schemas.config import ConfigError
 from torch import Tensor
 

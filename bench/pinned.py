@@ -122,7 +122,8 @@ def children_cpu_s() -> float:
 def keep_phases(file: Path) -> None:
     """Has every step of the trainer append its phases, one JSON line a batch."""
     from penstock.consumers.learning.batch import Batch
-    from penstock.consumers.learning.learner import Learner, StepReport
+    from penstock.consumers.learning.learner import Learner
+    from penstock.consumers.learning.step_report import StepReport
 
     output, step = file.open("ab", buffering=0), Learner.step
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 import redis
-from penstock.consumers.learning.batch import check_trainable
 from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader

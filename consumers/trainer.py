@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.batch import Batch, check_trainable, pack
-from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, Learner, StepReport
+from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.observe.metrics import TrainerMetrics

@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import count, islice
 
-from penstock.consumers.learning.batch import pack
-from penstock.consumers.learning.learner import Learner, StepReport
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.step_report import StepReport
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import RunConfig

@@ -8,75 +8,52 @@ Sources: ms-swift's rollout-correction metrics, verl's rollout_corr_helper, Pipe
 `docs/metrics.md` says what each name warns of.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from penstock.consumers.learning.mismatch_terms import (
-    MAXIMA,
-    ROW_TERMS,
-    TOKEN_TERMS,
-    Level,
-    Tokens,
-    maxima_of,
-    row_terms,
-    sums_by_bucket,
-    token_terms,
-)
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from torch import Tensor
 
-SEEDS = "rollout_correction/"
-"""Prefix of the names that ms-swift and verl gave."""
+PEER_PREFIX = "rollout_correction/"
+"""Prefix of the metrics named by ms-swift and verl."""
+K3_BOUND = 10.0
+"""Bound of a token's k3 estimate, as in ms-swift; verl has none."""
+EXP_BOUND = 100.0
+"""Bound of the exponents that the peers leave open: e^100 keeps any sum finite, and no run that learns comes near."""
+LAG_STARTS = (1, 2, 4, 8)
+"""First lag of every bucket after lag 0; the labels are `penstock.schemas.metrics.LAG_LABELS`."""
+
+Level = Literal["token", "geometric", "product"]
+
+TOKEN_TERMS = (
+    *("num_tokens", "minus_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
+    *("weight", "weight_squared", "bounded", "bounded_squared"),
+    *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
+    *("num_fresh", "fresh_gap", "num_lags_below_0"),
+)
+ROW_TERMS = (
+    *("num_rows", "num_filled", "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_seq", "chi2_product", "above"),
+    *("kl_new_old", "above_in_row"),
+)
+MAXIMA = ("diff", "minus_diff", "rho", "minus_rho")
+_ROW_MEANS = {
+    "training_ppl": 1.0,
+    "training_log_ppl": 0.0,
+    "rollout_ppl": 1.0,
+    "rollout_log_ppl": 0.0,
+    "log_ppl_diff": 0.0,
+    "log_ppl_abs_diff": 0.0,
+    "ppl_ratio": 1.0,
+    "chi2_seq": 1.0,
+}
+"""The peers' means over rows, with their value where there is no row; of chi2_seq before 1 is taken off."""
+_ONLY_BY_LAG = frozenset(("num_tokens", "kl", "k3_kl"))
+"""Of the whole batch these have the peers' names, and the trainer's own count of tokens."""
 _ESS_EPSILON = 1e-8
-
-
-def mismatch_metrics(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    loss_mask: Tensor,
-    *,
-    weights: Tensor | None = None,
-    lag: Tensor | None = None,
-    threshold: float | None = None,
-    advantages: Tensor | None = None,
-    level: Level = "token",
-) -> dict[str, float]:
-    """Every diagnostic of one padded batch, by name; see `MismatchSums.of_packed` and `MismatchSums.metrics`.
-
-    Args:
-        train_logprobs, rollout_logprobs: [B, T], natural logarithms.
-        loss_mask: [B, T] bool. What the other tensors hold where it is False is never read, NaN or garbage.
-        weights, lag: [B, T]. advantages: [B, T], or [B] or [B, 1] for one per row.
-
-    Raises:
-        ValueError: shapes that do not fit, a threshold below 1, a lag below 0 where the mask is True.
-    """
-    if train_logprobs.dim() != 2:
-        raise ValueError(f"train_logprobs has shape {tuple(train_logprobs.shape)}, expected [B, T]")
-    num_rows, length = train_logprobs.shape
-    if advantages is not None and advantages.shape in ((num_rows,), (num_rows, 1)):
-        advantages = advantages.reshape(num_rows, 1).expand(num_rows, length)
-    given = {"rollout_logprobs": rollout_logprobs, "loss_mask": loss_mask, "weights": weights, "lag": lag}
-    for name, tensor in (given | {"advantages": advantages}).items():
-        if tensor is not None and tensor.shape != train_logprobs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(train_logprobs.shape)}")
-    if loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, expected torch.bool")
-    if lag is not None and lag.is_floating_point():
-        raise ValueError(f"lag has dtype {lag.dtype}, expected an integer type")
-    # Packed, every token is a sampled one and its lag counts for its row; here it may be padding.
-    lag = None if lag is None else torch.where(loss_mask, lag, torch.zeros_like(lag))
-    return MismatchSums.of_packed(
-        train_logprobs.flatten(),
-        rollout_logprobs.flatten(),
-        loss_mask.flatten(),
-        torch.arange(num_rows, device=train_logprobs.device).repeat_interleave(length),
-        weights=None if weights is None else weights.flatten(),
-        lag=None if lag is None else lag.flatten(),
-        threshold=threshold,
-        advantages=None if advantages is None else advantages.flatten(),
-        level=level,
-    ).metrics()
 
 
 @dataclass(frozen=True)
@@ -134,7 +111,8 @@ class MismatchSums:
                 or product of them.
 
         Raises:
-            ValueError: shapes that differ, a mask that is not bool, a threshold below 1, an unknown level.
+            ValueError: shapes that differ, a mask that is not bool, a lag that is no integer, a threshold below 1, an
+                unknown level.
         """
         optional = {"weights": weights, "lag": lag, "advantages": advantages, "keep_mask": keep_mask}
         optional["corrected_mask"] = corrected_mask
@@ -147,6 +125,8 @@ class MismatchSums:
                 )
         if loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, expected torch.bool")
+        if lag is not None and lag.is_floating_point():
+            raise ValueError(f"lag has dtype {lag.dtype}, expected an integer type")
         if threshold is not None and not threshold >= 1:
             raise ValueError(f"threshold = {threshold}: expected at least 1")
         if level not in ("token", "geometric", "product"):
@@ -201,7 +181,7 @@ class MismatchSums:
         total = {name: sum(bucket[name] for bucket in buckets) for name in TOKEN_TERMS}
         if total["num_lags_below_0"]:
             raise ValueError(f"lag: {total['num_lags_below_0']:.0f} tokens have a lag below 0, expected 0 or more")
-        found = self._seeds(total, rows, extremes) | self._ours(total, rows, extremes)
+        found = self._peers(total, rows, extremes) | self._ours(total, rows, extremes)
         if "lag" in self.known:
             if total["num_fresh"]:
                 found["mismatch_lag0"] = total["fresh_gap"] / total["num_fresh"]
@@ -210,8 +190,8 @@ class MismatchSums:
                     found |= {lag_key(name, label): value for name, value in self._of_bucket(bucket).items()}
         return found
 
-    def _seeds(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
-        """Under the seeds' names and by their formulas, epsilons and empty rows included."""
+    def _peers(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
+        """The peers' metrics under the peers' names and by their formulas, epsilons and empty rows included."""
         has_rows, num_filled = rows["num_rows"] > 0, max(rows["num_filled"], 1.0)
         found = {
             "kl": _mean(total, "minus_l"),
@@ -235,7 +215,7 @@ class MismatchSums:
         pipeline = {"kl_new_old": rows["kl_new_old"] / num_filled}
         if "threshold" in self.known:
             pipeline["clamp_log_ratio_new_old_indicator"] = rows["above_in_row"] / num_filled
-        return {SEEDS + name: value for name, value in found.items()} | pipeline
+        return {PEER_PREFIX + name: value for name, value in found.items()} | pipeline
 
     def _ours(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
         found = {name: value for name, value in self._of_bucket(total).items() if name not in _ONLY_BY_LAG}
@@ -271,21 +251,6 @@ class MismatchSums:
         return found
 
 
-_ROW_MEANS = {
-    "training_ppl": 1.0,
-    "training_log_ppl": 0.0,
-    "rollout_ppl": 1.0,
-    "rollout_log_ppl": 0.0,
-    "log_ppl_diff": 0.0,
-    "log_ppl_abs_diff": 0.0,
-    "ppl_ratio": 1.0,
-    "chi2_seq": 1.0,
-}
-"""The seeds' means over rows, with their value where there is no row; of chi2_seq before 1 is taken off."""
-_ONLY_BY_LAG = frozenset(("num_tokens", "kl", "k3_kl"))
-"""Of the whole batch these have the seeds' names, and the trainer's own count of tokens."""
-
-
 def _mean(sums: dict[str, float], name: str, of_none: float = 0.0) -> float:
     return sums[name] / sums["num_tokens"] if sums["num_tokens"] else of_none
 
@@ -296,3 +261,162 @@ def _ess_fraction(sums: dict[str, float], name: str) -> float:
         return 1.0
     squared = sums["num_tokens"] * sums[f"{name}_squared"]
     return sums[name] ** 2 / squared if squared else 0.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Some tokens as float64 [M], 0 under the mask, and the index of each one's row, [M] int64 counted from 0."""
+
+    mask: Tensor
+    row: Tensor
+    train: Tensor
+    rollout: Tensor
+    clamped: Tensor
+    rho: Tensor
+    above: Tensor
+    new_old: Tensor
+    threshold: float | None
+
+    @classmethod
+    def of(
+        cls,
+        train_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        loss_mask: Tensor,
+        row_ids: Tensor,
+        current_logprobs: Tensor | None,
+        threshold: float | None,
+    ) -> "Tokens":
+        train, rollout = _where(loss_mask, train_logprobs), _where(loss_mask, rollout_logprobs)
+        clamped = (train - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        rho = _where(loss_mask, clamped.exp())
+        starts = torch.ones_like(row_ids)
+        starts[1:] = row_ids[1:] != row_ids[:-1]
+        current = train if current_logprobs is None else _where(loss_mask, current_logprobs)
+        return cls(
+            mask=loss_mask,
+            row=starts.cumsum(0) - 1,
+            train=train,
+            rollout=rollout,
+            clamped=clamped,
+            rho=rho,
+            above=torch.zeros_like(rho) if threshold is None else (rho > threshold).double(),
+            new_old=(current - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND),
+            threshold=threshold,
+        )
+
+
+def token_terms(
+    tokens: Tokens,
+    weights: Tensor | None,
+    lag: Tensor | None,
+    advantages: Tensor | None,
+    keep_mask: Tensor | None,
+    corrected_mask: Tensor | None,
+) -> dict[str, Tensor]:
+    """[M] of each of TOKEN_TERMS that the inputs allow, 0 under the mask."""
+    mask, rho, clamped = tokens.mask, tokens.rho, tokens.clamped
+    log_ratios = tokens.train - tokens.rollout
+    terms = {
+        "num_tokens": mask,
+        "minus_l": -log_ratios,
+        # Masked tokens have l = 0, and k3 of that is 0.
+        "k3": (clamped.exp() - clamped - 1).clamp(max=K3_BOUND),
+        "k3_unclamped": log_ratios.clamp(max=EXP_BOUND).exp() - log_ratios - 1,
+        "rho": rho,
+        "rho_squared": rho.square(),
+        "above": tokens.above,
+    }
+    if weights is not None:
+        applied = _where(mask, weights)
+        terms |= {"weight": applied, "weight_squared": applied.square()}
+        if tokens.threshold is not None:
+            bounded = _where(mask, applied.clamp(1 / tokens.threshold, tokens.threshold))
+            terms |= {"bounded": bounded, "bounded_squared": bounded.square()}
+    if corrected_mask is not None:
+        terms["corrected"] = mask & corrected_mask
+    if keep_mask is not None or weights is not None:
+        rejected = ~keep_mask if keep_mask is not None else weights == 0
+        terms["masked"] = masked = mask & rejected
+        if advantages is not None:
+            positive, negative = mask & (advantages > 0), mask & (advantages < 0)
+            terms |= {"num_positive": positive, "masked_positive": positive & masked}
+            terms |= {"num_negative": negative, "masked_negative": negative & masked}
+    if lag is not None:
+        # In a row that began under older weights even a fresh token saw keys and values of theirs.
+        oldest = torch.zeros_like(lag).scatter_reduce(0, tokens.row, lag, "amax")
+        fresh = mask & (oldest[tokens.row] == 0)
+        terms |= {
+            "num_fresh": fresh,
+            "fresh_gap": _where(fresh, log_ratios.abs()),
+            "num_lags_below_0": mask & (lag < 0),
+        }
+    return terms
+
+
+def sums_by_bucket(terms: Mapping[str, Tensor], lag: Tensor | None) -> Tensor:
+    """[5, len(TOKEN_TERMS)] float64: `token_terms` summed by lag bucket; without lags all in the first."""
+    some = terms["num_tokens"]
+    zero = torch.zeros(len(some), dtype=torch.float64, device=some.device)
+    columns = torch.stack([terms[name].double() if name in terms else zero for name in TOKEN_TERMS], dim=1)
+    sums = torch.zeros(len(LAG_LABELS), len(TOKEN_TERMS), dtype=torch.float64, device=some.device)
+    if lag is None:
+        sums[0] = columns.sum(0)
+        return sums
+    starts = torch.tensor(LAG_STARTS, device=lag.device)
+    return sums.index_add_(0, torch.bucketize(lag, starts, right=True), columns)
+
+
+def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
+    """[M] of each of ROW_TERMS, the first as many as there are rows in use, 0 in the others; and `diff`, -inf there.
+
+    M is the most rows there can be: how many there are is not asked, for which a device would have to be waited for.
+    """
+    x, mask = tokens.new_old, tokens.mask
+    columns = torch.stack(
+        [mask.double(), tokens.train, tokens.rollout, tokens.clamped, x.exp() - x - 1, tokens.above], dim=1
+    )
+    count, train, rollout, clamped, kl_new_old, above = (
+        torch.zeros_like(columns).index_add_(0, tokens.row, columns).unbind(1)
+    )
+    exists = torch.zeros_like(mask).index_fill_(0, tokens.row, True)
+    filled = count.clamp(min=1)
+    log_ratio = train - rollout
+    mean = log_ratio / filled
+    geometric, product = (clamped / filled).exp(), log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    above_row = geometric if level == "geometric" else product
+    terms = {
+        "num_rows": exists,
+        "num_filled": count > 0,
+        "training_log_ppl": -train / filled,
+        "training_ppl": _exp(-train / filled),
+        "rollout_log_ppl": -rollout / filled,
+        "rollout_ppl": _exp(-rollout / filled),
+        "log_ppl_diff": -mean,
+        "log_ppl_abs_diff": mean.abs(),
+        "ppl_ratio": _exp(-mean),
+        "chi2_seq": mean.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).mul(2).exp(),
+        "chi2_product": product.square(),
+        "above": above_row > (tokens.threshold or torch.inf),
+        "kl_new_old": kl_new_old / filled,
+        "above_in_row": above / filled,
+    }
+    found = {name: _where(exists, term) for name, term in terms.items()}
+    return found | {"diff": torch.where(exists, -mean, -torch.inf)}
+
+
+def maxima_of(tokens: Tokens, diff: Tensor) -> Tensor:
+    """[len(MAXIMA)] float64: the largest of each over rows or tokens, -inf over none."""
+    nothing = torch.full_like(diff, -torch.inf)
+    minus_diff = torch.where(diff > -torch.inf, -diff, nothing)
+    rho = torch.where(tokens.mask, tokens.rho, nothing)
+    columns = torch.stack([diff, minus_diff, rho, torch.where(tokens.mask, -rho, nothing)], dim=1)
+    return torch.cat([columns, nothing.new_full((1, len(MAXIMA)), -torch.inf)]).amax(0)
+
+
+def _where(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values.detach().double(), 0.0)
+
+
+def _exp(exponents: Tensor) -> Tensor:
+    return exponents.clamp(max=EXP_BOUND).exp()

@@ -29,19 +29,9 @@ from dataclasses import dataclass
 
 import torch
 from penstock.consumers.learning.rejection import beyond_m2_budget, off_policy_rows_kept, rejected
-from penstock.consumers.learning.rows import LOG_RATIO_BOUND, Rows, clamped, log_ratio
+from penstock.consumers.learning.rows import Rows, clamped, log_ratio
 from penstock.schemas.config import CorrectionConfig
 from torch import Tensor
-
-__all__ = [
-    "LOG_RATIO_BOUND",
-    "Correction",
-    "correct",
-    "correct_packed",
-    "log_ratio",
-    "off_policy_rows_kept",
-    "trust",
-]
 
 
 @dataclass(frozen=True)
@@ -58,40 +48,6 @@ class Correction:
     keep_mask: Tensor
     metrics: dict[str, Tensor]
     corrected_mask: Tensor
-
-
-def correct(
-    proximal_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    loss_mask: Tensor,
-    lag: Tensor,
-    config: CorrectionConfig,
-    *,
-    advantages: Tensor | None = None,
-    current_logprobs: Tensor | None = None,
-) -> Correction:
-    """`correct_packed` for padded rows: every tensor is [B, T], and a row is a row."""
-    if proximal_logprobs.ndim != 2:
-        raise ValueError(
-            f"proximal_logprobs has shape {list(proximal_logprobs.shape)}, expected [B, T]; packed tokens go to "
-            "correct_packed"
-        )
-    shape = proximal_logprobs.shape
-    _check_tensors(proximal_logprobs, behavior_logprobs, loss_mask, lag, advantages, current_logprobs)
-    row_ids = torch.arange(shape[0], device=proximal_logprobs.device).repeat_interleave(shape[1])
-    packed = correct_packed(
-        proximal_logprobs.flatten(),
-        behavior_logprobs.flatten(),
-        loss_mask.flatten(),
-        lag.flatten(),
-        row_ids,
-        config,
-        advantages=None if advantages is None else advantages.flatten(),
-        current_logprobs=None if current_logprobs is None else current_logprobs.flatten(),
-    )
-    return Correction(
-        packed.weights.view(shape), packed.keep_mask.view(shape), packed.metrics, packed.corrected_mask.view(shape)
-    )
 
 
 def correct_packed(

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
-from penstock.consumers.learning.fp32_head import selected_logprobs
-from penstock.consumers.learning.importance import Correction, correct_packed, off_policy_rows_kept
+from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.schemas.config import ConfigError, RunConfig
 from torch import Tensor
 

@@ -1,7 +1,12 @@
 """How old a token is when it is consumed."""
 
+from collections.abc import Callable
+
 from penstock.schemas.policy import UnknownVersionError, lag
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import RolloutGroup, Segment
+
+Lags = Callable[[int], int]
+KnownLags = Callable[[int], int | None]
 
 
 class LagTable:
@@ -39,3 +44,26 @@ def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
                 except UnknownVersionError:
                     continue
     return bool(known) and min(known) > bound
+
+
+def known_lags(lag_of: Lags) -> KnownLags:
+    """`lag_of` with what it said remembered, and None where it raises UnknownVersionError."""
+    known: dict[int, int | None] = {}
+
+    def lag(version: int) -> int | None:
+        if version not in known:
+            try:
+                known[version] = lag_of(version)
+            except UnknownVersionError:
+                known[version] = None
+        return known[version]
+
+    return lag
+
+
+def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
+    """The lag of each of a segment's version spans, an unknown version's as `pack` counts it."""
+    known = [lag(span.version) for span in segment.version_spans]
+    # Unknown is not fresh: at least 1, also where nothing but fresh tokens stands beside it.
+    fallback = max(1, max((d for d in known if d is not None), default=lag_bound))
+    return tuple(fallback if d is None else d for d in known)

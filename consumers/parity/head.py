@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.gaps import NOTHING, gap_of
 from penstock.consumers.parity.report import Gap
 from penstock.consumers.parity.sample import Sample, SampleRow

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from penstock.consumers.learning.attention import make_layout
-from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.head import selected_logprobs
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.errors import ParityError
 from penstock.consumers.parity.report import AS_SERVED, LayerGap

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from penstock.consumers.learning.diagnostics import MismatchSums
-from penstock.consumers.learning.mismatch_terms import LAG_STARTS
+from penstock.consumers.learning.diagnostics import LAG_STARTS, MismatchSums
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.gaps import quantile
 from penstock.consumers.parity.replay import Replay, ReplayPlan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.head import GREEDY_TEMPERATURE
 from penstock.consumers.learning.scoring import head_logprobs
 from penstock.consumers.parity.replay import Pass, Replay, as_labelled
 from penstock.consumers.parity.sample import Sample, SampleRow

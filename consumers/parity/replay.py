@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from penstock.consumers.learning.batch import Support, pack_segments
+from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.packing import pack_segments
 from penstock.consumers.learning.scoring import head_logprobs
 from penstock.consumers.parity.kept_keys import KeptKeys
 from penstock.consumers.parity.policies import PolicyStore

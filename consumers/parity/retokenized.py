@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from penstock.consumers.learning.batch import pack_segments
-from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.packing import pack_segments
 from penstock.consumers.parity.candidate import Candidate
 from penstock.consumers.parity.errors import ParityError
 from penstock.consumers.parity.policies import PolicyStore

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from penstock.consumers.learning.fp32_head import GREEDY_TEMPERATURE
+from penstock.consumers.learning.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.readings import chunks
 from penstock.consumers.parity.replay import Replay
 from penstock.consumers.parity.sample import Sample, SampleRow

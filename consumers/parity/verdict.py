@@ -273,8 +273,8 @@ _SAYS = {
     "trainer-head": (
         "the trainer's head is not the float32 head it should be",
         "between it and a plain head on the same hidden states",
-        "the trainer must take logprobs from penstock.consumers.learning.fp32_head.selected_logprobs and leave torch's float32 matmul "
-        'precision at "highest"',
+        "the trainer must take logprobs from penstock.consumers.learning.head.selected_logprobs and leave torch's "
+        'float32 matmul precision at "highest"',
     ),
     "engine-spread": (
         "the engine disagrees with itself: equal contexts give different logprobs in different batches",

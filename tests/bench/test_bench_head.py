@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.head import selected_logprobs
 
 from bench import __main__ as bench
 from bench import head, head_part

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from penstock.consumers.learning.batch import pack
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.scoring import check_objective
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
 from penstock.producers.environments.arithmetic import Arithmetic

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 import torch
-from penstock.consumers.learning.batch import pack
+from penstock.consumers.learning.packing import pack
 from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids

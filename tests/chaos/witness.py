@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from penstock.consumers.learning.batch import Batch, MicroBatch
-from penstock.consumers.learning.learner import Learner, StepReport
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.step_report import StepReport
 from penstock.deploy.demo.char_tokenizer import ALPHABET, build_tokenizer
 from penstock.schemas.config import RunConfig
 from safetensors.torch import load_file

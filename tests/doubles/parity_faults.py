@@ -24,7 +24,7 @@ class LabelsOnly:
 def bfloat16_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: Any = 1.0, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`penstock.consumers.learning.fp32_head.selected_logprobs` with the logits rounded to bfloat16."""
+    """`penstock.consumers.learning.head.selected_logprobs` with the logits rounded to bfloat16."""
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).float() / torch.as_tensor(temperature).reshape(-1, 1)
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)

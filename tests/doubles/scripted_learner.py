@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from penstock.consumers.learning.batch import Batch
-from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
 
 

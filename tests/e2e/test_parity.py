@@ -5,8 +5,8 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from penstock.consumers.learning.batch import pack
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest

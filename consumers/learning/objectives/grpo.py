@@ -5,7 +5,7 @@ Formula, over the sampled tokens t of an optimizer step, with r = exp(current - 
     loss = aggregate(- w_t * min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t))
 
 `w = f(exp(proximal - behavior))` is the importance weight; it corrects what the engine and the lag did and carries no
-gradient. Dual clip: consumers/learning/objectives/clip.py. Aggregation, KL and entropy: consumers/learning/objectives/terms.py.
+gradient. Dual clip: `clip.py` here. Aggregation, KL and entropy: `terms.py` here.
 
 Source: DeepSeekMath (arXiv 2402.03300, eq. 3).
 

@@ -4,7 +4,8 @@ Formula, over the sampled tokens t, with the gain g_t of the objective's own fil
 
     loss = aggregate(-w_t * g_t)  +  kl_coefficient * aggregate(kl_t)  -  entropy_coefficient * aggregate(H_t)
 
-An objective of your own needs none of this: it may be any callable LossInputs -> LossOutputs (consumers/learning/interfaces.py).
+An objective of your own needs none of this: it may be any callable LossInputs -> LossOutputs
+(`penstock.consumers.learning.interfaces`).
 
 Aggregation. All three denominators are counted before anything is masked, so that masking never inflates what is left;
 verl, ms-swift and TRL divide by what a mask left over, which is the same where nothing is masked.

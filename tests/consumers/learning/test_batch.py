@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 import torch
-from penstock.consumers.learning.batch import MicroBatch, Support, check_trainable, pack
+from penstock.consumers.learning.batch import MicroBatch, Support
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.schemas.config import TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 import torch
-from penstock.consumers.learning.importance import correct, correct_packed, trust
+from penstock.consumers.learning.importance import correct_packed, trust
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 NAN = float("nan")
@@ -60,34 +60,34 @@ def test_rejections_that_make_no_sense_are_refused_by_name(arguments, message) -
 
 
 GOOD = {
-    "proximal_logprobs": torch.zeros(2, 3),
-    "behavior_logprobs": torch.zeros(2, 3),
-    "loss_mask": torch.ones(2, 3, dtype=torch.bool),
-    "lag": torch.zeros(2, 3, dtype=torch.int64),
-    "advantages": torch.zeros(2, 3),
-    "current_logprobs": torch.zeros(2, 3),
+    "proximal_logprobs": torch.zeros(6),
+    "behavior_logprobs": torch.zeros(6),
+    "loss_mask": torch.ones(6, dtype=torch.bool),
+    "lag": torch.zeros(6, dtype=torch.int64),
+    "row_ids": torch.tensor([0, 0, 0, 1, 1, 1]),
+    "advantages": torch.zeros(6),
+    "current_logprobs": torch.zeros(6),
 }
 
 
 @pytest.mark.parametrize("name", ["behavior_logprobs", "loss_mask", "lag", "advantages", "current_logprobs"])
 def test_a_tensor_of_another_shape_is_refused_by_name(name) -> None:
-    arguments = GOOD | {name: GOOD[name][:, :2]}
-    with pytest.raises(ValueError, match=rf"{name} has shape \[2, 2\], expected that of proximal_logprobs, \[2, 3\]"):
-        correct(config=CorrectionConfig(), **arguments)
+    arguments = GOOD | {name: GOOD[name][:4]}
+    with pytest.raises(ValueError, match=rf"{name} has shape \[4\], expected that of proximal_logprobs, \[6\]"):
+        correct_packed(config=CorrectionConfig(), **arguments)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"loss_mask": torch.ones(2, 3)}, r"loss_mask is torch.float32, expected torch.bool"),
-        ({"lag": torch.zeros(2, 3)}, r"lag is torch.float32, expected an integer type"),
-        ({"lag": torch.tensor([[0, 1, 2], [0, -1, 2]])}, r"lag holds -1, expected 0 or more"),
-        ({"proximal_logprobs": torch.zeros(6)}, r"proximal_logprobs has shape \[6\], expected \[B, T\]"),
+        ({"loss_mask": torch.ones(6)}, r"loss_mask is torch.float32, expected torch.bool"),
+        ({"lag": torch.zeros(6)}, r"lag is torch.float32, expected an integer type"),
+        ({"lag": torch.tensor([0, 1, 2, 0, -1, 2])}, r"lag holds -1, expected 0 or more"),
     ],
 )
 def test_tensors_that_cannot_be_meant_are_refused_by_name(changed, message) -> None:
     with pytest.raises(ValueError, match=message):
-        correct(config=CorrectionConfig(), **(GOOD | changed))
+        correct_packed(config=CorrectionConfig(), **(GOOD | changed))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_tensors_that_cannot_be_meant_are_refused_by_name(changed, message) -> N
 )
 def test_rows_out_of_order_are_refused(row_ids, message) -> None:
     with pytest.raises(ValueError, match=message):
-        correct_packed(config=CorrectionConfig(), row_ids=row_ids, **{k: v.flatten() for k, v in GOOD.items()})
+        correct_packed(config=CorrectionConfig(), **(GOOD | {"row_ids": row_ids}))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_rows_out_of_order_are_refused(row_ids, message) -> None:
 def test_a_tensor_that_the_configuration_needs_is_asked_for_by_name(settings, missing) -> None:
     arguments = {name: values for name, values in GOOD.items() if name != missing}
     with pytest.raises(ValueError, match=f"{missing} is None, expected a tensor: .*{next(iter(settings))}"):
-        correct(config=CorrectionConfig(**settings), **arguments)
+        correct_packed(config=CorrectionConfig(**settings), **arguments)
 
 
 def test_trust_in_a_negative_lag_is_refused() -> None:
@@ -125,15 +125,14 @@ def test_trust_in_a_negative_lag_is_refused() -> None:
 
 def test_a_schedule_named_after_the_bound_is_refused_without_one() -> None:
     with pytest.raises(ValueError, match=r"config\.max_lag is None, expected the largest lag to keep"):
-        correct(config=CorrectionConfig(schedule="max_lag"), **GOOD)
+        correct_packed(config=CorrectionConfig(schedule="max_lag"), **GOOD)
 
 
 @pytest.mark.parametrize("name", ["proximal_logprobs", "behavior_logprobs", "advantages"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_tensors_that_hold_no_logprobs_are_named(name, dtype) -> None:
-    zeros = torch.zeros(1, 3)
+    zeros = torch.zeros(6)
     given = {"proximal_logprobs": zeros, "behavior_logprobs": zeros, "advantages": zeros}
     given[name] = zeros.to(dtype)
-    mask, lag = torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match=f"{name} is {dtype}, expected a float type"):
-        correct(loss_mask=mask, lag=lag, config=CorrectionConfig(), **given)
+        correct_packed(config=CorrectionConfig(), **(GOOD | given))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.consumers.learning.batch import pack
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, Learner
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM

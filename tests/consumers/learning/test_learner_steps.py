@@ -10,11 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from penstock.consumers.learning.batch import Batch, check_trainable, pack
+from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.head_kernels import Head
 from penstock.consumers.learning.importance import correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
-from penstock.consumers.learning.learner import NOTHING_TO_TRAIN, Learner
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.schemas.config import ConfigError, CorrectionConfig, ModelConfig, Plug, TrainerConfig
 from penstock.schemas.rollout import RecordError, decode_group, encode_group, pack_ids
 from torch import Tensor

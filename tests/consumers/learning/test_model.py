@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.consumers.learning.batch import pack
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
 from safetensors.torch import load_file, save_file
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.consumers.learning.importance import correct
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
@@ -17,6 +16,7 @@ from penstock.consumers.learning.objectives.terms import PolicyObjective
 from penstock.schemas.config import CorrectionConfig, Rejection
 
 from golden_corrections import Golden, names, per_token
+from padded import correct
 
 NONE = CorrectionConfig("none")
 ANY_WEIGHT = 1e9

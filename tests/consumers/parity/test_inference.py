@@ -139,7 +139,7 @@ def test_a_bfloat16_head_in_the_trainer_only_is_named(bench, low, dtype, monkeyp
     here = bench if dtype == "float32" else low
     groups = groups_of(here.engine().generate(prompts(12, 6), 4, 16, sampling=COLD))
     monkeypatch.setattr(penstock.consumers.learning.scoring, "selected_logprobs", bfloat16_logprobs)
-    assert_named(here.check(groups), "trainer-head", "penstock.consumers.learning.fp32_head.selected_logprobs")
+    assert_named(here.check(groups), "trainer-head", "penstock.consumers.learning.head.selected_logprobs")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from penstock.consumers.learning.batch import pack, pack_segments
+from penstock.consumers.learning.packing import pack, pack_segments
 from penstock.consumers.parity.policies import PolicyStore
 from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.sample import read_sample

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from penstock.consumers.learning.batch import pack
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
 from penstock.consumers.stream.checkpoints import (
     CheckpointError,
     Checkpoints,

@@ -5,7 +5,7 @@ from collections import Counter
 
 import penstock.consumers.trainer
 import pytest
-from penstock.consumers.learning.learner import StepReport
+from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.stream.checkpoints import CheckpointError
 from penstock.consumers.stream.scripts import FencedError

@@ -1,10 +1,9 @@
-"""Gradients computed in the head's forward pass: a promise that backward checks. And oneDNN, which tests itself."""
+"""Gradients computed in the head's forward pass: a promise that backward checks."""
 
 import pytest
 import torch
-from penstock.consumers.learning import fp32_head, head_kernels
-from penstock.consumers.learning.fp32_head import enable_onednn_matmul, onednn_matmul, selected_logprobs
-from penstock.schemas.config import ConfigError
+from penstock.consumers.learning import head_kernels
+from penstock.consumers.learning.head import selected_logprobs
 from torch import Tensor
 
 N, H, V = 23, 6, 17
@@ -193,57 +192,3 @@ def test_an_answer_that_does_not_fit_is_refused(answer, message) -> None:
     hidden, weight, targets, _ = _inputs()
     with pytest.raises(ValueError, match=message):
         selected_logprobs(hidden, weight, targets, token_grads=answer)
-
-
-@pytest.fixture
-def matmul_precision():
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-def test_onednn_is_accurate_or_refused_and_always_given_back(matmul_precision) -> None:
-    before = torch.get_float32_matmul_precision()
-    left, right = torch.randn(200, 300), torch.randn(300, 400)
-    exact = left.double() @ right.double()
-    try:
-        with onednn_matmul():
-            assert torch.get_float32_matmul_precision() != before
-            error = ((left @ right).double() - exact).abs().max() / exact.abs().max()
-            assert error <= fp32_head.ONEDNN_MAX_ERROR
-    except ConfigError as error:
-        assert "cannot be handed to oneDNN" in str(error)
-    assert torch.get_float32_matmul_precision() == before
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(2e-3, "'medium' computes with an error of 2.0e-03, above 1e-05; 'high'"), (0.0, "'medium' changes no bit")],
-)
-def test_onednn_is_refused_where_it_is_inaccurate_or_idle(monkeypatch, matmul_precision, error, message) -> None:
-    exact = fp32_head._products(torch.float64)
-    default = [product.float() for product in exact]
-
-    def products(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        if dtype == torch.float64:
-            return exact
-        lowered = torch.get_float32_matmul_precision() != "highest"
-        return [product + error * product.abs().max() * lowered for product in default]
-
-    monkeypatch.setattr(fp32_head, "_products", products)
-    with pytest.raises(ConfigError, match=message):
-        enable_onednn_matmul()
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_onednn_stays_on_once_enabled(monkeypatch, matmul_precision) -> None:
-    exact = fp32_head._products(torch.float64)
-    errors = {"highest": 0.0, "medium": 2e-3, "high": 2e-7}
-
-    def products(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        error = errors[torch.get_float32_matmul_precision()] if dtype == torch.float32 else 0.0
-        return [product + error * product.abs().max() for product in exact]
-
-    monkeypatch.setattr(fp32_head, "_products", products)
-    enable_onednn_matmul()
-    assert torch.get_float32_matmul_precision() == "high"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from penstock.consumers.learning import head_kernels
-from penstock.consumers.learning.fp32_head import selected_logprobs
+from penstock.consumers.learning.head import selected_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

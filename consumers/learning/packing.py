@@ -1,0 +1,250 @@
+"""From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from penstock.consumers.learning.advantages import group_advantages, has_variance
+from penstock.consumers.learning.attention import make_layout
+from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support
+from penstock.consumers.learning.staleness import KnownLags, Lags, known_lags, span_lags
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A segment on its way into a batch."""
+
+    segment: Segment
+    place: Place
+    prefix: tuple[int, bytes]
+    """Group and context bytes before the first sampled token: rows with an equal prefix share it."""
+    prefix_length: int
+    length: int
+    lags: tuple[tuple[int, int], ...]
+    """(lag, tokens) along the sampled tokens."""
+    advantage: float
+    temperature: float
+    rollout_tokens: int
+
+
+def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Batch:
+    """Packs the groups of one update; each must have passed `check_trainable`.
+
+    They are split in their order into `trainer.num_minibatches` parts of one optimizer step each.
+
+    Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
+    denominators. To the policy term that changes nothing but the cost; an objective's KL and entropy terms, and the
+    diagnostics, are of the groups with variance. Tokens older than the lag bound are masked; a row with nothing
+    else is left out likewise.
+
+    Args:
+        lag_of: the lag of a policy version. Where it raises UnknownVersionError the token counts as the row's oldest
+            known version, without one as the lag bound, and never as less than 1.
+
+    Raises:
+        FutureVersionError: from `lag_of`.
+        RecordError: a row without context.
+    """
+    lags = known_lags(lag_of)
+    parts = [_rows_of(part, lags, config) for part in _parts(groups, config.trainer.num_minibatches)]
+    rows = [row for part in parts for row in part.rows]
+    histogram: dict[int, int] = {}
+    for row in rows:
+        for lag, count in row.lags:
+            histogram[lag] = histogram.get(lag, 0) + count
+    masked = sum(count for lag, count in histogram.items() if lag > config.lag_bound)
+    num_trained = sum(has_variance(group) for group in groups)
+    rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
+    return Batch(
+        minibatches=tuple(_pack_part(part, config) for part in parts),
+        num_tokens_trained=sum(histogram.values()) - masked,
+        num_tokens_masked_lag=masked,
+        num_groups_trained=num_trained,
+        num_groups_skipped=len(groups) - num_trained,
+        num_rows=sum(_alive(row, config.lag_bound) for row in rows),
+        lag_histogram=dict(sorted(histogram.items())),
+        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+    )
+
+
+def pack_segments(
+    segments: Sequence[tuple[int, Segment, float]], budget: int
+) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
+    """Forward passes over segments whatever they are worth: no advantage, no lag, nothing left out.
+
+    Args:
+        segments: of each the number of its group, itself, with at least one sampled token and context before it, and
+            its temperature. Segments of one group that begin with the same context share it.
+        budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
+
+    Yields:
+        A micro-batch, and the places in `segments` of those whose sampled tokens it holds, in the order of its tokens.
+    """
+    rows = [
+        _Row(
+            segment=segment,
+            place=Place(group, 0, 0),
+            prefix=(group, segment.token_ids[: 4 * segment.loss_mask[0][0]]),
+            prefix_length=segment.loss_mask[0][0],
+            length=segment.loss_mask[-1][1] - 1,
+            lags=((0, segment.num_sampled_tokens),),
+            advantage=0.0,
+            temperature=temperature,
+            rollout_tokens=segment.num_sampled_tokens,
+        )
+        for group, segment, temperature in segments
+    ]
+    first = 0
+    for part in _split(rows, budget):
+        order = sorted(range(len(part)), key=lambda place: -part[place].length)
+        yield _pack_rows([part[place] for place in order], 0), tuple(first + place for place in order)
+        first += len(part)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The groups of a mini-batch and the rows of those that have variance."""
+
+    groups: Sequence[RolloutGroup]
+    rows: list[_Row]
+
+
+def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[RolloutGroup]]:
+    """`count` consecutive parts whose sizes differ by one at most; fewer where there are fewer groups."""
+    bounds = [len(groups) * n // count for n in range(count + 1)]
+    return (groups[start:end] for start, end in pairwise(bounds) if end > start)
+
+
+def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig) -> _Part:
+    trained = [group for group in groups if has_variance(group)]
+    return _Part(groups, [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)])
+
+
+def _pack_part(part: _Part, config: RunConfig) -> MiniBatch:
+    alive = [row for row in part.rows if _alive(row, config.lag_bound)]
+    rollouts = [rollout for group in part.groups for rollout in group.rollouts]
+    split = [_longest_first(rows) for rows in _split(alive, config.trainer.tokens_per_microbatch)]
+    return MiniBatch(
+        microbatches=tuple(_pack_rows(rows, config.lag_bound) for rows in split),
+        places=tuple(tuple(row.place for row in rows) for rows in split),
+        indexes=tuple(group.index for group in part.groups),
+        num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
+        num_rollouts=len(rollouts),
+    )
+
+
+def _alive(row: _Row, lag_bound: int) -> bool:
+    return any(lag <= lag_bound for lag, _ in row.lags)
+
+
+def _rows(g: int, group: RolloutGroup, lag: KnownLags, config: RunConfig) -> Iterator[_Row]:
+    advantages = group_advantages(np.array([rollout.reward.value for rollout in group.rollouts]), config.advantage)
+    for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages.tolist(), strict=True)):
+        rollout_tokens = rollout.num_sampled_tokens
+        for s, segment in enumerate(rollout.segments):
+            if not segment.loss_mask:
+                continue
+            prefix_length = segment.loss_mask[0][0]
+            if prefix_length < 1:
+                raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
+            lags = span_lags(segment, lag, config.lag_bound)
+            yield _Row(
+                segment=segment,
+                place=Place(group.index, r, s),
+                prefix=(g, segment.token_ids[: 4 * prefix_length]),
+                prefix_length=prefix_length,
+                length=segment.loss_mask[-1][1] - 1,
+                lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
+                advantage=advantage,
+                temperature=group.sampling.temperature,
+                rollout_tokens=rollout_tokens,
+            )
+
+
+def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
+    """Consecutive rows of at most `budget` tokens together; a longer row makes a part of its own.
+
+    A shared context counts for every row: it is packed once, but attention holds it once a row.
+    """
+    part: list[_Row] = []
+    used = 0
+    for row in rows:
+        if part and used + row.length > budget:
+            yield part
+            part, used = [], 0
+        part.append(row)
+        used += row.length
+    if part:
+        yield part
+
+
+def _longest_first(rows: list[_Row]) -> list[_Row]:
+    """So that attention can cut rectangles of little padding."""
+    return sorted(rows, key=lambda row: -row.length)
+
+
+def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
+    token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
+    sizes = np.array([row.segment.num_tokens for row in rows])
+    offsets = np.cumsum(sizes) - sizes
+    lengths = np.array([row.length for row in rows])
+    prefix_lengths = np.array([row.prefix_length for row in rows])
+
+    prefix_ids: dict[tuple[int, bytes], int] = {}
+    prefix_of = np.array([prefix_ids.setdefault(row.prefix, len(prefix_ids)) for row in rows])
+    first_with = np.unique(prefix_of, return_index=True)[1]
+    unique_lengths = prefix_lengths[first_with]
+    prefix_starts = (np.cumsum(unique_lengths) - unique_lengths)[prefix_of]
+    own_lengths = lengths - prefix_lengths
+    own_starts = unique_lengths.sum() + np.cumsum(own_lengths) - own_lengths
+
+    positions = np.concatenate(
+        [_ranges(np.zeros_like(unique_lengths), unique_lengths), _ranges(prefix_lengths, own_lengths)]
+    )
+    bases = np.concatenate([offsets[first_with].repeat(unique_lengths), offsets.repeat(own_lengths)])
+
+    runs = [(r, start, end - start) for r, row in enumerate(rows) for start, end in row.segment.loss_mask]
+    run_rows, run_starts, run_lengths = np.array(runs).T
+    sampled_at = _ranges(run_starts, run_lengths)
+    row_ids = run_rows.repeat(run_lengths)
+    before = sampled_at - 1
+    own = before - prefix_lengths[row_ids]
+    lag = np.repeat(*np.array([span for row in rows for span in row.lags]).T)
+    per_row = np.array([(row.advantage, row.temperature, row.rollout_tokens) for row in rows], dtype=np.float32)
+    advantages, temperature, rollout_tokens = np.ascontiguousarray(per_row[row_ids].T)
+    behavior = np.frombuffer(b"".join(row.segment.behavior_logprobs for row in rows), dtype=np.float32)
+    return MicroBatch(
+        token_ids=torch.from_numpy(token_ids[bases + positions].astype(np.int64)),
+        position_ids=torch.from_numpy(positions),
+        layout=make_layout(prefix_starts, prefix_lengths, own_starts, lengths, len(positions)),
+        predicting=torch.from_numpy(np.where(own < 0, prefix_starts[row_ids] + before, own_starts[row_ids] + own)),
+        targets=torch.from_numpy(token_ids[offsets[row_ids] + sampled_at].astype(np.int64)),
+        behavior_logprobs=torch.from_numpy(behavior.copy()),
+        advantages=torch.from_numpy(advantages),
+        temperature=torch.from_numpy(temperature),
+        rollout_tokens=torch.from_numpy(rollout_tokens),
+        lag=torch.from_numpy(lag),
+        loss_mask=torch.from_numpy(lag <= lag_bound),
+        row_ids=torch.from_numpy(row_ids),
+        support=_support([row.segment for row in rows]),
+    )
+
+
+def _support(segments: list[Segment]) -> Support | None:
+    if all(segment.sampling_mask is None for segment in segments):
+        return None
+    entries = [
+        entry for segment in segments for entry in (segment.sampling_mask or (b"",) * segment.num_sampled_tokens)
+    ]
+    kept = np.frombuffer(b"".join(entries), dtype=np.int32).astype(np.int64)
+    return Support(torch.from_numpy(kept), torch.tensor([len(entry) // 4 for entry in entries]))
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The concatenation of `starts[i] .. starts[i] + lengths[i] - 1`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + (starts - ends + lengths).repeat(lengths)

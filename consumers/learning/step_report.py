@@ -1,0 +1,213 @@
+"""What one batch did to the policy: the report of its optimizer steps, and the sums it is made from."""
+
+import logging
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
+from penstock.consumers.learning.diagnostics import Level, MismatchSums
+from penstock.consumers.learning.scoring import Scored
+from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NOTHING_TO_TRAIN = "nothing left to train"
+"""The `skipped_reason` of a batch without an unmasked token; every other one is a failure."""
+_OWN_METRICS = frozenset(("reward", "learning_rate", "loss", "grad_norm"))
+
+
+@dataclass(frozen=True)
+class TokenFindings:
+    """The first epoch's results for a micro-batch's M sampled tokens.
+
+    proximal_logprobs, importance_weights: [M] float32. kept: [M] bool, True where the token may reach the loss.
+    """
+
+    proximal_logprobs: Tensor
+    importance_weights: Tensor
+    kept: Tensor
+
+    def cpu(self) -> "TokenFindings":
+        return TokenFindings(self.proximal_logprobs.cpu(), self.importance_weights.cpu(), self.kept.cpu())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The outcome of one batch.
+
+    metrics: always reward, learning_rate, loss, grad_norm (means over the optimizer steps taken); with unmasked tokens
+        also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the names of
+        `MismatchSums.metrics`, of the first epoch. Those of a skipped step may be NaN or infinite.
+    num_tokens_trained: unmasked ones, without those of `failed` groups.
+    num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
+    num_optimizer_steps: steps taken.
+    skipped_reason: why no optimizer step was taken; None if one was.
+    steps_skipped: how many were not taken, by reason.
+    failed: each group without an optimizer step because loss or gradient were not finite: its index, and the reason.
+    phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
+        started them, and the phase that waits is charged.
+    findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
+    """
+
+    metrics: dict[str, float]
+    lag_histogram: dict[int, int]
+    num_tokens_trained: int
+    num_tokens_masked_lag: int
+    num_tokens_rejected: int = 0
+    num_optimizer_steps: int = 0
+    skipped_reason: str | None = None
+    steps_skipped: dict[str, int] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    phase_s: dict[str, float] = field(default_factory=dict)
+    findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
+
+    @property
+    def counts_as_update(self) -> bool:
+        """True for a trained batch and for one without an unmasked token; False if every optimizer step failed."""
+        return self.skipped_reason in (None, NOTHING_TO_TRAIN)
+
+
+class BatchTally:
+    """Adds up the optimizer steps of one batch, and makes its report."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.failed: dict[int, str] = {}
+        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
+        self._config = config
+        self._trained: set[int] = set()
+        self._losses: list[float] = []
+        self._grad_norms: list[float] = []
+        self._taken: list[bool] = []
+        self._skipped: Counter[str] = Counter()
+        self._mismatch: MismatchSums | None = None
+        self._findings: dict[int, list[TokenFindings]] = {}
+        self._sums: dict[str, Tensor] = {}
+        """Over the unmasked tokens of the steps that did not fail; trained and rejected tokens of the first epoch."""
+        self._phase_s: dict[str, float] = {}
+        self._phase_began_s = time.perf_counter()
+
+    def end_phase(self, name: str) -> None:
+        """Charges the time since the last call to this phase."""
+        now = time.perf_counter()
+        self._phase_s[name] = self._phase_s.get(name, 0.0) + now - self._phase_began_s
+        self._phase_began_s = now
+
+    def diagnose(self, place: int, microbatch: MicroBatch, scored: Scored) -> None:
+        """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device."""
+        correction = scored.correction
+        found = MismatchSums.of_packed(
+            scored.proximal_logprobs,
+            microbatch.behavior_logprobs,
+            microbatch.loss_mask,
+            microbatch.row_ids,
+            weights=correction.weights,
+            keep_mask=correction.keep_mask,
+            corrected_mask=correction.corrected_mask,
+            current_logprobs=scored.current_logprobs,
+            lag=microbatch.lag,
+            threshold=self._config.correction.threshold,
+            advantages=microbatch.advantages,
+            level=_judged_level(self._config.correction),
+        )
+        self._mismatch = found if self._mismatch is None else self._mismatch.merge(found)
+        if self._config.record:
+            weights = correction.weights.float()
+            findings = TokenFindings(scored.proximal_logprobs.float(), weights, correction.keep_mask)
+            self._findings.setdefault(place, []).append(findings)
+
+    def end_step(
+        self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: float
+    ) -> bool:
+        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken."""
+        loss = torch.stack([part.loss for part in scored]).sum().item() if scored else 0.0
+        self._losses.append(loss)
+        self._grad_norms.append(grad_norm)
+        reason = _reason_to_skip(scored, loss, grad_norm)
+        self._taken.append(reason is None)
+        if reason is None:
+            self._trained.add(place)
+        else:
+            self._skipped[reason] += 1
+            if reason != NOTHING_TO_TRAIN:
+                self.failed[place] = reason
+                log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
+        if place not in self.failed:
+            for values in sums:
+                for name, value in values.items():
+                    self._sums[name] = self._sums[name] + value if name in self._sums else value
+        return reason is None
+
+    def report(self, batch: Batch, learning_rate: float) -> StepReport:
+        """The report after the last step. Fetches the sums, for which it waits for the device."""
+        failed = {
+            index: reason
+            for place, reason in self.failed.items()
+            if place not in self._trained
+            for index in batch.minibatches[place].indexes
+        }
+        metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **self._means()}
+        sums = {name: value.item() for name, value in self._sums.items()}
+        num_tokens = sums.pop("num_tokens", 0)
+        num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
+        if num_tokens:
+            metrics |= {name: value / num_tokens for name, value in sums.items()}
+        if self._mismatch is not None:
+            metrics |= self._mismatch.metrics()
+        self.end_phase("diagnostics")
+        return StepReport(
+            metrics=metrics,
+            lag_histogram=batch.lag_histogram,
+            num_tokens_trained=num_trained,
+            num_tokens_masked_lag=batch.num_tokens_masked_lag,
+            num_tokens_rejected=num_rejected,
+            num_optimizer_steps=sum(self._taken),
+            skipped_reason=None if self._trained else next(iter(failed.values()), NOTHING_TO_TRAIN),
+            steps_skipped=dict(self._skipped),
+            failed=failed,
+            phase_s=self._phase_s,
+            findings={place: [part.cpu() for part in parts] for place, parts in self._findings.items()},
+        )
+
+    def _means(self) -> dict[str, float]:
+        """Loss and gradient norm over the steps taken; over all of them if none was."""
+        which = [n for n, taken in enumerate(self._taken) if taken] or range(len(self._taken))
+        columns = {"loss": self._losses, "grad_norm": self._grad_norms}
+        return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
+
+
+def metric_sums(microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool) -> dict[str, Tensor]:
+    """Sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
+
+    Raises:
+        ConfigError: a metric of the objective has a name of the trainer's own.
+    """
+    mask = microbatch.loss_mask
+    own = {"num_tokens": mask.sum(), "entropy": torch.where(mask, scored.entropy, 0.0).sum()}
+    if first_epoch:
+        own["num_tokens_trained"] = mask.sum()
+        own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()
+    if taken := (own.keys() | _OWN_METRICS) & scored.metrics.keys():
+        raise ConfigError(
+            f"objective.path = {config.objective.path!r}: its metric {min(taken)!r} has a name of the trainer's own; "
+            "expected another"
+        )
+    return own | scored.metrics
+
+
+def _judged_level(correction: CorrectionConfig) -> Level:
+    """Which ratio the correction compares with its threshold."""
+    return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
+
+
+def _reason_to_skip(scored: list[Scored], loss: float, grad_norm: float) -> str | None:
+    if not any(part.correction.keep_mask.any() for part in scored):
+        return NOTHING_TO_TRAIN
+    if not math.isfinite(loss):
+        return "loss is not finite"
+    if not math.isfinite(grad_norm):
+        return "gradient norm is not finite"
+    return None

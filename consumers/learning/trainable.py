@@ -1,0 +1,48 @@
+"""Which groups the trainer can reproduce."""
+
+import math
+
+import numpy as np
+from penstock.schemas.rollout import RecordError, RolloutGroup
+
+
+def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
+    """Raises RecordError, naming the group, where the trainer cannot reproduce a decoded group's logprobs.
+
+    Args:
+        vocabulary: rows of the model's head; token ids must be below.
+    """
+    sampling = group.sampling
+    if not 0 <= sampling.temperature < math.inf:
+        raise RecordError(
+            f"group {group.index}: sampled at temperature {sampling.temperature}, expected a finite number of 0 or more"
+        )
+    if sampling.has_penalties:
+        raise RecordError(
+            f"group {group.index}: sampled with presence_penalty {sampling.presence_penalty}, frequency_penalty "
+            f"{sampling.frequency_penalty} and repetition_penalty {sampling.repetition_penalty}; the trainer "
+            "reproduces 0.0, 0.0 and 1.0 only"
+        )
+    for rollout in group.rollouts:
+        for segment in rollout.segments:
+            largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
+            if largest >= vocabulary:
+                raise RecordError(
+                    f"group {group.index}: token id {largest}, expected less than the model's vocabulary of "
+                    f"{vocabulary}"
+                )
+            if sampling.is_truncated and segment.sampling_mask is None:
+                raise RecordError(
+                    f"group {group.index}: sampled with top_p {sampling.top_p} and top_k {sampling.top_k} and no "
+                    "sampling_mask; the trainer reproduces top_p 1.0 and top_k 0 only, or needs the ids that were kept"
+                )
+            kept = np.frombuffer(b"".join(segment.sampling_mask or ()), dtype=np.int32).max(initial=0)
+            if kept >= vocabulary:
+                raise RecordError(
+                    f"group {group.index}: sampling_mask holds token id {kept}, expected less than the model's "
+                    f"vocabulary of {vocabulary}"
+                )
+            if segment.loss_mask and segment.loss_mask[0][0] == 0:
+                raise RecordError(
+                    f"group {group.index}: loss_mask starts at token 0, which has no context to be sampled from"
+                )

@@ -1,0 +1,66 @@
+"""The correction and the diagnostics of padded batches, [B, T]: the layout of the golden files and of the oracles."""
+
+import torch
+from penstock.consumers.learning.diagnostics import MismatchSums
+from penstock.consumers.learning.importance import Correction, correct_packed
+from penstock.schemas.config import CorrectionConfig
+from torch import Tensor
+
+
+def correct(
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    lag: Tensor,
+    config: CorrectionConfig,
+    *,
+    advantages: Tensor | None = None,
+    current_logprobs: Tensor | None = None,
+) -> Correction:
+    """`correct_packed` for padded rows: every tensor is [B, T]."""
+    shape = proximal_logprobs.shape
+    packed = correct_packed(
+        proximal_logprobs.flatten(),
+        behavior_logprobs.flatten(),
+        loss_mask.flatten(),
+        lag.flatten(),
+        torch.arange(shape[0], device=proximal_logprobs.device).repeat_interleave(shape[1]),
+        config,
+        advantages=None if advantages is None else advantages.flatten(),
+        current_logprobs=None if current_logprobs is None else current_logprobs.flatten(),
+    )
+    return Correction(
+        packed.weights.view(shape), packed.keep_mask.view(shape), packed.metrics, packed.corrected_mask.view(shape)
+    )
+
+
+def mismatch_metrics(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    weights: Tensor | None = None,
+    lag: Tensor | None = None,
+    advantages: Tensor | None = None,
+    **settings,
+) -> dict[str, float]:
+    """`MismatchSums.of_packed(...).metrics()` for padded rows.
+
+    Args:
+        weights, lag: [B, T]. advantages: [B, T], or [B] or [B, 1] for one per row.
+        settings: threshold and level.
+    """
+    num_rows, length = train_logprobs.shape
+    if advantages is not None and advantages.shape in ((num_rows,), (num_rows, 1)):
+        advantages = advantages.reshape(num_rows, 1).expand(num_rows, length)
+    # Packed, every token is a sampled one and its lag counts for its row; here it may be padding.
+    lag = None if lag is None else torch.where(loss_mask, lag, torch.zeros_like(lag))
+    optional = {"weights": weights, "lag": lag, "advantages": advantages}
+    return MismatchSums.of_packed(
+        train_logprobs.flatten(),
+        rollout_logprobs.flatten(),
+        loss_mask.flatten(),
+        torch.arange(num_rows, device=train_logprobs.device).repeat_interleave(length),
+        **{name: None if tensor is None else tensor.flatten() for name, tensor in optional.items()},
+        **settings,
+    ).metrics()
