@@ -1,0 +1,111 @@
+"""The package as users get it: a wheel that holds the house, without laboratory, tests and pages."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("schemas", "producers", "consumers", "deploy")
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+TAKEN_NAME = "raise ImportError('a folder of the user was taken for a part of Penstock')\n"
+pytestmark = pytest.mark.xdist_group("packaging")
+
+
+def python_files() -> list[Path]:
+    return [file.relative_to(ROOT) for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+
+
+def test_every_folder_with_modules_is_a_package_of_the_list():
+    folders = {file.parent for file in python_files()} - {Path("deploy")}
+    expected = {"penstock.deploy"} | {"penstock." + ".".join(folder.parts) for folder in folders}
+    assert set(SETUPTOOLS["packages"]) == expected
+    assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+def test_every_pattern_of_the_package_data_matches_a_file():
+    for package, patterns in SETUPTOOLS["package-data"].items():
+        folder = ROOT / package.removeprefix("penstock.").replace(".", "/")
+        assert [pattern for pattern in patterns if not list(folder.glob(pattern))] == [], package
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of what git knows, so that nothing of an earlier build gets in."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for room in (*ROOMS, "bench", "docs"):
+        shutil.copytree(ROOT / room, source / room, ignore=ignored, symlinks=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", out]
+    subprocess.run([*command, source], check=True, timeout=120)
+    (built,) = out.iterdir()
+    return built
+
+
+def test_the_wheel_holds_the_house_and_nothing_of_the_laboratory(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
+    assert {name.split("/")[1] for name in names if name.startswith("penstock/")} == set(ROOMS)
+    modules = {f"penstock/{file.as_posix()}" for file in python_files()}
+    assert {name for name in names if name.endswith(".py")} == modules
+    data = {f"penstock/{room}/py.typed" for room in ROOMS}
+    data |= {f"penstock/deploy/runs/{file.name}" for file in (ROOT / "deploy" / "runs").glob("*.toml")}
+    assert data <= names
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an empty environment with the wheel in it; the requirements are borrowed, without Penstock."""
+    folder = tmp_path_factory.mktemp("empty")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--quiet"]
+    subprocess.run([*command, wheel], check=True, timeout=120)
+    # Paths of a .pth file are searched without their own .pth files: an editable Penstock there stays unknown.
+    (packages / "requirements.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return folder / "bin"
+
+
+@pytest.fixture
+def users_folder(tmp_path: Path) -> Path:
+    """A project of the user's whose folders have the names of Penstock's rooms."""
+    for room in ROOMS:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text(TAKEN_NAME)
+    return tmp_path
+
+
+def run_in(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_the_installed_command_runs_among_folders_of_its_rooms_names(installed: Path, users_folder: Path):
+    (users_folder / "model").mkdir()
+    (users_folder / "model" / "config.json").write_text("{}")
+    shown = run_in(users_folder, installed / "penstock", "--help")
+    assert shown.returncode == 0 and "run" in shown.stdout, shown.stderr
+    dry = ("run", "demo", "--dry-run", "--set", "model.path=model")
+    for command in ([installed / "penstock"], [installed / "python", "-m", "penstock.deploy.cli"]):
+        shown = run_in(users_folder, *command, *dry)
+        assert shown.returncode == 0, shown.stderr
+        assert tomllib.loads(shown.stdout)["name"] == "demo"
+
+
+def test_the_editable_install_runs_among_folders_of_its_rooms_names(users_folder: Path):
+    shown = run_in(users_folder, sys.executable, "-m", "penstock.deploy.cli", "--help")
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_the_package_says_that_it_is_typed(installed: Path):
+    program = "import importlib.resources as r; [print(r.files(f'penstock.{n}') / 'py.typed') for n in %r]" % (ROOMS,)
+    shown = run_in(installed, installed / "python", "-c", program)
+    assert [Path(line).is_file() for line in shown.stdout.splitlines()] == [True] * len(ROOMS), shown.stderr
