@@ -47,7 +47,7 @@ bench-peers: venv-peers
 
 # Goes on where it was stopped; finished cells are kept under bench/study/results.
 study: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m bench.study
+	$(VENV)/bin/python -m bench.experiments study
 
 venv:
 	@deploy/install.sh

@@ -1,1 +1,1 @@
-"""`python -m bench.ablation`: one workload trained under several engine set-ups, each compared with a reference."""
+"""The ablation: one workload trained under several engine set-ups, each compared with a reference."""

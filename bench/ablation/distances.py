@@ -1,8 +1,8 @@
-"""How far an arm's trajectory is from the reference's, held against how far the reference's own seeds are apart.
+"""How far an arm's trajectory is from the reference's, compared with how far the reference's own seeds are apart.
 
-The distance of a curve is the mean over updates of |curve - r|, both smoothed (`penstock.deploy.report.drawing.running_mean`), where r
-is the mean of the reference's curves of all **other** seeds. So a run of the reference is measured as any other: an arm
-that trains as the reference does lies as far from it as its seeds lie from each other.
+The distance of a curve is the mean over updates of |curve - r|, both smoothed (`drawing.running_mean`), where r is the
+mean of the reference's curves of all **other** seeds. So a run of the reference is measured as any other: an arm that
+trains as the reference does lies as far from it as its seeds lie from each other.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The six figures of an ablation, after those of the seeds' report."""
+"""The six figures of an ablation, after those of ServiceNow's report."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from penstock.deploy.report.figures import STYLE
 
 from bench.ablation.plan import AblationPlan
 from bench.ablation.results import AblationResult, of_arm
-from bench.study.pictures import save
+from bench.experiments.drawing import draw_band, save
 
 Curve = Callable[[AblationResult], np.ndarray]
 CLIP_RATE, KL, ENTROPY, REWARD = "clamp_log_ratio_new_old_indicator", "kl_new_old", "entropy", "reward"
@@ -128,13 +128,9 @@ def _draw_arms(
 
 
 def _draw_band(ax: Axes, x: np.ndarray, values: np.ndarray, plan: AblationPlan, arm: str, *, label: bool) -> None:
-    """The mean over the seeds, and from the least to the largest of them a band. values: [seeds, points]."""
-    is_reference = arm == plan.reference
-    colour, style = (drawing.INK, "--") if is_reference else (_colour(plan, arm), "-")
+    colour, style = (drawing.INK, "--") if arm == plan.reference else (_colour(plan, arm), "-")
     name = plan.arm(arm).label + (f" ({len(values)} seeds)" if len(values) > 1 else "")
-    ax.plot(x, values.mean(0), color=colour, linestyle=style, linewidth=1.5, label=name if label else None)
-    if len(values) > 1:
-        ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
+    draw_band(ax, x, values, colour, name if label else None, style=style, alpha=0.12)
 
 
 def _colour(plan: AblationPlan, arm: str) -> str:

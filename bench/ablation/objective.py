@@ -1,4 +1,4 @@
-"""GSPO with the clip rate that the seeds plot."""
+"""GSPO with the clip rate that PipelineRL reports."""
 
 from dataclasses import dataclass
 

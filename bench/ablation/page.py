@@ -1,37 +1,17 @@
-"""The ablation's tables as markdown, and their place in the page."""
+"""The ablation's tables as markdown."""
 
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from rich.console import Console
-
 from bench.ablation.distances import MEASURES, STANDS_OUT, Measure, distance
 from bench.ablation.plan import AblationPlan, Arm
 from bench.ablation.results import LAST_UPDATES, AblationResult, of_arm
-from bench.study.page import replace_part, table
+from bench.experiments.page import table
 
 MOST_TIMES = 1000
 """Larger multiples are not counted out: the reference may hardly move."""
 NOT_RUN = "not run"
-
-
-def markers(plan: AblationPlan) -> tuple[str, str]:
-    return f"<!-- {plan.name}: written by `python -m bench.ablation`, not by hand -->", f"<!-- /{plan.name} -->"
-
-
-def write_page(plan: AblationPlan, results: Sequence[AblationResult]) -> None:
-    """Replaces what stands between the ablation's markers in its page.
-
-    Raises:
-        PageError: no such page, or not one of each marker, in order.
-    """
-    begin, end = markers(plan)
-    replace_part(plan.page, render(plan, results), begin=begin, end=end)
-
-
-def print_tables(plan: AblationPlan, results: Sequence[AblationResult], console: Console) -> None:
-    console.print(render(plan, results), markup=False, soft_wrap=True)
 
 
 def render(plan: AblationPlan, results: Sequence[AblationResult]) -> str:

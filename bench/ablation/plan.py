@@ -37,6 +37,17 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     note: str = ""
 
 
+class AblationCell(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of an arm. `seed` decides its problems and its sampling noise."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+
 class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An ablation. Paths are relative to its file, but for the run file's own, which are the working directory's.
 
@@ -63,16 +74,33 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         return arm.seeds or (self.arm(self.reference).seeds or (1,))[:1]
 
+    def cells(self, *, gpu: bool) -> list[AblationCell]:
+        """First every arm once, then the further seeds: stopped halfway, there is something of every arm."""
+        arms = [arm for arm in self.arms if gpu or not arm.gpu_only]
+        first = [AblationCell(arm=arm.name, seed=self.seeds_of(arm)[0]) for arm in arms]
+        return first + [AblationCell(arm=arm.name, seed=seed) for arm in arms for seed in self.seeds_of(arm)[1:]]
 
-class AblationCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One run: an arm and the run's seed, which is that of its problems and of its sampling noise."""
+    def overrides(self, cell: AblationCell, *, gpu: bool) -> list[str]:
+        """What the cell's run sets beyond the run file; the later one of a field wins."""
+        arm = self.arm(cell.arm)
+        return [*self.set, *arm.set, *(arm.gpu_set if gpu else ()), f"seed={cell.seed}"]
 
-    arm: str
-    seed: int
+    def config(self, cell: AblationCell, *, gpu: bool) -> RunConfig:
+        """The cell's run as it will be read. Raises ConfigError, see `load_config`."""
+        return load_config(self.run_file, self.overrides(cell, gpu=gpu))
 
-    @property
-    def name(self) -> str:
-        return f"{self.arm}-seed{self.seed}"
+    def settings(self, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
+        """As they are written, not as they are read: a field added to the schema does not make old results stale."""
+        workload = tomllib.loads(self.run_file.read_text())
+        chosen = {
+            "run_file": {name: value for name, value in workload.items() if name not in WITHOUT_EFFECT},
+            "set": self.overrides(cell, gpu=gpu),
+            "environment": self.arm(cell.arm).environment,
+            "recipe": self.recipe,
+            "device": "gpu" if gpu else "cpu",
+        }
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(chosen))
+        return found
 
 
 def load_plan(file: Path) -> AblationPlan:
@@ -107,43 +135,5 @@ def load_plan(file: Path) -> AblationPlan:
     if not (folder / plan.run_file).is_file():
         raise ConfigError(f"{file}: run_file = {str(plan.run_file)!r}: no such file in {folder}; expected a run file")
     return msgspec.structs.replace(
-        plan, **{name: folder / getattr(plan, name) for name in ("run_file", "results", "page")}
+        plan, **{name: (folder / getattr(plan, name)).resolve() for name in ("run_file", "results", "page")}
     )
-
-
-def cells(plan: AblationPlan, *, gpu: bool) -> list[AblationCell]:
-    """The runs of an ablation on this machine: first every arm once, then the further seeds.
-
-    Stopped halfway, it has something of every arm.
-    """
-    arms = [arm for arm in plan.arms if gpu or not arm.gpu_only]
-    first = [AblationCell(arm=arm.name, seed=plan.seeds_of(arm)[0]) for arm in arms]
-    return first + [AblationCell(arm=arm.name, seed=seed) for arm in arms for seed in plan.seeds_of(arm)[1:]]
-
-
-def overrides(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> list[str]:
-    """What the cell's run sets beyond the run file; the later one of a field wins."""
-    arm = plan.arm(cell.arm)
-    return [*plan.set, *arm.set, *(arm.gpu_set if gpu else ()), f"seed={cell.seed}"]
-
-
-def cell_config(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> RunConfig:
-    """The cell's run as it will be read. Raises ConfigError, see `load_config`."""
-    return load_config(plan.run_file, overrides(plan, cell, gpu=gpu))
-
-
-def settings(plan: AblationPlan, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
-    """What decides a cell's outcome, as JSON holds it: a finished cell of other settings is run again.
-
-    As it is written, not as it is read: a field added to the schema does not make old results stale.
-    """
-    workload = tomllib.loads(plan.run_file.read_text())
-    chosen = {
-        "run_file": {name: value for name, value in workload.items() if name not in WITHOUT_EFFECT},
-        "set": overrides(plan, cell, gpu=gpu),
-        "environment": plan.arm(cell.arm).environment,
-        "recipe": plan.recipe,
-        "device": "gpu" if gpu else "cpu",
-    }
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(chosen))
-    return found

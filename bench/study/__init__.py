@@ -1,1 +1,1 @@
-"""`make study`: what lag costs, and what each correction saves of it, on the demo's model and task."""
+"""The study: what lag costs, and what each correction saves of it, on the demo's model and task (`make study`)."""

@@ -1,14 +1,16 @@
-"""What the study compares: the methods, the lags, the learning rates, and the grid that they span."""
+"""What the study compares: the methods, the lags, the learning rates, the grid that they span, a cell's result."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 from penstock.deploy.demo.make_model import ModelRecipe
 from penstock.schemas.config import RunConfig, load_config
 
+from bench.experiments.experiment import CellResult
+
 RUN_FILE = Path(__file__).parents[2] / "deploy" / "runs" / "demo.toml"
-MODELS = Path("runs") / "models"
 NUM_UPDATES = 200
 """The demo's own."""
 EVALUATE_EVERY = 10
@@ -85,7 +87,7 @@ COMPARED_PACE, COMPARED_LAG = "fast", 16
 
 
 class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run. `seed` is the run's: of its problems and its sampling noise; its model has seed - 1."""
+    """One training run. `seed` decides its problems and its sampling noise; its model has seed - 1."""
 
     pace: str
     lag: int
@@ -105,16 +107,12 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
         """As in the demo, which trains model 0 on the problems of seed 1: its warm start saw other problems."""
         return ModelRecipe(seed=self.seed - 1)
 
-    def model_folder(self, models: Path = MODELS) -> Path:
-        number = self.recipe.seed
-        return models / ("demo" if number == 0 else f"demo-s{number}")
+    def config(self, models: Path, num_updates: int = NUM_UPDATES) -> RunConfig:
+        """The demo's run file with what this cell changes. Raises ConfigError, see `load_config`.
 
-    def config(self, models: Path = MODELS, num_updates: int = NUM_UPDATES) -> RunConfig:
-        """The demo's run file with what this cell changes.
-
-        Raises:
-            ConfigError: see `load_config`.
+        models: the folder of all models.
         """
+        model = models / ("demo" if self.recipe.seed == 0 else f"demo-s{self.recipe.seed}")
         pace = next(pace for pace in PACES if pace.name == self.pace)
         return load_config(
             RUN_FILE,
@@ -123,7 +121,7 @@ class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
                 f"seed={self.seed}",
                 f"num_updates={num_updates}",
                 f"max_lag={self.lag}",
-                f"model.path={self.model_folder(models)}",
+                f"model.path={model}",
                 f"trainer.learning_rate={pace.learning_rate}",
                 "trainer.num_threads=1",
                 "trainer.device=cpu",
@@ -163,3 +161,28 @@ def settings(cell: StudyCell, config: RunConfig) -> dict[str, Any]:
         "model": cell.recipe,
     }
     return msgspec.json.decode(msgspec.json.encode(chosen))
+
+
+class StudyResult(CellResult, kw_only=True):
+    """One finished cell.
+
+    curves: lag, reward (of the lagging policy that sampled), and the learner's metrics.
+    skipped: updates without an optimizer step, by reason.
+    """
+
+    cell: StudyCell
+    skipped: dict[str, int]
+
+    @property
+    def mean_accuracy(self) -> float:
+        """Over the evaluations after the start: the area under the curve, high for fast and for steady learning."""
+        return fmean(value for update, value in self.accuracy if update)
+
+    @property
+    def mean_ess(self) -> float:
+        return self.overall("ess_fraction")
+
+    @property
+    def summary(self) -> str:
+        skipped = f", {sum(self.skipped.values())} updates skipped" if self.skipped else ""
+        return f"mean {self.mean_accuracy:.3f}, ESS {self.mean_ess:.3f}{skipped}"

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 
+from bench.experiments.drawing import draw_band, save
 from bench.study.cells import (
     COMPARED_LAG,
     COMPARED_PACE,
@@ -21,9 +22,8 @@ from bench.study.cells import (
     SEEDS,
     Pace,
     StudyCell,
+    StudyResult,
 )
-from bench.study.pictures import save
-from bench.study.results import StudyResult
 
 COLOURS = dict(
     zip(
@@ -50,12 +50,12 @@ def _learning_figure(results: Sequence[StudyResult], pace: Pace) -> Figure:
         seeds = SEEDS if (pace.name, lag) == (COMPARED_PACE, COMPARED_LAG) else (GRID_SEED,)
         rewards.set_title(f"lag {lag}" + (f", {len(seeds)} seeds" if len(seeds) > 1 else ""))
         reference = _found(results, pace, 0, REFERENCE, seeds)
-        _draw(rewards, [_reward(result) for result in reference], drawing.INK, "lag 0, no correction", dashed=True)
-        _draw(accuracies, [_accuracy(result) for result in reference], drawing.INK, "", dashed=True)
+        _draw(rewards, [_reward(result) for result in reference], drawing.INK, "lag 0, no correction", style="--")
+        _draw(accuracies, [_accuracy(result) for result in reference], drawing.INK, None, style="--")
         for method in METHODS:
             found = _found(results, pace, lag, method.name, seeds)
             _draw(rewards, [_reward(result) for result in found], COLOURS[method.name], method.label)
-            _draw(accuracies, [_accuracy(result) for result in found], COLOURS[method.name], "")
+            _draw(accuracies, [_accuracy(result) for result in found], COLOURS[method.name], None)
         accuracies.set_xlabel("update")
     axes[0, 0].set_ylabel("reward of the sampling policy")
     axes[1, 0].set_ylabel("held-out accuracy")
@@ -72,7 +72,7 @@ def _ess_figure(results: Sequence[StudyResult]) -> Figure:
         ax.set_title(pace.label)
         for lag, shade in zip((0, *LAGS), (drawing.LAG_SHADES[n] for n in (1, 3, 4, 6)), strict=True):
             [result] = _found(results, pace, lag, REFERENCE, (GRID_SEED,))
-            ess = np.array([np.nan if value is None else value for value in result.curves["ess_fraction"]])
+            ess = result.curve("ess_fraction")
             drawing.noisy_line(ax, np.arange(1, len(ess) + 1), ess, shade, f"lag {lag}")
         ax.set_ylim(0, 1.03)
         ax.set_xlabel("update")
@@ -82,18 +82,14 @@ def _ess_figure(results: Sequence[StudyResult]) -> Figure:
 
 
 def _draw(
-    ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], colour: str, label: str, *, dashed: bool = False
+    ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]], colour: str, label: str | None, *, style: str = "-"
 ) -> None:
-    """The mean over the seeds, and from the least to the largest of them a band."""
-    x = curves[0][0]
-    values = np.stack([y for _, y in curves])
-    ax.plot(x, values.mean(0), color=colour, label=label or None, linewidth=1.5, linestyle="--" if dashed else "-")
-    if len(values) > 1:
-        ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.1, linewidth=0)
+    """curves: (x, y) of each seed."""
+    draw_band(ax, curves[0][0], np.stack([y for _, y in curves]), colour, label, style=style)
 
 
 def _reward(result: StudyResult) -> tuple[np.ndarray, np.ndarray]:
-    reward = np.array(result.curves["reward"], dtype=float)
+    reward = result.curve("reward")
     return np.arange(1, len(reward) + 1), drawing.running_mean(reward)
 
 

@@ -1,11 +1,9 @@
-"""The study's tables and findings as markdown, and their place in the page."""
+"""The study's tables and findings as markdown."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
-
+from bench.experiments.page import table
 from bench.study.cells import (
     COMPARED_LAG,
     COMPARED_PACE,
@@ -17,50 +15,10 @@ from bench.study.cells import (
     SEEDS,
     Pace,
     StudyCell,
+    StudyResult,
 )
-from bench.study.results import StudyResult
-
-PAGE = Path(__file__).parents[2] / "docs" / "corrections.md"
-BEGIN, END = "<!-- study: written by `make study`, not by hand -->", "<!-- /study -->"
 
 Results = dict[StudyCell, StudyResult]
-
-
-class PageError(ValueError):
-    """There is no page, or no place in it for the tables."""
-
-
-def write_page(results: Sequence[StudyResult], page: Path) -> None:
-    """Replaces what stands between the page's markers.
-
-    Raises:
-        PageError: no such page, or not one of each marker, in order.
-    """
-    split_page(page)  # a page without a place for them is said first
-    replace_part(page, render(results))
-
-
-def replace_part(page: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
-    """Puts `text` between the two markers, whole or not at all. Raises PageError."""
-    before, after = split_page(page, begin=begin, end=end)
-    partial = page.with_suffix(".partial")
-    partial.write_text(f"{before}{begin}\n\n{text}\n{end}{after}")
-    partial.replace(page)
-
-
-def split_page(page: Path, *, begin: str = BEGIN, end: str = END) -> tuple[str, str]:
-    """What stands before and after the marked part. Raises PageError."""
-    try:
-        text = page.read_text()
-    except FileNotFoundError:
-        raise PageError(f"{page}: no such file") from None
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise PageError(f"{page}: expected one {begin} and after it one {end}")
-    return text.partition(begin)[0], text.partition(end)[2]
-
-
-def print_tables(results: Sequence[StudyResult], console: Console) -> None:
-    console.print(render(results), markup=False, soft_wrap=True)
 
 
 def render(results: Sequence[StudyResult]) -> str:
@@ -148,9 +106,3 @@ def _cell(pace: str, lag: int, method: str, seed: int) -> StudyCell:
 
 def _share(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as a markdown table, the first its head."""
-    title, *body = rows
-    return "".join(f"| {' | '.join(line)} |\n" for line in [title, ["---"] * len(title), *body])

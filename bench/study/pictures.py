@@ -12,6 +12,8 @@ from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 from penstock.schemas.config import CorrectionConfig
 
+from bench.experiments.drawing import save
+
 TRUST, WEIGHTS = "corrections-trust.svg", "corrections-weights.svg"
 LAGS_SHOWN = (0, 1, 4, 16)
 SCHEDULES = (
@@ -98,9 +100,3 @@ def _weights_figure() -> Figure:
     panels[0].set_ylabel("weight")
     panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def save(figure: Figure, file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return file

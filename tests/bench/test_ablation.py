@@ -2,9 +2,6 @@ import fcntl
 import math
 import os
 import re
-import subprocess
-import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -20,22 +17,21 @@ from penstock.deploy.report.telemetry import read_telemetry
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.config import ConfigError, load_config
 
-from bench.ablation import command, runner
 from bench.ablation.distances import MEASURES, distance
 from bench.ablation.environment import BLOCK_TOKENS, PrefixedArithmetic
+from bench.ablation.experiment import PLANS, Ablation
 from bench.ablation.figures import figure_files
 from bench.ablation.objective import CLIP_RATE, GspoWithClipRate
-from bench.ablation.page import NOT_RUN, markers, render
-from bench.ablation.plan import AblationCell, AblationPlan, cell_config, cells, load_plan, settings
-from bench.ablation.results import CURVES, AblationResult, read_result, write_result
-from bench.ablation.runner import CellFailedError, remove_run, run_cell
-from bench.study.page import PageError, split_page
-from bench.study.results import ResultError
+from bench.ablation.page import NOT_RUN, render
+from bench.ablation.plan import AblationCell, AblationPlan, load_plan
+from bench.ablation.results import CURVES, AblationResult
+from bench.ablation.runner import remove_run, run_cell
+from bench.experiments.command import main
+from bench.experiments.experiment import CellFailedError, read_result, write_result
+from bench.experiments.page import markers
 from objective_cases import packed_inputs
 
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "bench" / "ablation" / "ablation.toml"
-PREFIX_FILE = FILE.with_name("ablation-prefix.toml")
+FILE, PREFIX_FILE = PLANS.values()
 ALL_FILES = pytest.mark.parametrize("file", [FILE, PREFIX_FILE], ids=lambda file: file.stem)
 NUM_UPDATES = 40
 SHORT = """
@@ -76,13 +72,10 @@ path = "penstock.producers.environments.arithmetic:Arithmetic"
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "page.md").write_text("before\n{}\n{}\nafter\n".format(*SHORT_MARKERS))
+    (tmp_path / "page.md").write_text("before\n{}\n{}\nafter\n".format(*markers("short")))
     file = tmp_path / "plan.toml"
     file.write_text(SHORT)
     return file
-
-
-SHORT_MARKERS = ("<!-- short: written by `python -m bench.ablation`, not by hand -->", "<!-- /short -->")
 
 
 @pytest.fixture
@@ -99,7 +92,7 @@ def result(plan: AblationPlan, cell: AblationCell, *, shift: float = 0.0, gpu: b
         date="2026-01-02T03:04:05+00:00",
         packages={"torch": "9"},
         processor="abacus",
-        settings=settings(plan, cell, gpu=gpu),
+        settings=plan.settings(cell, gpu=gpu),
         curves=dict.fromkeys((*CURVES, "token_lag"), curve),
         engine_lag={"producer-0": [None] + [1] * (NUM_UPDATES - 1), "producer-1": [2] * NUM_UPDATES},
         accuracy=[(0, 0.1), (20, 0.5), (40, 0.9)],
@@ -110,17 +103,17 @@ def result(plan: AblationPlan, cell: AblationCell, *, shift: float = 0.0, gpu: b
 
 
 def all_results(plan: AblationPlan, shift: float = 0.0) -> list[AblationResult]:
-    return [result(plan, cell, shift=shift if cell.arm == "other" else 0.0) for cell in cells(plan, gpu=False)]
+    return [result(plan, cell, shift=shift if cell.arm == "other" else 0.0) for cell in plan.cells(gpu=False)]
 
 
 # The plan
 
 
-def test_the_ablations_arms_are_the_seeds_experiment():
+def test_the_ablations_arms_are_those_of_servicenows_report():
     plan = load_plan(FILE)
-    configs = {cell: cell_config(plan, cell, gpu=False) for cell in cells(plan, gpu=False)}
+    configs = {cell: plan.config(cell, gpu=False) for cell in plan.cells(gpu=False)}
     engines = {cell.arm: config.engine for cell, config in configs.items()}
-    assert [cell.seed for cell in cells(plan, gpu=False) if cell.arm in ("reference", "initial")] == [1, 1, 2, 3, 2, 3]
+    assert [cell.seed for cell in plan.cells(gpu=False) if cell.arm in ("reference", "initial")] == [1, 1, 2, 3, 2, 3]
     reference = engines["reference"]
     assert (reference.logprobs_mode, reference.head_dtype) == ("processed_logprobs", "float32")
     assert (reference.prefix_caching, reference.async_scheduling, reference.update) == (False, False, "in_flight")
@@ -141,17 +134,17 @@ def test_the_ablations_arms_are_the_seeds_experiment():
 
 def test_a_gpu_runs_what_the_cpu_build_refuses():
     plan = load_plan(FILE)
-    on_gpu = {cell.arm: cell for cell in cells(plan, gpu=True)}
-    assert "batch-invariant" not in {cell.arm for cell in cells(plan, gpu=False)}
+    on_gpu = {cell.arm: cell for cell in plan.cells(gpu=True)}
+    assert "batch-invariant" not in {cell.arm for cell in plan.cells(gpu=False)}
     assert plan.arm("batch-invariant").environment == {"VLLM_BATCH_INVARIANT": "1"}
-    assert cell_config(plan, on_gpu["initial"], gpu=True).engine.async_scheduling
-    assert not cell_config(plan, on_gpu["initial"], gpu=False).engine.async_scheduling
-    assert cell_config(plan, on_gpu["batch-invariant"], gpu=True).engine.head_dtype == "float32"
+    assert plan.config(on_gpu["initial"], gpu=True).engine.async_scheduling
+    assert not plan.config(on_gpu["initial"], gpu=False).engine.async_scheduling
+    assert plan.config(on_gpu["batch-invariant"], gpu=True).engine.head_dtype == "float32"
 
 
 def test_the_arms_behind_a_shared_prefix_differ_in_its_caching_alone():
     plan = load_plan(PREFIX_FILE)
-    configs = {cell.arm: cell_config(plan, cell, gpu=False) for cell in cells(plan, gpu=False)}
+    configs = {cell.arm: plan.config(cell, gpu=False) for cell in plan.cells(gpu=False)}
     off, salted, unsalted = (configs[name].engine for name in ("off", "salted", "unsalted"))
     assert (off.prefix_caching, salted.prefix_caching, unsalted.prefix_caching) == (False, True, True)
     assert (salted.cache_salt, unsalted.cache_salt) == ("version", "none")
@@ -162,7 +155,7 @@ def test_the_arms_behind_a_shared_prefix_differ_in_its_caching_alone():
 
 def test_the_shared_prefix_fills_a_block_of_the_cache():
     plan = load_plan(PREFIX_FILE)
-    config = cell_config(plan, AblationCell(arm="off", seed=1), gpu=False)
+    config = plan.config(AblationCell(arm="off", seed=1), gpu=False)
     environment = PrefixedArithmetic(seed=1, **config.environment.kwargs)
     plain = Arithmetic(seed=1, **config.environment.kwargs)
     tokenizer = build_tokenizer(1024)
@@ -188,11 +181,11 @@ def test_an_unsalted_cache_is_refused_unless_the_gate_is_off(tmp_path: Path):
 
 
 def test_every_arm_is_run_once_before_any_is_run_again(plan: AblationPlan):
-    assert [cell.name for cell in cells(plan, gpu=False)] == ["base-seed1", "other-seed1", "base-seed2", "base-seed3"]
+    assert [cell.name for cell in plan.cells(gpu=False)] == ["base-seed1", "other-seed1", "base-seed2", "base-seed3"]
 
 
 def test_cells_of_one_seed_see_the_same_data(plan: AblationPlan):
-    base, other = (cell_config(plan, AblationCell(arm=arm, seed=2), gpu=False) for arm in ("base", "other"))
+    base, other = (plan.config(AblationCell(arm=arm, seed=2), gpu=False) for arm in ("base", "other"))
     assert base.seed == other.seed == 2
     assert base.environment == other.environment
     assert other.trainer.learning_rate == 2e-5 != base.trainer.learning_rate
@@ -277,7 +270,7 @@ def write_run(folder: Path) -> None:
 
 def test_an_engines_lag_is_the_announced_version_minus_the_one_it_holds(tmp_path: Path, plan: AblationPlan):
     write_run(tmp_path / "run")
-    found = AblationResult.of_run(AblationCell(arm="base", seed=1), {}, read_telemetry(tmp_path / "run"), 2.0)
+    found = AblationResult.of_run(AblationCell(arm="base", seed=1), {}, read_telemetry(tmp_path / "run"))
     # At 1.5, 2.5 and 3.5 s versions 1, 2 and 3 have been announced.
     assert found.engine_lag == {"producer-0": [1, 1, 1], "producer-1": [None, 1, 2]}
     assert found.mean_engine_lag == pytest.approx(6 / 5)
@@ -288,27 +281,6 @@ def test_an_engines_lag_is_the_announced_version_minus_the_one_it_holds(tmp_path
     assert found.ratio_deviation == pytest.approx([20.0] * 3)
     assert found.current_logprobs == pytest.approx([-0.25] * 3)
     assert found.accuracy == [(3, 0.75)]
-
-
-def test_a_result_comes_back_as_it_was_written(tmp_path: Path, plan: AblationPlan):
-    written = result(plan, AblationCell(arm="base", seed=2))
-    write_result(written, tmp_path)
-    found = read_result(written.cell, tmp_path)
-    assert found is not None
-    assert found.settings == written.settings
-    assert found.curve("reward") == pytest.approx(written.curve("reward"), rel=1e-4)
-    assert found.engine_lag == written.engine_lag
-    assert read_result(AblationCell(arm="base", seed=3), tmp_path) is None
-
-
-def test_a_result_that_cannot_be_read_is_named(tmp_path: Path, plan: AblationPlan):
-    cell = AblationCell(arm="base", seed=1)
-    (tmp_path / "base-seed1.json").write_text("{}")
-    with pytest.raises(ResultError, match=r"base-seed1\.json: no result"):
-        read_result(cell, tmp_path)
-    write_result(result(plan, AblationCell(arm="base", seed=2)), tmp_path).rename(tmp_path / "base-seed1.json")
-    with pytest.raises(ResultError, match="holds the cell base-seed2"):
-        read_result(cell, tmp_path)
 
 
 # Distances
@@ -394,62 +366,13 @@ def test_a_folder_that_is_no_runs_is_never_removed(tmp_path: Path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-def stand_in(ran: list[str], fail_at: str = ""):
-    """In place of `run_cell`: a made-up result at once."""
-
-    def run(plan: AblationPlan, cell: AblationCell, runs: Path, *, gpu: bool, on_update) -> AblationResult:
-        if cell.name == fail_at:
-            raise KeyboardInterrupt
-        ran.append(cell.name)
-        on_update(3)
-        return result(plan, cell)
-
-    return run
-
-
-def test_an_ablation_that_was_stopped_goes_on_where_it_was(
-    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    ran: list[str] = []
-    monkeypatch.setattr(command, "has_gpu", lambda: False)
-    monkeypatch.setattr(runner, "run_cell", stand_in(ran, fail_at="base-seed2"))
-    before = (plan_file.parent / "page.md").read_text()
-    assert command.main([str(plan_file)]) == 130
-    assert ran == ["base-seed1", "other-seed1"]
-    assert (plan_file.parent / "page.md").read_text() == before
-    monkeypatch.setattr(runner, "run_cell", stand_in(ran))
-    assert command.main([str(plan_file)]) == 0
-    assert ran == ["base-seed1", "other-seed1", "base-seed2", "base-seed3"]
-    assert "2 of 4 cells are finished" in capsys.readouterr().out
-    assert command.main([str(plan_file)]) == 0
-    assert len(ran) == 4
-
-
-def test_a_finished_cell_of_other_settings_is_run_again(plan_file: Path, monkeypatch: pytest.MonkeyPatch):
-    ran: list[str] = []
-    monkeypatch.setattr(command, "has_gpu", lambda: False)
-    monkeypatch.setattr(runner, "run_cell", stand_in(ran))
-    assert command.main([str(plan_file)]) == 0
-    ran.clear()
+def test_a_finished_cell_of_other_settings_is_not_finished(plan: AblationPlan, plan_file: Path):
+    for each in all_results(plan):
+        write_result(each, plan.results)
     plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
-    assert command.main([str(plan_file)]) == 0
-    assert ran == ["other-seed1"]
-
-
-def test_a_name_that_no_cell_has_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert command.main([str(plan_file), "--only", "nobody"]) == 2
-    assert "no such cell; expected a part of one of base-seed1, other-seed1" in capsys.readouterr().err
-
-
-def test_an_unusable_run_file_is_refused_before_anything_is_run(
-    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    ran: list[str] = []
-    monkeypatch.setattr(runner, "run_cell", stand_in(ran))
-    plan_file.write_text(SHORT.replace("trainer.learning_rate=2e-5", "trainer.learning_rate=-1.0"))
-    assert command.main([str(plan_file)]) == 2
-    assert "trainer.learning_rate = -1.0" in capsys.readouterr().err
-    assert ran == []
+    changed = Ablation.load(plan_file, Path("runs"))
+    finished = {cell.name: changed.is_finished(cell, gpu=False) for cell in changed.cells(gpu=False)}
+    assert finished == {"base-seed1": True, "other-seed1": False, "base-seed2": True, "base-seed3": True}
 
 
 @pytest.mark.vllm
@@ -498,11 +421,10 @@ def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: 
 # The page and its figures
 
 
-def test_figures_and_page_show_every_arm_and_say_what_was_not_run(plan_file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "has_gpu", lambda: False)
-    monkeypatch.setattr(runner, "run_cell", stand_in([]))
-    assert command.main([str(plan_file)]) == 0
-    plan = load_plan(plan_file)
+def test_figures_and_page_show_every_arm_and_say_what_was_not_run(plan_file: Path, plan: AblationPlan):
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    assert main([str(plan_file), "--present"]) == 0
     page = plan.page.read_text()
     assert page.startswith("before\n")
     assert page.endswith("after\n")
@@ -518,48 +440,23 @@ def test_figures_and_page_show_every_arm_and_say_what_was_not_run(plan_file: Pat
     assert "the reference (3 seeds)" in texts["final-reward"]
 
 
-def test_an_unfinished_ablation_leaves_the_page_as_it_is(plan_file: Path, capsys: pytest.CaptureFixture[str]):
-    before = (plan_file.parent / "page.md").read_text()
-    assert command.main([str(plan_file), "--present"]) == 0
-    assert "not finished: base-seed1, other-seed1" in capsys.readouterr().out
-    assert (plan_file.parent / "page.md").read_text() == before
-
-
-def test_a_cell_of_settings_that_are_no_more_does_not_reach_the_page(
-    plan: AblationPlan, plan_file: Path, capsys: pytest.CaptureFixture[str]
-):
-    for each in all_results(plan):
-        write_result(each, plan.results)
-    plan_file.write_text(SHORT.replace("2e-5", "3e-5"))
-    before = plan.page.read_text()
-    assert command.main([str(plan_file), "--present"]) == 0
-    assert "not finished: other-seed1; figures and page are left as they are" in capsys.readouterr().out
-    assert plan.page.read_text() == before
-
-
 def test_cells_of_two_devices_are_not_compared(plan: AblationPlan, plan_file: Path, capsys: pytest.CaptureFixture[str]):
     for each in all_results(plan):
         write_result(each, plan.results)
     write_result(result(plan, AblationCell(arm="other", seed=1), gpu=True), plan.results)
-    assert command.main([str(plan_file), "--present"]) == 2
+    assert main([str(plan_file), "--present"]) == 2
     assert "cells of a cpu and of a gpu cannot be compared" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_ablation_is_refused(plan_file: Path, capsys: pytest.CaptureFixture[str]):
-    assert command.main([str(plan_file.parent / "run.toml")]) == 2
+    assert main([str(plan_file.parent / "run.toml")]) == 2
     assert "unknown field, expected one of name, run_file, results" in capsys.readouterr().err
 
 
 def test_a_run_file_that_is_not_there_is_named(plan_file: Path, capsys: pytest.CaptureFixture[str]):
     plan_file.write_text(SHORT.replace("run.toml", "gone.toml"))
-    assert command.main([str(plan_file)]) == 2
+    assert main([str(plan_file)]) == 2
     assert "run_file = 'gone.toml': no such file in" in capsys.readouterr().err
-
-
-def test_a_page_without_its_markers_is_refused(plan: AblationPlan):
-    plan.page.write_text("nothing\n")
-    with pytest.raises(PageError, match="expected one <!-- short"):
-        split_page(plan.page, begin=markers(plan)[0], end=markers(plan)[1])
 
 
 def test_what_stands_out_is_bold_and_named(plan: AblationPlan):
@@ -579,18 +476,18 @@ def test_what_stands_out_is_bold_and_named(plan: AblationPlan):
 @ALL_FILES
 def test_the_checked_in_results_are_of_the_ablations_settings(file: Path):
     plan = load_plan(file)
-    for cell in cells(plan, gpu=False):
-        found = read_result(cell, plan.results)
+    for cell in plan.cells(gpu=False):
+        found = read_result(cell, plan.results, AblationResult)
         assert found is not None, f"{cell.name} has no result"
         device = found.settings["device"]
-        assert found.settings == settings(plan, cell, gpu=device == "gpu"), cell.name
+        assert found.settings == plan.settings(cell, gpu=device == "gpu"), cell.name
         assert found.num_steps_skipped == 0
 
 
 @ALL_FILES
 def test_the_pages_tables_are_those_of_the_checked_in_results(file: Path):
     plan = load_plan(file)
-    assert render(plan, command.finished(plan)) in plan.page.read_text()
+    assert render(plan, Ablation(plan, Path("runs")).finished()) in plan.page.read_text()
 
 
 def test_the_pages_figures_are_there():
@@ -599,15 +496,3 @@ def test_the_pages_figures_are_there():
     assert {f"]({file.name})" in text for file in figure_files(plan).values()} == {True}
     for name in re.findall(r"\]\((ablation[a-z-]*\.svg)\)", text):
         assert (plan.page.parent / name).is_file()
-
-
-def test_the_command_says_what_it_does():
-    shown = subprocess.run(
-        [sys.executable, "-m", "bench.ablation", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "ABLATION.toml" in shown.stdout
-    assert tomllib.loads(FILE.read_text())["name"] == "ablation"

@@ -1,6 +1,5 @@
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from xml.etree import ElementTree
@@ -21,16 +20,17 @@ from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.study import __main__ as study
-from bench.study.cells import METHODS, NUM_UPDATES, RUN_FILE, StudyCell, grid
+from bench.experiments.experiment import write_result
+from bench.experiments.page import markers
+from bench.study.cells import METHODS, NUM_UPDATES, RUN_FILE, StudyCell, StudyResult, grid
+from bench.study.experiment import PAGE, Study
 from bench.study.figures import draw_curves
-from bench.study.loop import StudyPolicies, run_cell
-from bench.study.page import BEGIN, END, PAGE, PageError, beaten, render, split_page, write_page
+from bench.study.loop import StudyPolicies, StudyRecorder, run_cell
+from bench.study.page import beaten, render
 from bench.study.pictures import LOG_RATIOS, SCHEDULES, trust_curve, weight_curve
-from bench.study.results import RESULTS, ResultError, StudyResult, read_result, write_result
-from bench.study.rollouts import StudyRecorder
 from bench.study.sampler import StudySampler
 
+STUDY = Study(Path("runs"))
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
 CELL = StudyCell(pace="fast", lag=2, method="truncate-power", seed=1)
 SNIPPETS = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -248,117 +248,32 @@ def test_cells_differ_in_what_they_compare_alone(models: Path):
     assert budgets == {(NUM_UPDATES, 32, 8, True)}
 
 
-# The command
-
-
-def small_grid() -> list[StudyCell]:
-    return [msgspec.structs.replace(CELL, method=method) for method in ("none", "truncate-const", "gspo")]
-
-
-@pytest.fixture
-def command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`python -m bench.study` on three small cells and folders of its own."""
-    monkeypatch.setattr(study, "grid", small_grid)
-    monkeypatch.setattr(study, "make_model", lambda folder, recipe, progress: None)
-    whole = StudyCell.config
-    monkeypatch.setattr(
-        StudyCell,
-        "config",
-        lambda self, models, num_updates: msgspec.structs.replace(
-            whole(self, models, num_updates), groups_per_batch=2, group_size=2
-        ),
-    )
-    page = tmp_path / "page.md"
-    page.write_text("no marker\n")
-
-    def run(*arguments: str) -> int:
-        folders = ["--models", str(models), "--results", str(tmp_path / "results"), "--page", str(page)]
-        return study.main(["run", "--updates", "2", *folders, *arguments])
-
-    monkeypatch.setattr(study, "_present", lambda arguments, console: 0)
-    return run
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[str]:
-    """The names of the cells that are run from now on; at number `stop_at` the user presses Ctrl-C."""
-    names: list[str] = []
-
-    def run(cell, config, on_update):
-        names.append(cell.name)
-        if len(names) == stop_at:
-            raise KeyboardInterrupt
-        return run_cell(cell, config, on_update)
-
-    monkeypatch.setattr(study, "run_cell", run)
-    return names
-
-
-def test_what_is_finished_is_not_run_again(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch):
-    names = counted(monkeypatch)
-    assert command() == 0
-    assert names == [cell.name for cell in small_grid()]
-    assert command() == 0
-    assert len(names) == 3
-    assert command("--fresh", "--only", "gspo") == 0
-    assert names[3:] == [small_grid()[2].name]
-
-
-def test_a_study_that_was_stopped_goes_on_where_it_was(
-    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    counted(monkeypatch, stop_at=2)
-    assert command() == 130
-    assert [file.name for file in (tmp_path / "results").iterdir()] == [f"{small_grid()[0].name}.json"]
-    names = counted(monkeypatch)
-    assert command() == 0
-    assert names == [cell.name for cell in small_grid()[1:]]
-
-
-def test_a_finished_cell_of_other_settings_is_run_again(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch):
-    assert command() == 0
-    names = counted(monkeypatch)
-    assert command("--updates", "3") == 0
-    assert len(names) == 3
-
-
-def test_a_name_that_no_cell_has_is_refused(command: Callable[..., int], capsys: pytest.CaptureFixture[str]):
-    assert command("--only", "lag7") == 2
-    assert "--only 'lag7': no such cell" in capsys.readouterr().err
-
-
-def test_a_result_that_cannot_be_read_is_named(tmp_path: Path):
-    (tmp_path / f"{CELL.name}.json").write_text('{"cell": 3}')
-    with pytest.raises(ResultError, match=rf"{CELL.name}\.json: no result of the study"):
-        read_result(CELL, tmp_path)
-
-
-def test_a_result_comes_back_as_it_was_written(models: Path, tmp_path: Path):
-    result = run_cell(CELL, config(models))
-    write_result(result, tmp_path)
-    found = read_result(CELL, tmp_path)
-    assert found is not None and found.accuracy == result.accuracy and found.settings == result.settings
-    assert found.curves["reward"] == pytest.approx(result.curves["reward"], rel=1e-4)
+def test_a_study_of_other_settings_is_not_finished(models: Path, tmp_path: Path):
+    short, longer = (Study(models.parent, results=tmp_path, num_updates=number) for number in (2, 3))
+    [cell] = [cell for cell in short.cells(gpu=False) if cell.name == "fast-lag16-gspo-seed2"]
+    settings = short.settings(cell, gpu=False)
+    write_result(msgspec.structs.replace(run_cell(CELL, config(models)), cell=cell, settings=settings), tmp_path)
+    assert short.is_finished(cell, gpu=False)
+    assert not longer.is_finished(cell, gpu=False)
+    assert [result.cell for result in short.finished()] == [cell]
 
 
 # The page and its pictures
 
 
 def checked_in() -> list[StudyResult]:
-    found = [read_result(cell, RESULTS) for cell in grid()]
-    assert None not in found, "run `make study`: some cells have no result"
-    return [result for result in found if result is not None]
+    found = STUDY.finished()
+    assert len(found) == len(grid()), "run `make study`: some cells have no result of their settings"
+    return found
 
 
 def test_the_pages_tables_are_those_of_the_checked_in_results():
-    before, after = split_page(PAGE)
-    written = PAGE.read_text().removeprefix(before + BEGIN).removesuffix(END + after)
-    assert written.strip() == render(checked_in()).strip()
+    begin, end = markers("study")
+    assert PAGE.read_text().partition(begin)[2].partition(end)[0].strip() == render(checked_in()).strip()
 
 
-def test_the_checked_in_results_are_of_the_studys_settings():
+def test_the_checked_in_results_are_of_the_studys_length_and_lag():
     for result in checked_in():
-        wanted = {**result.settings, "method": list(result.cell.method_used.overrides), "num_updates": NUM_UPDATES}
-        assert result.settings == wanted, result.cell.name
         assert len(result.curves["reward"]) == NUM_UPDATES
         assert max(result.curves["lag"]) == result.cell.lag
 
@@ -368,10 +283,11 @@ def test_a_method_is_above_another_only_where_every_seed_says_so():
         cells = [msgspec.structs.replace(CELL, lag=16, method=m.name, seed=s) for m in METHODS for s in (1, 2, 3)]
         found = {}
         for cell in cells:
-            result = StudyResult.begin(cell, {})
             value = accuracies.get(cell.method.replace("-", "_"), [0.5] * 3)[cell.seed - 1]
-            result.accuracy += [(0, 0.0), (10, value)]
-            found[cell] = result
+            curve = [(0, 0.0), (10, value)]
+            found[cell] = StudyResult(
+                cell=cell, date="", packages={}, settings={}, curves={}, accuracy=curve, skipped={}
+            )
         return found
 
     found = results(none=[0.1, 0.2, 0.3], gspo=[0.9, 0.9, 0.4])
@@ -396,13 +312,6 @@ def test_what_the_page_concludes_is_what_every_seed_says():
         return fmean(found[cell].last_accuracy for cell in cells)
 
     assert at_the_end("gspo") > at_the_end("gspo-wide")
-
-
-def test_a_page_without_its_markers_is_refused(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(f"{END}\n{BEGIN}\n")
-    with pytest.raises(PageError, match=r"page\.md: expected one"):
-        write_page([], page)
 
 
 def test_the_pages_pictures_and_links_are_there():

@@ -1,0 +1,23 @@
+"""What the figures of experiments share."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+def draw_band(
+    ax: Axes, x: np.ndarray, values: np.ndarray, colour: str, label: str | None, *, style: str = "-", alpha: float = 0.1
+) -> None:
+    """The mean over seeds, and a band from the least to the largest of them. values: [seeds, points]."""
+    ax.plot(x, values.mean(0), color=colour, label=label, linewidth=1.5, linestyle=style)
+    if len(values) > 1:
+        ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=alpha, linewidth=0)
+
+
+def save(figure: Figure, file: Path) -> Path:
+    """Writes an SVG that depends on nothing but what is drawn."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return file

