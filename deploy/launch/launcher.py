@@ -18,11 +18,12 @@ import redis
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool
-from penstock.deploy.launch.redis_server import RedisServer, connect, external_url
+from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.process.logs import FORM
+from penstock.schemas.process.redis_url import configured_url
 
 _TICK_S = 0.1
 _TRAINER_GRACE_S = 120.0
@@ -140,7 +141,7 @@ class Launcher:
             return status
 
     def _start_redis(self) -> None:
-        url = external_url(self._config)
+        url = configured_url(self._config)
         if url is None:
             folder = self._config.folder(self._runs)
             self._server = RedisServer(folder, maxmemory_mb=self._config.redis.maxmemory_mb, lock=self._lock)

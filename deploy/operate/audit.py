@@ -1,4 +1,4 @@
-"""`penstock audit`: reads Redis and the checkpoints of a run and says whether its books balance."""
+"""`penstock audit`: checks the ledger of a run against Redis and the checkpoints."""
 
 import json
 import time
@@ -7,18 +7,25 @@ from typing import Any, NamedTuple
 
 import msgspec
 import redis
-from penstock.deploy.operate.ledger_check import LedgerCheck, LedgerProblem, OpenPrompt, Reading, StreamEntry, judge
-from penstock.deploy.operate.run_access import RunAtHand
-from penstock.deploy.operate.saved_ledger import Found, UnreadableError, read_saved_ledger
+from penstock.deploy.operate.ledger_check import (
+    LedgerCheck,
+    LedgerProblem,
+    OpenPrompt,
+    Reading,
+    StreamEntry,
+    check_ledger,
+)
+from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.telemetry import EvaluationPoint, read_lines
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
 MAX_READINGS = 8
-"""Of a run that moves meanwhile; what is wrong in each of them is wrong."""
+"""Of a moving run. A problem counts if every reading shows it."""
 _PAUSE_S = 0.25
 _ENTRIES = 256
 _PAYLOADS = 16
-"""Entries whose payloads a script may have in its hands at once."""
+"""Entries, payloads included, that the script reads at once."""
 
 # The indexes alone: payloads stay where they are. KEYS: stream; ARGV: first id, count, field
 _INDEXES = """#!lua flags=no-writes,allow-oom
@@ -36,14 +43,14 @@ return found
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """What `penstock audit` found. checkpoint: None before the first commit."""
+    """The result of `penstock audit`. checkpoint: None before the first commit."""
 
     run: str
     finished: bool
     checkpoint: str | None
     update: int
     policy_version: int
-    books: LedgerCheck
+    ledger: LedgerCheck
     num_evaluations: int
     """Completed."""
     num_evaluation_prompts_open: int | None
@@ -54,25 +61,25 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def balanced(self) -> bool:
-        return self.books.balanced
+        return self.ledger.balanced
 
 
 class _Sight(NamedTuple):
-    """One reading, and what else was seen with it. moment: equal before and after where nothing moved meanwhile."""
+    """One reading with its checkpoint. before, after: equal if nothing moved during the reading."""
 
     reading: Reading
-    found: Found
+    found: FoundLedger
     before: list[Any]
     after: list[Any]
 
 
-def audit(run: RunAtHand) -> Audit:
-    """Reads the run, again while it moves and a reading shows a problem: a problem counts if every reading shows it.
+def audit(run: OpenRun) -> Audit:
+    """Reads the run until a reading is clean or undisturbed, `MAX_READINGS` times at most.
 
-    Waits for nothing but the next reading; `MAX_READINGS` of them, or one that is clean or undisturbed, end it.
+    Only problems that every reading shows are kept: a moving run shows others in passing.
 
     Raises:
-        UnreadableError: without Redis nothing can be said of a run that is not finished, or no checkpoint can be read.
+        UnreadableError: the run is not finished and Redis cannot be reached, or no checkpoint can be read.
     """
     if run.folder is None:
         raise UnreadableError(f"{run.name}: its folder, with the checkpoints, is not on this machine")
@@ -87,14 +94,14 @@ def audit(run: RunAtHand) -> Audit:
                 raise
             time.sleep(_PAUSE_S)  # a checkpoint that was deleted while it was read
             continue
-        books = judge(sight.reading)
-        seen = {(problem.what, index) for problem in books.problems for index in problem.indexes or (0,)}
+        checked = check_ledger(sight.reading)
+        seen = {(problem.what, index) for problem in checked.problems for index in problem.indexes or (0,)}
         persistent = seen if persistent is None else persistent & seen
         if not persistent or (sight.before == sight.after and not sight.found.warnings) or number == MAX_READINGS:
             break
         time.sleep(_PAUSE_S)
-    books = msgspec.structs.replace(books, problems=_kept(books.problems, persistent or set()))
-    return _result(run, run.folder, sight.found, sight.reading.finished, books, number)
+    checked = msgspec.structs.replace(checked, problems=_kept(checked.problems, persistent or set()))
+    return _result(run, run.folder, sight.found, sight.reading.finished, checked, number)
 
 
 def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]]) -> tuple[LedgerProblem, ...]:
@@ -107,8 +114,8 @@ def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]])
 
 
 def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
-    """The order makes a moving run come out right: a group goes from the prompts to the stream and from there into a
-    checkpoint, so reading in that order meets it at least once; a release after the cursor was read is not missed."""
+    """Reads prompts, stream and checkpoint in the order in which a group passes them, so that a moving one is met at
+    least once. The number of released indexes comes first: a release after it is not missed."""
     before = _moment(client, keys)
     commit: Any = client.hgetall(keys.commit)
     prompts = _read_prompts(client, keys)
@@ -121,7 +128,7 @@ def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
     if not committed and found.name is not None:
         found = found._replace(warnings=(*found.warnings, "Redis holds nothing of this run"))
     reading = Reading(
-        saved=found.books,
+        saved=found.saved,
         released=_released(commit),
         prompts=prompts,
         stream=stream,
@@ -167,7 +174,7 @@ def pending(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
         except redis.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
-            return found  # no producer has come so far
+            return found  # no producer has created the group yet
         found += rows
         if len(rows) < _ENTRIES:
             return found
@@ -187,12 +194,12 @@ def _read_indexes(client: redis.Redis, stream: str) -> list[tuple[str, bytes]]:
 
 
 def _add_indexes(client: Any, stream: str, start: str, count: int) -> Any:
-    """On a client the answer; on a pipeline, one more command."""
+    """Returns the answer on a client; queues the command on a pipeline."""
     return client.execute_command("EVAL_RO", _INDEXES, 1, stream, start, count, Field.INDEX)
 
 
 def _number(field: bytes | None) -> int:
-    """0, which is no index, for what is no number."""
+    """0, which is no index, if the field is no number."""
     return number_in(field) or 0
 
 
@@ -204,40 +211,42 @@ def _released(commit: dict[bytes, bytes]) -> int:
     return released
 
 
-def _audit_without_redis(run: RunAtHand, folder: Path) -> Audit:
+def _audit_without_redis(run: OpenRun, folder: Path) -> Audit:
     if not _was_finished(folder):
         raise UnreadableError(
-            f"{run.name}: not finished, and where its open indexes are only Redis knows; {run.without_redis}"
+            f"{run.name}: not finished, and only Redis knows where its open indexes are; {run.without_redis}"
         )
     found = read_saved_ledger(folder, None)
-    reading = Reading(found.books, 0, [], [], {}, set(_all_dead(found)), finished=True)
+    reading = Reading(found.saved, 0, [], [], {}, set(_all_dead(found)), finished=True)
     found = found._replace(warnings=(*found.warnings, f"by its newest checkpoint alone: {run.without_redis}"))
-    books = msgspec.structs.replace(judge(reading), settled_on_stream=None, settled_prompts=None, never_released=None)
-    return _result(run, folder, found, True, books, 1)
+    unknown: dict[str, Any] = dict.fromkeys(("settled_on_stream", "settled_prompts", "never_released"))
+    return _result(run, folder, found, True, msgspec.structs.replace(check_ledger(reading), **unknown), 1)
 
 
 def _was_finished(folder: Path) -> bool:
-    """What the trainer has left in the folder, for a Redis that is gone."""
+    """By what the trainer wrote into the folder, for a Redis that is gone."""
     try:
         return bool(json.loads((folder / "trainer.json").read_text())["finished"])
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _all_dead(found: Found) -> list[int]:
-    return [index for start, end in found.books.ledger.dead for index in range(start, end)]
+def _all_dead(found: FoundLedger) -> list[int]:
+    return [index for start, end in found.saved.ledger.dead for index in range(start, end)]
 
 
-def _result(run: RunAtHand, folder: Path, found: Found, finished: bool, books: LedgerCheck, num_readings: int) -> Audit:
+def _result(
+    run: OpenRun, folder: Path, found: FoundLedger, finished: bool, ledger: LedgerCheck, num_readings: int
+) -> Audit:
     lines = folder / "evaluations.jsonl"
     client = run.client
     return Audit(
         run=run.name,
         finished=finished,
         checkpoint=found.name,
-        update=found.books.num_batches,
-        policy_version=found.books.policy_version,
-        books=books,
+        update=found.saved.num_batches,
+        policy_version=found.saved.policy_version,
+        ledger=ledger,
         num_evaluations=len(read_lines(lines, EvaluationPoint)[0]) if lines.is_file() else 0,
         num_evaluation_prompts_open=int(client.xlen(run.keys.evaluations)) if client is not None else None,
         num_letters=int(client.xlen(run.keys.dead)) if client is not None else None,

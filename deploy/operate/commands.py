@@ -1,4 +1,4 @@
-"""`penstock audit`, `penstock dead` and `penstock producers`: what an operator asks of a run."""
+"""`penstock audit`, `penstock dead` and `penstock producers`."""
 
 import argparse
 import sys
@@ -23,12 +23,14 @@ def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "indexes", metavar="INDEX", type=int, nargs="*", help="dead task indexes, in place of --reason and --all"
     )
-    parser.add_argument("--reason", metavar="R", help="all that died of R: a reason, or its part before the colon")
-    parser.add_argument("--all", action="store_true", help="all that are dead")
+    parser.add_argument(
+        "--reason", metavar="R", help="all indexes that died of R: a reason, or its part before the colon"
+    )
+    parser.add_argument("--all", action="store_true", help="all dead indexes")
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    """Status 0 for books that balance, 1 for books that do not, 2 where it cannot be told."""
+    """Status 0 if the ledger balances, 1 if it does not, 2 if the run cannot be audited."""
     import redis
     from penstock.deploy.launch.redis_server import ServerError
     from penstock.deploy.operate.audit import audit
@@ -97,7 +99,7 @@ def _dead_requeue(arguments: argparse.Namespace) -> int:
     else:
         print("nothing to requeue")
     if done.without_index:
-        print(f"{done.without_index} letters name no index: there is nothing to release again for them")
+        print(f"{done.without_index} letters name no index, so there is nothing to release for them")
     return 0
 
 
@@ -122,7 +124,7 @@ def _print_json(value: Any) -> None:
 COMMANDS = (
     Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
     Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
-    Command("dead show", "show the letters of one index with what they hold", _add_show_arguments, _dead_show),
-    Command("dead requeue", "have dead indexes released again", _add_requeue_arguments, _dead_requeue),
-    Command("producers", "list who generates for a run, and claims nobody looks after", _add_arguments, _producers),
+    Command("dead show", "show the letters of one index with their content", _add_show_arguments, _dead_show),
+    Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _dead_requeue),
+    Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _producers),
 )

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 import redis
-from penstock.deploy.operate.run_access import RunAtHand
+from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit, Field, number_in
@@ -86,23 +86,23 @@ class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
     without_index: int
 
 
-def list_letters(run: RunAtHand) -> list[Letter]:
+def list_letters(run: OpenRun) -> list[Letter]:
     """Every letter of a run, oldest first."""
     return sorted((*_dead_rollouts(run), *_dead_indexes(run)), key=lambda letter: letter.time_s)
 
 
-def _dead_indexes(run: RunAtHand) -> list[Letter]:
+def _dead_indexes(run: OpenRun) -> list[Letter]:
     state_of = _states(run)
     return [_letter(entry_id, fields, state_of) for entry_id, fields in _entries(run, run.keys.dead)]
 
 
-def _dead_rollouts(run: RunAtHand) -> list[Letter]:
+def _dead_rollouts(run: OpenRun) -> list[Letter]:
     """Each once: a producer that missed the answer to an append repeats it."""
     letters = [_rollout_letter(entry_id, fields) for entry_id, fields in _entries(run, run.keys.dead_rollouts)]
     return list({(letter.index, letter.rollout): letter for letter in reversed(letters)}.values())[::-1]
 
 
-def show_letters(run: RunAtHand, index: int) -> list[Content]:
+def show_letters(run: OpenRun, index: int) -> list[Content]:
     """The letters of one index, oldest first.
 
     Raises:
@@ -125,7 +125,7 @@ def show_letters(run: RunAtHand, index: int) -> list[Content]:
 
 
 def requeue(
-    run: RunAtHand, *, indexes: Collection[int] = (), reason: str | None = None, every: bool = False
+    run: OpenRun, *, indexes: Collection[int] = (), reason: str | None = None, every: bool = False
 ) -> RequeueResult:
     """Asks for dead indexes to be released again: by number, by reason (or its part before the colon), or all of them.
 
@@ -157,7 +157,7 @@ def requeue(
 
 
 def _check_indexes(
-    run: RunAtHand, indexes: Collection[int], letters: list[Letter], standing: Collection[int | None]
+    run: OpenRun, indexes: Collection[int], letters: list[Letter], standing: Collection[int | None]
 ) -> None:
     for index in sorted(set(indexes)):
         if index in standing:
@@ -167,7 +167,7 @@ def _check_indexes(
         raise ConfigError(f"INDEX = {index}: not dead in run {run.name!r}: {why}; nothing was requeued")
 
 
-def _send(run: RunAtHand, chosen: dict[int, str]) -> list[int]:
+def _send(run: OpenRun, chosen: dict[int, str]) -> list[int]:
     keys = [run.keys.commit, run.keys.dead_index, run.keys.requeued]
     script = run.redis.register_script(_REQUEUE)
     pairs = sorted(chosen.items())
@@ -183,14 +183,14 @@ def _send(run: RunAtHand, chosen: dict[int, str]) -> list[int]:
     return taken
 
 
-def _finished(run: RunAtHand) -> ConfigError:
+def _finished(run: OpenRun) -> ConfigError:
     return ConfigError(
         f"run {run.name!r} is finished: nothing of it is released any more; continue it with --resume and more updates "
         "first, or leave its dead where they are"
     )
 
 
-def _entries(run: RunAtHand, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     start = "-"
     while True:
         entries: Any = run.redis.xrange(stream, min=start, count=_LETTERS)
@@ -201,7 +201,7 @@ def _entries(run: RunAtHand, stream: str) -> Iterator[tuple[str, dict[bytes, byt
         start = "(" + entries[-1][0].decode()
 
 
-def _states(run: RunAtHand) -> Callable[[int | None, str], State]:
+def _states(run: OpenRun) -> Callable[[int | None, str], State]:
     """Tells what a letter stands for, by Redis and by the last committed checkpoint."""
     standing: Any = run.redis.hgetall(run.keys.dead_index)
     requested: Any = run.redis.hgetall(run.keys.requeued)
@@ -221,12 +221,12 @@ def _states(run: RunAtHand) -> Callable[[int | None, str], State]:
     return state_of
 
 
-def _saved_ledger(run: RunAtHand) -> LedgerState:
+def _saved_ledger(run: OpenRun) -> LedgerState:
     if run.folder is None:
         return LedgerState()
     pointer: Any = run.redis.hget(run.keys.commit, Commit.CHECKPOINT)
     try:
-        return read_saved_ledger(run.folder, pointer.decode() if pointer is not None else None).books.ledger
+        return read_saved_ledger(run.folder, pointer.decode() if pointer is not None else None).saved.ledger
     except UnreadableError:
         return LedgerState()  # the letters speak for themselves; the audit says what is wrong with the checkpoints
 

@@ -1,4 +1,4 @@
-"""Judges a run's books: where each released index is, and what is wrong with that. No Redis, no files."""
+"""Checks a ledger: where each released index is, and what is wrong with that. No Redis, no files."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,21 +31,21 @@ class StreamEntry:
 
 
 class Reading(NamedTuple):
-    """A run at one moment. `released` was read before the prompts, the prompts before the stream, `saved` after it."""
+    """A run at one moment, read in this order: `released`, the prompts, the stream, `saved`."""
 
     saved: SavedLedger
     released: int
     prompts: list[OpenPrompt]
     stream: list[StreamEntry]
     requested: dict[int, str]
-    """By index: the dead letter that an operator wants released again."""
+    """By index, the dead letter that an operator has requeued."""
     letters: set[int]
     """The indexes that have a dead letter."""
     finished: bool
 
 
 class LedgerProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the promise rules out. indexes: ascending; empty where the problem is not about single ones."""
+    """A violation of the ledger. indexes: ascending; empty if the problem is not about single indexes."""
 
     what: str
     indexes: tuple[int, ...] = ()
@@ -63,11 +63,11 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     dead: int
     dead_reasons: dict[str, int]
     on_stream: int
-    """Generated, and not settled in the checkpoint: still to be read, or in the trainer's hand."""
+    """Generated and not settled in the checkpoint: still to be read, or read by the trainer."""
     claimed: int
     queued: int
     postponed: int
-    """To be released again as the credit lasts."""
+    """To be released again when there is credit."""
     cancelled: int
     """Open when the run ended."""
 
@@ -75,12 +75,12 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     tokens_masked_lag: int
     released_again: dict[str, int]
     requeued_waiting: int
-    """Dead, and asked for again by an operator."""
+    """Dead and requeued by an operator."""
     settled_on_stream: int | None
-    """Entries of settled indexes, which the next commit trims or the trainer drops. None where Redis cannot be asked;
-    so are the two that follow."""
+    """Entries of settled indexes, which the next commit trims or the trainer drops. None if Redis cannot be reached, as
+    are the next two."""
     settled_prompts: int | None
-    """Prompts of settled indexes, left over by a fault: what comes of them is dropped."""
+    """Prompts of settled indexes, left over by a fault; their groups are dropped."""
     never_released: int | None
     """Entries that name no released index."""
     dead_without_letter: int
@@ -91,8 +91,8 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def judge(reading: Reading) -> LedgerCheck:
-    """The books of one reading, with every problem that it shows."""
+def check_ledger(reading: Reading) -> LedgerCheck:
+    """Counts where the indexes of one reading are, with every problem that it shows."""
     ledger, released = reading.saved.ledger, max(reading.released, reading.saved.ledger.num_released)
     trained, skipped, dead = (set(_members(runs)) for runs in (ledger.trained, ledger.skipped, ledger.dead))
     settled = trained | skipped | dead
@@ -153,7 +153,7 @@ def _places(reading: Reading, unsettled: Iterable[int]) -> dict[str, set[int]]:
 
 
 def _settled_twice(ledger: LedgerState) -> Iterator[LedgerProblem]:
-    """An index in two sets was settled twice; so was one that a set holds twice."""
+    """Finds indexes that two sets hold, or one set twice."""
     found: dict[int, list[str]] = {}
     for outcome in ("trained", "skipped", "dead"):
         for index in _members(getattr(ledger, outcome)):
@@ -167,11 +167,11 @@ def _settled_twice(ledger: LedgerState) -> Iterator[LedgerProblem]:
 
 
 def _released_again(reading: Reading, trained: set[int], may_not_be_open: set[int]) -> set[int]:
-    """Indexes that the trainer has put among the prompts although the checkpoint holds them as settled.
+    """Indexes that the trainer has released although the checkpoint holds them as settled.
 
     A prompt may outlive its group by a fault: a power loss brings it back, a repeated command stores it twice. Such a
-    one was released before its index was settled, by an older policy than the checkpoint's (by the checkpoint's own
-    at most, where settling made no policy: dead and skipped ones), and does no harm.
+    prompt was released before its index was settled, by a policy older than the checkpoint's (or by the checkpoint's
+    own, for dead and skipped indexes, which make no policy), and does no harm.
     """
     policy = reading.saved.policy_version
     return {
@@ -183,7 +183,7 @@ def _released_again(reading: Reading, trained: set[int], may_not_be_open: set[in
 
 
 def _is_requested(index: int, requested: dict[int, str], ledger: LedgerState) -> bool:
-    """True where an operator's request has not reached the checkpoint yet; the trainer may have honored it already."""
+    """True if an operator's request is not in the checkpoint yet. The trainer may have taken it already."""
     letter = requested.get(index)
     return letter is not None and ledger.requeued.get(index, ("", ""))[0] != letter
 
@@ -213,7 +213,7 @@ def _id_key(entry_id: str) -> tuple[int, int]:
 
 
 def name_indexes(indexes: Iterable[int]) -> str:
-    """`3, 7-9, 12`; of many, the first ranges and the number of all."""
+    """`3, 7-9, 12`; of many, the first ranges and the total number."""
     runs: list[list[int]] = []
     ordered = sorted(indexes)
     for index in ordered:

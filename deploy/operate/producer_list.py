@@ -6,7 +6,7 @@ import msgspec
 import redis
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.audit import pending
-from penstock.deploy.operate.run_access import RunAtHand
+from penstock.deploy.operate.run_access import OpenRun
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
@@ -58,7 +58,7 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
     """Ids whose heartbeat is of another release."""
 
 
-def list_producers(run: RunAtHand) -> Producers:
+def list_producers(run: OpenRun) -> Producers:
     """Claims are read first: whoever claims has sent a heartbeat before, so none of a live producer looks orphaned.
 
     Raises:

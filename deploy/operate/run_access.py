@@ -1,6 +1,5 @@
-"""How an operator's command reaches a run: its folder, its configuration, its Redis."""
+"""Access to a run from outside: its folder, its configuration, its Redis."""
 
-import fcntl
 import json
 import os
 import time
@@ -10,21 +9,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import redis
-from penstock.deploy.launch.redis_server import RedisServer, ServerError, connect, external_url
-from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.deploy.launch.redis_server import RedisServer, ServerError, connect
+from penstock.deploy.launch.run_folder import RUN_FILE, try_lock
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.keys import Keys
-from penstock.schemas.process.redis_url import connection_file
+from penstock.schemas.process.redis_url import configured_url, connection_file
 
 _WAIT_S = 10.0
 _LOAD_S = 600.0
 _LOOK_S = 0.1
 
 
-class RunAtHand(NamedTuple):
-    """A run as this machine can see it.
+class OpenRun(NamedTuple):
+    """A run as seen from this machine.
 
-    client: its Redis, which answers; None where there is none, and `without_redis` then says why.
+    client: its Redis, which answers; None if there is none, and `without_redis` then says why.
     folder, config: None for a run that is known by name only, through REDIS_URL.
     """
 
@@ -51,10 +50,10 @@ class RunAtHand(NamedTuple):
 
 
 @contextmanager
-def open_run(run: str, runs: Path) -> Iterator[RunAtHand]:
+def open_run(run: str, runs: Path) -> Iterator[OpenRun]:
     """Opens the run of this name in `runs`, or in the folder `run`.
 
-    A run whose own server is down gets it started again on its data, and stopped at the end.
+    If the run's own server is down, it is started on its data, and stopped at the end.
 
     Raises:
         ConfigError: no such run, or a run file that cannot be read.
@@ -66,14 +65,14 @@ def open_run(run: str, runs: Path) -> Iterator[RunAtHand]:
         try:
             if client is not None and folder is None and not client.exists(Keys(name).commit):
                 raise ConfigError(f"{run}: neither a folder, nor a run in {runs} or in the Redis at REDIS_URL")
-            yield RunAtHand(name, folder, config, client, without_redis)
+            yield OpenRun(name, folder, config, client, without_redis)
         except redis.ResponseError as error:
             raise ServerError(f"Redis refuses: {error}") from error
 
 
 def find_run(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
-    """Name, folder and configuration of the run of this name in `runs`, or in the folder `run`; with REDIS_URL the name
-    alone is enough.
+    """Finds name, folder and configuration of the run of this name in `runs`, or in the folder `run`. With REDIS_URL a
+    name is enough.
 
     Raises:
         ConfigError: no such run, or a run file that cannot be read.
@@ -100,7 +99,7 @@ def _folder(run: str, runs: Path) -> Path | None:
 
 def _connect(config: RunConfig | None, folder: Path | None, closing: ExitStack) -> tuple[redis.Redis | None, str]:
     """(client, "") or (None, why not)."""
-    url = external_url(config)
+    url = configured_url(config)
     if url is None and config is not None and folder is not None:
         return _connect_to_own(config, folder, closing)
     name = "REDIS_URL" if os.environ.get("REDIS_URL") else "redis.url"
@@ -111,10 +110,10 @@ def _connect(config: RunConfig | None, folder: Path | None, closing: ExitStack) 
 
 
 def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tuple[redis.Redis | None, str]:
-    """The run's own server: the one that runs, else one started on what it has left.
+    """Connects to the run's own server, or starts one on its data.
 
-    Waits while somebody else holds the run's folder without a server that answers, as a launcher does when it starts
-    or stops; an answer, or the folder let go, unblocks it.
+    Waits, `_WAIT_S` at most, while another process holds the run's lock and no server answers, as when a launcher
+    starts or stops; an answer or the released lock unblocks it.
     """
     if not connection_file(folder).exists() and not (folder / "redis" / "appendonlydir").is_dir():
         return None, f"{folder / 'redis'} holds no data: this run has had no server of its own"
@@ -129,7 +128,7 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
             if silent is None:
                 return client, ""
             why = silent
-        lock = _try_lock(folder)
+        lock = try_lock(folder)
         if lock is not None:
             closing.callback(os.close, lock)
             server = RedisServer(folder, maxmemory_mb=config.redis.maxmemory_mb, lock=lock)
@@ -141,26 +140,15 @@ def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tupl
 
 
 def own_url(folder: Path) -> str | None:
-    """Where the run's own server was last; None where it has never had one."""
+    """The URL of the run's own server, by its connection file; None without one."""
     try:
         return str(json.loads(connection_file(folder).read_text())["url"])
     except (FileNotFoundError, KeyError, ValueError):
         return None
 
 
-def _try_lock(folder: Path) -> int | None:
-    """The lock that launcher and server of a run hold while they live; None where somebody has it."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
-
-
 def _why_silent(client: redis.Redis) -> str | None:
-    """None once the server answers. Waits while it reads its data; that it has done so, or has failed, unblocks it."""
+    """Why the server does not answer, None if it does. Waits while it reads its data, `_LOAD_S` at most."""
     deadline = time.monotonic() + _LOAD_S
     while True:
         try:

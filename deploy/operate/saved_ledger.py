@@ -1,4 +1,4 @@
-"""The books in a run's checkpoints, read from the files themselves: the trainer's own code is not asked."""
+"""The ledger in a run's checkpoints, read from the files without the trainer's code."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ Range = tuple[int, int]
 
 
 class UnreadableError(RuntimeError):
-    """A run of which nothing can be told; the message says why."""
+    """A run that cannot be audited; the message says why."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The books as a checkpoint holds them; a range is half-open."""
+    """The ledger as a checkpoint holds it; a range is half-open."""
 
     trained: tuple[Range, ...] = ()
     skipped: tuple[Range, ...] = ()
@@ -27,15 +27,15 @@ class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
     dead_by_reason: dict[str, tuple[Range, ...]] = {}
     released_again: dict[str, int] = {}
     requeued: dict[int, tuple[str, str]] = {}
-    """By index: the letter for which it was opened again, and the last rollout entry of that moment."""
+    """By index: the letter for which it was released again, and the last rollout entry at that time."""
     postponed: tuple[int, ...] = ()
-    """Unsettled, and nowhere but in the trainer's mind: it releases them again as its credit lasts."""
+    """Unsettled, and known to the trainer only, which releases them again when there is credit."""
     num_duplicates_dropped: int = 0
     num_released: int = 0
 
 
 class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):
-    """What one checkpoint says. The default is what holds before the first one."""
+    """The state of one checkpoint. The default holds before the first one."""
 
     policy_version: int = -1
     num_batches: int = 0
@@ -43,18 +43,18 @@ class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int | float] = {}
 
 
-class Found(NamedTuple):
-    """name: of the checkpoint; None where the run has none yet. warnings: one line each."""
+class FoundLedger(NamedTuple):
+    """name: of the checkpoint; None before the first. warnings: one line each."""
 
     name: str | None
-    books: SavedLedger
+    saved: SavedLedger
     warnings: tuple[str, ...]
 
 
-def read_saved_ledger(run_folder: Path, pointer: str | None) -> Found:
-    """The books of the checkpoint that `pointer` names; where that one is not there or torn, of the next one back.
+def read_saved_ledger(run_folder: Path, pointer: str | None) -> FoundLedger:
+    """Reads the ledger of the checkpoint that `pointer` names or, if it is missing or torn, of the newest one before it.
 
-    Only the books are checked against their checksum, not the weights beside them.
+    Only the state is checked against its checksum, not the weights beside it.
 
     Raises:
         UnreadableError: there are checkpoints, and none can be read.
@@ -70,16 +70,16 @@ def read_saved_ledger(run_folder: Path, pointer: str | None) -> Found:
         warnings.append(f"checkpoint {pointer}, to which Redis points, is not in {folder}")
     for name in names:
         try:
-            return Found(name, _read(folder / name), tuple(warnings))
+            return FoundLedger(name, _read(folder / name), tuple(warnings))
         except (OSError, ValueError) as error:
             warnings.append(f"checkpoint {name} cannot be read: {error}")
     if warnings:
         raise UnreadableError("; ".join(warnings))
-    return Found(None, SavedLedger(), ())
+    return FoundLedger(None, SavedLedger(), ())
 
 
 def _read(checkpoint: Path) -> SavedLedger:
-    """Raises OSError or ValueError (msgspec's errors are one) for a checkpoint that cannot be used."""
+    """Raises OSError or ValueError (which msgspec's errors are) if the checkpoint cannot be used."""
     sums = json.loads((checkpoint / SUMS).read_text())
     data = (checkpoint / STATE).read_bytes()
     if not isinstance(sums, dict) or STATE not in sums:
@@ -93,6 +93,6 @@ def _read(checkpoint: Path) -> SavedLedger:
 
 
 def _version(name: str) -> int | None:
-    """The policy version that a checkpoint's name begins with; None for what is no checkpoint."""
+    """The policy version that a checkpoint's name begins with; None if it is no checkpoint."""
     version = name.partition("-")[0]
     return int(version) if version.isdigit() and "-" in name else None

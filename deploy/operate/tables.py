@@ -1,6 +1,6 @@
-"""What the operator's commands found, as tables for a reader.
+"""Tables of the operator's commands.
 
-Reasons, prompts and names come from producers: whatever in them could steer a terminal is shown escaped.
+Reasons, prompts and names come from producers: control characters in them are shown escaped.
 """
 
 import time
@@ -16,27 +16,27 @@ from rich.markup import escape
 from rich.table import Table
 
 _HANDED_BACK_S = 1e5
-"""Nobody's claim grows so idle by itself: its producer has marked it free."""
+"""No claim stays idle this long: its producer has marked it free."""
 
 
 def print_audit(audit: Audit, console: Console | None = None) -> None:
-    """Prints the books, what stands beside them, and whether they balance; without a console, to stdout."""
+    """Prints the ledger, the counts beside it, and whether it balances; without a console, to stdout."""
     console = console or Console()
-    books = audit.books
+    ledger = audit.ledger
     saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
     state = "finished" if audit.finished else "not finished"
     _say(console, f"Run {audit.run}: {state}, {audit.update} updates saved ({saved})")
-    console.print(_counts(_book_rows(books)))
-    _say(console, "Beside the books")
+    console.print(_counts(_ledger_rows(ledger)))
+    _say(console, "Beside the ledger")
     console.print(_counts(_rows_beside(audit)))
     for warning in audit.warnings:
         _say(console, f"warning: {warning}")
-    for problem in books.problems:
+    for problem in ledger.problems:
         _say(console, f"PROBLEM {problem}")
     verdict = (
-        f"The books balance: each of {books.released:,} released indexes is in exactly one place."
-        if books.balanced
-        else "The books do NOT balance."
+        f"The ledger balances: each of {ledger.released:,} released indexes is in exactly one place."
+        if ledger.balanced
+        else "The ledger does NOT balance."
     )
     _say(console, verdict)
 
@@ -51,39 +51,39 @@ def _counts(rows: list[tuple[str, int | None, str]]) -> Table:
     return table
 
 
-def _book_rows(books: LedgerCheck) -> list[tuple[str, int | None, str]]:
+def _ledger_rows(ledger: LedgerCheck) -> list[tuple[str, int | None, str]]:
     return [
-        ("released", books.released, ""),
-        ("trained", books.trained, ""),
-        ("skipped", books.skipped, "no variance in the group"),
-        ("dead", books.dead, _listed(books.dead_reasons)),
-        ("on the stream", books.on_stream, "generated, and not yet settled in the checkpoint"),
-        ("claimed", books.claimed, "by a producer, alive or not"),
-        ("queued", books.queued, "prompts that no producer has claimed"),
-        ("postponed", books.postponed, "to be released again as the credit lasts"),
-        ("cancelled", books.cancelled, "open when the run ended"),
+        ("released", ledger.released, ""),
+        ("trained", ledger.trained, ""),
+        ("skipped", ledger.skipped, "no variance in the group"),
+        ("dead", ledger.dead, _listed(ledger.dead_reasons)),
+        ("on the stream", ledger.on_stream, "generated, not yet settled in the checkpoint"),
+        ("claimed", ledger.claimed, "by a producer, alive or not"),
+        ("queued", ledger.queued, "prompts that no producer has claimed"),
+        ("postponed", ledger.postponed, "to be released again when there is credit"),
+        ("cancelled", ledger.cancelled, "open when the run ended"),
     ]
 
 
 def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
-    books = audit.books
-    waiting = f"{books.requeued_waiting} dead ones are requeued" if books.requeued_waiting else ""
+    ledger = audit.ledger
+    waiting = f"{ledger.requeued_waiting} dead ones are requeued" if ledger.requeued_waiting else ""
     num_open = audit.num_evaluation_prompts_open
     prompts = "unknown how many prompts are open" if num_open is None else f"{num_open} prompts open"
     rows: list[tuple[str, int | None, str]] = [
-        ("released again", sum(books.released_again.values()), _listed(books.released_again)),
-        ("duplicates dropped", books.duplicates_dropped, ""),
-        ("tokens masked for lag", books.tokens_masked_lag, ""),
+        ("released again", sum(ledger.released_again.values()), _listed(ledger.released_again)),
+        ("duplicates dropped", ledger.duplicates_dropped, ""),
+        ("tokens masked for lag", ledger.tokens_masked_lag, ""),
         ("evaluations", audit.num_evaluations, prompts),
         ("dead letters", audit.num_letters, waiting),
-        ("settled, on the stream", books.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
+        ("settled, on the stream", ledger.settled_on_stream, "trimmed by a commit, or dropped as duplicates"),
     ]
-    if books.settled_prompts:
-        rows.append(("settled, a prompt", books.settled_prompts, "left over by a fault; what comes of them is dropped"))
-    if books.never_released:
-        rows.append(("never released", books.never_released, "entries that name no released index; they are refused"))
-    if books.dead_without_letter:
-        rows.append(("dead without a letter", books.dead_without_letter, "Redis has lost the letters"))
+    if ledger.settled_prompts:
+        rows.append(("settled, a prompt", ledger.settled_prompts, "left over by a fault; their groups are dropped"))
+    if ledger.never_released:
+        rows.append(("never released", ledger.never_released, "entries that name no released index; they are refused"))
+    if ledger.dead_without_letter:
+        rows.append(("dead without a letter", ledger.dead_without_letter, "Redis has lost the letters"))
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import redis
 from penstock.consumers.parity.errors import ParityError
 from penstock.consumers.stream.scripts import announced_of, forks_of
-from penstock.deploy.operate.run_access import RunAtHand
+from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.parity.material import Material, versions_of
 from penstock.deploy.parity.weights import WeightVersions, with_neighbours
 from penstock.schemas.config import RunConfig
@@ -67,7 +67,7 @@ class StreamReader:
 
 
 def read_run(
-    run: RunAtHand,
+    run: OpenRun,
     config: RunConfig,
     weights: WeightVersions,
     *,
@@ -124,7 +124,7 @@ def _is_alive(client: redis.Redis, keys: Keys) -> bool:
     return next(client.scan_iter(match=keys.producer_pattern, count=1000), None) is not None
 
 
-def _why_empty(run: RunAtHand, client: redis.Redis, reader: StreamReader) -> str:
+def _why_empty(run: OpenRun, client: redis.Redis, reader: StreamReader) -> str:
     if reader.num_refused:
         return f"run {run.name}: none of the {reader.num_seen} groups on its stream can be read: {reader.refusal}"
     where = f"run {run.name}: no rollouts on its stream"

@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
@@ -11,6 +10,7 @@ from typing import Any
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg, write_png
 from penstock.deploy.report.summary import NOTHING, not_over, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
+from penstock.schemas.process.files import write_whole
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -26,9 +26,7 @@ def write_report(run_folder: Path) -> Path:
     run_file = run_folder / "run.toml"
     configuration = run_file.read_text() if run_file.is_file() else "run.toml is missing"
     report = run_folder / "report.html"
-    partial = run_folder / f"report.html.{os.getpid()}.partial"
-    partial.write_text(render(telemetry, summarize(telemetry), configuration), encoding="utf-8")
-    partial.replace(report)
+    write_whole(report, render(telemetry, summarize(telemetry), configuration))
     return report
 
 

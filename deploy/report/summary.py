@@ -1,7 +1,6 @@
 """What a run came to, in numbers: `summary.json` and the table at its end."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from penstock.deploy.report.telemetry import (
     read_telemetry,
 )
 from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.process.files import write_whole
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -39,9 +39,7 @@ def write_summary(run_folder: Path) -> dict[str, Any]:
         ConfigError: `run.toml` is there but is no run file.
     """
     summary = summarize(read_telemetry(run_folder))
-    partial = run_folder / f"summary.json.{os.getpid()}.partial"
-    partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    partial.replace(run_folder / "summary.json")
+    write_whole(run_folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 

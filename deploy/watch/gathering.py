@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 from penstock.deploy.launch.progress import Tail
-from penstock.deploy.launch.redis_server import connect, external_url
+from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.operate.run_access import own_url
 from penstock.deploy.report.telemetry import (
     EvaluationPoint,
@@ -26,6 +26,7 @@ from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
+from penstock.schemas.process.redis_url import configured_url
 
 _UPDATES_KEPT = 5000
 _PAUSES_KEPT = 2000
@@ -77,7 +78,7 @@ class Gatherer:
     def _look_at_redis(self) -> tuple[RedisSeen | None, str]:
         try:
             if self._client is None:
-                url = external_url(self._config) or (own_url(self._folder) if self._folder is not None else None)
+                url = configured_url(self._config) or (own_url(self._folder) if self._folder is not None else None)
                 if url is None:
                     return None, "this run has no server yet"
                 self._client = connect(url)

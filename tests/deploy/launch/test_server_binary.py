@@ -42,7 +42,7 @@ def test_without_any_server_the_error_says_what_was_looked_for(tmp_path, monkeyp
     put_server(tmp_path, "redis-server", "6.2.7")
     with pytest.raises(ConfigError) as error:
         find_server()
-    assert f"{tmp_path}/redis-server is of version 6.2.7, no valkey-server on PATH" in str(error.value)
+    assert f"{tmp_path}/redis-server has version 6.2.7, no valkey-server on PATH" in str(error.value)
     assert "set REDIS_URL" in str(error.value) and "\n" not in str(error.value)
 
 

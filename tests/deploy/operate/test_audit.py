@@ -1,4 +1,4 @@
-"""The audit: right about live, stopped, finished and killed runs, and about books that were made wrong on purpose."""
+"""The audit: right about live, stopped, finished and killed runs, and about ledgers that were made wrong on purpose."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.operate import audit as audit_module
 from penstock.deploy.operate import run_access
-from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, judge, name_indexes
+from penstock.deploy.operate.ledger_check import OpenPrompt, Reading, StreamEntry, check_ledger, name_indexes
 from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
@@ -29,7 +29,7 @@ def ranges(*indexes: int) -> tuple[tuple[int, int], ...]:
     return tuple((index, index + 1) for index in sorted(indexes))
 
 
-def books_of(
+def check_of(
     *, policy_version: int = 5, released: int = 0, prompts=(), stream=(), requested=None, finished=False, **ledger
 ):
     """prompts: (index, version) in the order of release; stream: indexes that were appended after all prompts."""
@@ -43,27 +43,27 @@ def books_of(
         letters=set(),
         finished=finished,
     )
-    return judge(reading)
+    return check_ledger(reading)
 
 
-def problems(books) -> list[str]:
-    return [str(problem) for problem in books.problems]
+def problems(ledger) -> list[str]:
+    return [str(problem) for problem in ledger.problems]
 
 
 @given(st.lists(st.sampled_from(["trained", "skipped", "dead", "prompt", "stream"]), max_size=40), st.data())
-def test_books_balance_until_one_index_is_taken_out_of_them(places, data):
+def test_ledger_balances_until_one_index_is_taken_out_of_them(places, data):
     def judged(gone: int):
         at = {place: [n for n, p in enumerate(places, 1) if p == place and n != gone] for place in set(places)}
-        return books_of(
+        return check_of(
             released=len(places),
             prompts=[(index, 5) for index in at.get("prompt", ())],
             stream=at.get("stream", ()),
             **{outcome: ranges(*at.get(outcome, ())) for outcome in ("trained", "skipped", "dead")},
         )
 
-    books = judged(gone=0)
-    assert problems(books) == []
-    counted = (books.trained, books.skipped, books.dead, books.queued, books.on_stream)
+    ledger = judged(gone=0)
+    assert problems(ledger) == []
+    counted = (ledger.trained, ledger.skipped, ledger.dead, ledger.queued, ledger.on_stream)
     assert counted == tuple(places.count(place) for place in ("trained", "skipped", "dead", "prompt", "stream"))
     if places:
         gone = data.draw(st.integers(1, len(places)))
@@ -71,69 +71,69 @@ def test_books_balance_until_one_index_is_taken_out_of_them(places, data):
 
 
 def test_an_index_that_was_settled_twice_is_named_with_both_outcomes():
-    assert problems(books_of(released=4, trained=((1, 4),), skipped=((3, 5),))) == [
+    assert problems(check_of(released=4, trained=((1, 4),), skipped=((3, 5),))) == [
         "settled twice (trained and skipped): 3"
     ]
-    assert problems(books_of(released=3, trained=((1, 3), (2, 4)))) == ["settled twice (trained and trained): 2"]
+    assert problems(check_of(released=3, trained=((1, 3), (2, 4)))) == ["settled twice (trained and trained): 2"]
 
 
 def test_a_settled_index_that_a_later_policy_released_again_is_named():
     again = "settled, and released again: 2"
-    assert problems(books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 6)])) == [again]
-    assert problems(books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 5)])) == [again]
-    assert problems(books_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 10**9)])) == [again]
+    assert problems(check_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 6)])) == [again]
+    assert problems(check_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 5)])) == [again]
+    assert problems(check_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 10**9)])) == [again]
 
 
-def test_a_prompt_that_a_fault_has_left_of_a_settled_index_stands_beside_the_books():
-    books = books_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 4), (3, 1)])
-    assert problems(books) == [] and books.settled_prompts == 2
+def test_a_prompt_that_a_fault_has_left_of_a_settled_index_stands_beside_the_ledger():
+    ledger = check_of(policy_version=5, released=3, trained=((1, 4),), prompts=[(2, 4), (3, 1)])
+    assert problems(ledger) == [] and ledger.settled_prompts == 2
     # It died while the trainer stood at this very policy, and its prompt had been stored twice.
-    assert problems(books_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 5)])) == []
+    assert problems(check_of(policy_version=5, released=3, dead=((1, 4),), prompts=[(2, 5)])) == []
 
 
 def test_a_requeued_index_may_be_a_prompt_while_the_checkpoint_still_has_it_dead():
     wrong = {"policy_version": 5, "released": 3, "dead": ((1, 4),), "prompts": [(2, 7)]}
-    books = books_of(**wrong, requested={2: "9-0"})
-    assert problems(books) == [] and (books.dead, books.requeued_waiting, books.settled_prompts) == (3, 1, 0)
+    ledger = check_of(**wrong, requested={2: "9-0"})
+    assert problems(ledger) == [] and (ledger.dead, ledger.requeued_waiting, ledger.settled_prompts) == (3, 1, 0)
     # The same request, honored before this checkpoint, excuses nothing: the index has died again since.
-    assert problems(books_of(**wrong, requested={2: "9-0"}, requeued={2: ("9-0", "5-0")})) != []
+    assert problems(check_of(**wrong, requested={2: "9-0"}, requeued={2: ("9-0", "5-0")})) != []
 
 
 def test_an_index_that_is_settled_and_was_never_released_is_named():
-    assert problems(books_of(released=3, trained=((1, 4), (7, 9)))) == ["settled, but never released: 7-8"]
+    assert problems(check_of(released=3, trained=((1, 4), (7, 9)))) == ["settled, but never released: 7-8"]
 
 
 def test_a_dead_index_needs_exactly_one_reason():
     wrong = "dead without exactly one reason, or with one and not dead: "
-    assert problems(books_of(released=2, dead=((1, 3),), dead_by_reason={"lag": ((1, 2),)})) == [wrong + "2"]
+    assert problems(check_of(released=2, dead=((1, 3),), dead_by_reason={"lag": ((1, 2),)})) == [wrong + "2"]
     twice = {"lag": ((1, 3),), "poison": ((1, 2),)}
-    assert problems(books_of(released=2, dead=((1, 3),), dead_by_reason=twice)) == [wrong + "1"]
-    assert problems(books_of(released=2, trained=((1, 3),), dead_by_reason={"lag": ((2, 3),)})) == [wrong + "2"]
+    assert problems(check_of(released=2, dead=((1, 3),), dead_by_reason=twice)) == [wrong + "1"]
+    assert problems(check_of(released=2, trained=((1, 3),), dead_by_reason={"lag": ((2, 3),)})) == [wrong + "2"]
 
 
 def test_what_is_open_when_a_run_ends_is_cancelled_wherever_it_was():
-    books = books_of(released=6, trained=((1, 3),), prompts=[(3, 5)], stream=[4], finished=True)
-    assert problems(books) == []
-    assert (books.cancelled, books.queued, books.on_stream, books.claimed) == (4, 0, 0, 0)
+    ledger = check_of(released=6, trained=((1, 3),), prompts=[(3, 5)], stream=[4], finished=True)
+    assert problems(ledger) == []
+    assert (ledger.cancelled, ledger.queued, ledger.on_stream, ledger.claimed) == (4, 0, 0, 0)
 
 
 def test_a_stale_group_counts_once_although_its_entry_is_still_on_the_stream():
     entry, prompt = StreamEntry("5-0", 1), OpenPrompt("6-0", 1, 5, True)
-    books = judge(Reading(SavedLedger(), 1, [prompt], [entry], {}, set(), False))
-    assert (books.claimed, books.on_stream) == (1, 0) and problems(books) == []
-    books = judge(Reading(SavedLedger(), 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
-    assert (books.claimed, books.on_stream) == (0, 1)
+    ledger = check_ledger(Reading(SavedLedger(), 1, [prompt], [entry], {}, set(), False))
+    assert (ledger.claimed, ledger.on_stream) == (1, 0) and problems(ledger) == []
+    ledger = check_ledger(Reading(SavedLedger(), 1, [OpenPrompt("4-9", 1, 5, True)], [entry], {}, set(), False))
+    assert (ledger.claimed, ledger.on_stream) == (0, 1)
 
 
 def test_an_index_that_the_trainer_has_postponed_is_not_lost():
-    books = books_of(released=3, trained=((1, 2),), postponed=(2, 3), stream=[3])
-    assert problems(books) == [] and (books.postponed, books.on_stream) == (1, 1)
-    assert books_of(released=3, trained=((1, 2),), postponed=(2, 3), finished=True).cancelled == 2
+    ledger = check_of(released=3, trained=((1, 2),), postponed=(2, 3), stream=[3])
+    assert problems(ledger) == [] and (ledger.postponed, ledger.on_stream) == (1, 1)
+    assert check_of(released=3, trained=((1, 2),), postponed=(2, 3), finished=True).cancelled == 2
 
 
-def test_entries_that_name_no_released_index_stand_beside_the_books():
-    books = books_of(released=1, trained=((1, 2),), stream=[0, 99], prompts=[(50, 1)])
-    assert problems(books) == [] and books.never_released == 3
+def test_entries_that_name_no_released_index_stand_beside_the_ledger():
+    ledger = check_of(released=1, trained=((1, 2),), stream=[0, 99], prompts=[(50, 1)])
+    assert problems(ledger) == [] and ledger.never_released == 3
 
 
 def test_many_indexes_are_named_as_ranges():
@@ -160,14 +160,14 @@ def test_a_finished_run_balances_and_its_counts_are_those_of_the_trainer(run, ca
     assert run.trainer().run()
     status, out, _ = run.command(capsys, "audit", "test")
     assert status == 0
-    assert "The books balance: each of 50 released indexes is in exactly one place." in out
+    assert "The ledger balances: each of 50 released indexes is in exactly one place." in out
     found = run.json(capsys, "audit", "test")
     assert found["balanced"] and found["finished"] and found["update"] == 12
-    books, trainer = found["books"], run.books()
-    assert books["dead_reasons"] == {"reward": 2} == trainer["dead_reasons"]
+    ledger, trainer = found["ledger"], run.books()
+    assert ledger["dead_reasons"] == {"reward": 2} == trainer["dead_reasons"]
     for name in ("released", "trained", "skipped", "dead", "cancelled"):
-        assert books[name] == trainer[f"num_groups_{name}"]
-    assert (books["trained"], books["skipped"]) == (47, 1)
+        assert ledger[name] == trainer[f"num_groups_{name}"]
+    assert (ledger["trained"], ledger["skipped"]) == (47, 1)
     assert found["num_evaluations"] == 4 and found["num_letters"] == 2
 
 
@@ -180,9 +180,9 @@ def test_a_killed_run_balances_by_its_last_checkpoint_and_what_redis_holds(run, 
     run.end_producers()
     found = run.json(capsys, "audit", "test")
     assert found["balanced"] and not found["finished"]
-    books = found["books"]
-    assert books["trained"] == at // 4 * 16, "what was trained after the checkpoint is not saved, and on the stream"
-    assert books["released"] == books["trained"] + books["on_stream"] + books["queued"] + books["claimed"]
+    ledger = found["ledger"]
+    assert ledger["trained"] == at // 4 * 16, "what was trained after the checkpoint is not saved, and on the stream"
+    assert ledger["released"] == ledger["trained"] + ledger["on_stream"] + ledger["queued"] + ledger["claimed"]
 
 
 @pytest.mark.redis
@@ -204,7 +204,7 @@ def test_a_run_whose_trainer_died_between_checkpoint_and_commit_balances_by_the_
     found = run.json(capsys, "audit", "test")
     saved = [path.name for path in (run.folder / "checkpoints").iterdir() if path.is_dir()]
     assert {name.partition("-")[0] for name in saved} == {"4", "8"}
-    assert found["checkpoint"].startswith("4-") and found["balanced"] and found["books"]["trained"] == 16
+    assert found["checkpoint"].startswith("4-") and found["balanced"] and found["ledger"]["trained"] == 16
 
 
 @pytest.mark.redis
@@ -231,7 +231,7 @@ def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch,
         num_audits = num_moving = 0
         while thread.is_alive():
             found = run.json(capsys, "audit", "test")
-            assert found["balanced"], found["books"]["problems"]
+            assert found["balanced"], found["ledger"]["problems"]
             num_audits += 1
             num_moving += 0 < found["update"] < 120
         thread.join()
@@ -243,7 +243,7 @@ def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch,
 
 
 def tamper(run: ShortRun, change) -> None:
-    """Changes the books in the committed checkpoint, and its checksum with them."""
+    """Changes the ledger in the committed checkpoint, and its checksum with them."""
     (folder,) = [path for path in (run.folder / "checkpoints").iterdir() if path.name.startswith("8-")]
     state = json.loads((folder / "state.json").read_text())
     change(state["ledger"])
@@ -266,7 +266,7 @@ def stopped(run):
 
 def audit_fails(run, capsys) -> str:
     status, out, _ = run.command(capsys, "audit", "test")
-    assert status == 1 and "The books do NOT balance." in out
+    assert status == 1 and "The ledger does NOT balance." in out
     (line,) = [line for line in out.splitlines() if line.startswith("PROBLEM ")]
     return line
 
@@ -309,13 +309,13 @@ def test_an_index_released_again_for_an_operator_balances_before_the_next_commit
 
 @pytest.mark.redis
 def test_claims_count_as_such(stopped, redis_client, capsys):
-    last = stopped.json(capsys, "audit", "test")["books"]["released"]
+    last = stopped.json(capsys, "audit", "test")["ledger"]["released"]
     redis_client.hset(stopped.keys.commit, "released", last + 3)
     for index in range(last + 1, last + 4):
         redis_client.xadd(stopped.keys.prompts, {Field.INDEX: index, Field.VERSION: 9})
     redis_client.xreadgroup(PRODUCERS_GROUP, "p", {stopped.keys.prompts: ">"}, count=2)
     found = stopped.json(capsys, "audit", "test")
-    assert found["balanced"] and (found["books"]["claimed"], found["books"]["queued"]) == (2, 1)
+    assert found["balanced"] and (found["ledger"]["claimed"], found["ledger"]["queued"]) == (2, 1)
 
 
 @pytest.mark.redis
@@ -380,7 +380,9 @@ def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_n
     unknown = [line.split("unknown")[0].split() for line in out.splitlines() if "unknown" in line]
     assert unknown == [["evaluations", "4"], ["dead", "letters"], ["settled,", "on", "the", "stream"]]
     found = run.json(capsys, "audit", "test")
-    assert (found["num_letters"], found["num_evaluation_prompts_open"], found["books"]["never_released"]) == (None,) * 3
+    assert (found["num_letters"], found["num_evaluation_prompts_open"], found["ledger"]["never_released"]) == (
+        None,
+    ) * 3
     (run.folder / "trainer.json").unlink()
     status, out, err = run.command(capsys, "audit", "test")
     assert (status, out) == (2, "")
@@ -412,7 +414,7 @@ def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_pa
         server.stop()
     assert not connection_file(run.folder).exists()
     assert run.json(capsys, "audit", str(run.folder)) == live
-    assert live["balanced"] and live["books"]["trained"] == 16
+    assert live["balanced"] and live["ledger"]["trained"] == 16
     assert not connection_file(run.folder).exists(), "the server that the audit has started is gone again"
 
 

@@ -27,7 +27,7 @@ def run(redis_url, tmp_path, monkeypatch):
 
 
 class Half:
-    """The trainer's half of a requeue, step by step: books, reader, releaser. `resume` is a new one on saved books."""
+    """The trainer's half of a requeue, step by step: ledger, reader, releaser. `resume` is a new one on a saved ledger."""
 
     def __init__(self, run: ShortRun, state: dict | None = None) -> None:
         self.run = run
@@ -144,7 +144,7 @@ def test_an_index_that_dies_again_leaves_another_letter_and_can_be_requeued_agai
     half.heal()
     assert 3 in half.ledger.settled
     letters = [(letter["reason"], letter["state"]) for letter in run.json(capsys, "dead", "list", "test")]
-    # The books that were saved last do not know of the requeue yet.
+    # The ledger that was saved last does not know of the requeue yet.
     assert letters == [("reward: boom", "requeued"), ("prompt: long", "dead"), ("reward: boom again", "dead")]
     assert run.command(capsys, "dead", "requeue", "test", "3")[0] == 0
     assert half.heal() == 1
@@ -334,7 +334,7 @@ def test_a_redis_that_is_away_is_one_line_and_status_1(run, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed-before-the-commit"])
-def test_a_run_trains_what_was_requeued_and_its_books_balance(run, redis_client, capsys, killed):
+def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_client, capsys, killed):
     died = []
 
     def answer(index: int, version: int) -> dict:
@@ -363,11 +363,11 @@ def test_a_run_trains_what_was_requeued_and_its_books_balance(run, redis_client,
         assert run.json(capsys, "audit", "test")["balanced"]
         trainer = run.trainer(resume=True)
     assert trainer.run()
-    books = run.books()
-    assert (books["num_groups_trained"], books["num_groups_dead"]) == (48, 0)
-    assert books["num_groups_released_again"]["requeued"] == 1
+    ledger = run.books()
+    assert (ledger["num_groups_trained"], ledger["num_groups_dead"]) == (48, 0)
+    assert ledger["num_groups_released_again"]["requeued"] == 1
     trained = trainer.learner.trained
     assert trained.count(3) == 1 and len(set(trained)) == 48
     found = run.json(capsys, "audit", "test")
-    assert found["balanced"] and found["books"]["dead"] == 0
+    assert found["balanced"] and found["ledger"]["dead"] == 0
     assert [letter["state"] for letter in run.json(capsys, "dead", "list", "test")] == ["released again"]

@@ -65,23 +65,23 @@ def stopped(redis_url, tmp_path, monkeypatch):
     run.close()
 
 
-def books(run: ShortRun, capsys) -> dict:
+def ledger(run: ShortRun, capsys) -> dict:
     found = run.json(capsys, "audit", "test")
-    assert found["balanced"], found["books"]["problems"]
+    assert found["balanced"], found["ledger"]["problems"]
     places = ("released", "trained", "skipped", "dead", "on_stream", "postponed")
     # Which of the prompts are claimed may change: junk may be claimed before them.
-    prompts = found["books"]["claimed"] + found["books"]["queued"]
-    return {place: found["books"][place] for place in places} | {"prompts": prompts}
+    prompts = found["ledger"]["claimed"] + found["ledger"]["queued"]
+    return {place: found["ledger"][place] for place in places} | {"prompts": prompts}
 
 
-def test_an_index_field_of_5_000_digits_stands_beside_the_books(stopped, redis_client, capsys):
-    before = books(stopped, capsys)
+def test_an_index_field_of_5_000_digits_stands_beside_the_ledger(stopped, redis_client, capsys):
+    before = ledger(stopped, capsys)
     for stream in (stopped.keys.rollouts, stopped.keys.prompts):
         redis_client.xadd(stream, {Field.INDEX: DIGITS, Field.VERSION: DIGITS})
     status, out, err = stopped.command(capsys, "audit", "test")
     assert (status, err) == (0, "") and "never released" in out
-    assert books(stopped, capsys) == before
-    assert stopped.json(capsys, "audit", "test")["books"]["never_released"] == 2
+    assert ledger(stopped, capsys) == before
+    assert stopped.json(capsys, "audit", "test")["ledger"]["never_released"] == 2
 
 
 def test_trainer_and_audit_read_the_same_number_in_a_field(stopped, redis_client, capsys):
@@ -92,7 +92,7 @@ def test_trainer_and_audit_read_the_same_number_in_a_field(stopped, redis_client
     stopped.producer()
     assert stopped.trainer(resume=True).run()
     found = stopped.json(capsys, "audit", "test")
-    assert found["balanced"] and found["finished"] and found["books"]["dead"] == 1
+    assert found["balanced"] and found["finished"] and found["ledger"]["dead"] == 1
     letters = [letter["index"] for letter in stopped.json(capsys, "dead", "list", "test")]
     assert letters == [3] + [None] * len(NO_NUMBERS)
 
@@ -138,15 +138,15 @@ def write_junk(client: redis.Redis, run: ShortRun, rng: random.Random) -> int:
     return 0
 
 
-def test_nothing_that_is_written_into_a_field_fails_a_command_or_moves_the_books(stopped, redis_client, capsys):
-    before = books(stopped, capsys)
+def test_nothing_that_is_written_into_a_field_fails_a_command_or_moves_the_ledger(stopped, redis_client, capsys):
+    before = ledger(stopped, capsys)
     num_never_released = 0
     for number in range(ROUNDS):
         rng = random.Random(f"{SEED}-{number}")
         num_never_released += sum(write_junk(redis_client, stopped, rng) for _ in range(WRITES_PER_ROUND))
         where = f"seed {SEED}, round {number}"
-        assert books(stopped, capsys) == before, where
-        assert stopped.json(capsys, "audit", "test")["books"]["never_released"] == num_never_released, where
+        assert ledger(stopped, capsys) == before, where
+        assert stopped.json(capsys, "audit", "test")["ledger"]["never_released"] == num_never_released, where
         for argv in (["audit", "test"], ["producers", "test"], ["dead", "list", "test"], ["dead", "show", "test", "3"]):
             status, out, err = stopped.command(capsys, *argv)
             assert (status, err) == (0, ""), f"{argv}: {where}"
