@@ -1,190 +1,150 @@
 """Off-policy: how old the data are, and what that and the engine do to them."""
 
-from typing import Any
-
 from penstock.deploy.grafana import limits
-from penstock.deploy.grafana.layout import DashboardRow, make_dashboard
-from penstock.deploy.grafana.panels import Limit, PrometheusQuery, by_lag, heatmap, timeseries
+from penstock.deploy.grafana.panels import by_lag, dashboard, heatmap, last, of_run, quantiles, timeseries
 
+LAG = [
+    heatmap(
+        "Lag heat map",
+        "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where the "
+        "upper ones darken, rollouts wait longer.",
+        {"{{le}}": 'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))'},
+        unit="short",
+        axis="lag, at most",
+        width=12,
+    ),
+    timeseries(
+        "Lag",
+        "Of the tokens consumed, with the bound beyond which they are masked.",
+        {**quantiles("penstock_token_lag_steps", "99 of 100 are younger"), "bound": last("penstock_lag_bound_steps")},
+        unit="suffix: steps",
+        minimum=0,
+        colours={"bound": "red"},
+        dashed=["bound"],
+        width=6,
+        height=10,
+    ),
+    timeseries(
+        "Tokens beyond the bound",
+        "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
+        {"masked for lag": of_run("penstock:tokens_beyond_bound:ratio_rate5m")},
+        unit="percentunit",
+        limits={limits.BEYOND_BOUND: "red"},
+        minimum=0,
+        width=6,
+        height=10,
+    ),
+]
+WHOLE = [
+    timeseries(
+        "Effective sample size",
+        "Share of the tokens that still count, by the ratios as they are and by the weights applied. What lies "
+        "between the two is what truncation hides. A slide comes before a collapse.",
+        {"before truncation": last("penstock_ess_fraction"), "applied": last("penstock_applied_ess_fraction")},
+        unit="percentunit",
+        minimum=0,
+        maximum=1,
+        limits={limits.LOW_ESS: "green"},
+        base="red",
+    ),
+    timeseries(
+        "χ²",
+        "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal. "
+        "There is an alert for a jump to above 0.1.",
+        {"tokens": last("penstock_chi2"), "rows": last("penstock_rollout_correction_chi2_seq")},
+        unit="short",
+        limits={limits.CHI2_JUMP: "orange", limits.CHI2_NOISE: "red"},
+    ),
+    timeseries(
+        "Mismatch at lag 0",
+        "Mean gap between the engine's and the trainer's logprobs of fresh tokens, in nats, over the last 8 batches "
+        "that had some: the engine alone, no drift. Above the band there is an alert.",
+        {"gap": last("penstock_mismatch_lag0_mean_nats"), "band": last("penstock_mismatch_lag0_band_nats")},
+        unit="sci",
+        log_scale=True,
+        colours={"band": "red"},
+        dashed=["band"],
+    ),
+]
+BY_LAG = [
+    by_lag(
+        "Effective sample size by lag",
+        "Which ages of data have stopped to count. Alerts below 30 %.",
+        "penstock_ess_fraction_by_lag",
+        unit="percentunit",
+        minimum=0,
+        maximum=1,
+        limits={limits.LOW_ESS: "green"},
+        base="red",
+    ),
+    by_lag(
+        "χ² by lag",
+        "Above 1 a token of that age brings more noise than signal: shorten the lag or tighten the schedule.",
+        "penstock_chi2_by_lag",
+        unit="short",
+        limits={limits.CHI2_JUMP: "orange", limits.CHI2_NOISE: "red"},
+    ),
+    by_lag(
+        "KL by lag",
+        "k3 estimate per token, in nats. Rising at lag 0: the engine. Rising with lag: too much is learned per step "
+        "for data this old. The limits are those of χ², which is about twice as much.",
+        "penstock_k3_kl_by_lag",
+        unit="suffix: nats",
+        limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},
+        minimum=0,
+    ),
+    by_lag(
+        "Weight applied by lag",
+        "Mean importance weight after the correction. One that falls with lag is the correction trusting old tokens "
+        "less.",
+        "penstock_weight_mean_by_lag",
+        unit="short",
+        minimum=0,
+    ),
+    by_lag(
+        "Masked by lag",
+        "Share of the tokens within the bound that the correction rejects. None under truncation.",
+        "penstock_masked_frac_by_lag",
+        unit="percentunit",
+        minimum=0,
+        limits={0.5: "red"},
+    ),
+    by_lag(
+        "Corrected by lag",
+        "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
+        "penstock_corrected_frac_by_lag",
+        unit="percentunit",
+        minimum=0,
+        limits={0.5: "red"},
+    ),
+    by_lag(
+        "Tokens by lag",
+        "Tokens of the last batch. Few tokens make noisy numbers in the panels beside.",
+        "penstock_num_tokens_by_lag",
+        unit="short",
+        minimum=0,
+        stacked=True,
+        width=12,
+    ),
+    timeseries(
+        "Masked by the sign of the advantage",
+        "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: with "
+        "only good answers let through, entropy falls.",
+        {"good answers": last("penstock_masked_frac_positive"), "bad answers": last("penstock_masked_frac_negative")},
+        unit="percentunit",
+        minimum=0,
+        limits={0.5: "red"},
+        width=12,
+    ),
+]
 
-def dashboard() -> dict[str, Any]:
-    return make_dashboard(
-        "penstock-off-policy",
-        "Penstock / Off-policy",
-        "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
-        [_lag(), _whole(), _by_lag()],
-    )
-
-
-def _last(metric: str, legend: str) -> PrometheusQuery:
-    return PrometheusQuery(f'max({metric}{{run="$run"}})', legend)
-
-
-def _lag() -> DashboardRow:
-    return DashboardRow(
-        "How old the tokens are",
-        [
-            heatmap(
-                "Lag heat map",
-                "How many tokens of which lag were consumed. Bands of steady colour are a pipeline in balance; where "
-                "the upper ones darken, rollouts wait longer.",
-                PrometheusQuery(
-                    'sum by (le) (increase(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval]))', "{{le}}"
-                ),
-                unit="short",
-                axis="lag, at most",
-                width=12,
-            ),
-            timeseries(
-                "Lag",
-                "Of the tokens consumed, with the bound beyond which they are masked.",
-                [
-                    *(
-                        PrometheusQuery(
-                            f"histogram_quantile({quantile}, sum by (le) "
-                            '(rate(penstock_token_lag_steps_bucket{run="$run"}[$__rate_interval])))',
-                            name,
-                        )
-                        for quantile, name in ((0.5, "median"), (0.99, "99 of 100 are younger"))
-                    ),
-                    _last("penstock_lag_bound_steps", "bound"),
-                ],
-                unit="suffix: steps",
-                minimum=0,
-                colours={"bound": "red"},
-                dashed=["bound"],
-                width=6,
-                height=10,
-            ),
-            timeseries(
-                "Tokens beyond the bound",
-                "Share of the sampled tokens that were masked for their lag, over five minutes: work thrown away.",
-                [PrometheusQuery('penstock:tokens_beyond_bound:ratio_rate5m{run="$run"}', "masked for lag")],
-                unit="percentunit",
-                limits=[Limit(limits.BEYOND_BOUND, "red")],
-                minimum=0,
-                width=6,
-                height=10,
-            ),
-        ],
-    )
-
-
-def _whole() -> DashboardRow:
-    return DashboardRow(
-        "The whole batch",
-        [
-            timeseries(
-                "Effective sample size",
-                "Share of the tokens that still count, by the ratios as they are and by the weights applied. What lies "
-                "between the two is what truncation hides. A slide comes before a collapse.",
-                [
-                    _last("penstock_ess_fraction", "before truncation"),
-                    _last("penstock_applied_ess_fraction", "applied"),
-                ],
-                unit="percentunit",
-                minimum=0,
-                maximum=1,
-                limits=[Limit(limits.LOW_ESS, "green")],
-                base="red",
-            ),
-            timeseries(
-                "χ²",
-                "Variance that the importance ratios bring into the gradient; above 1 there is more noise than signal. "
-                "There is an alert for a jump to above 0.1.",
-                [_last("penstock_chi2", "tokens"), _last("penstock_rollout_correction_chi2_seq", "rows")],
-                unit="short",
-                limits=[Limit(limits.CHI2_JUMP, "orange"), Limit(limits.CHI2_NOISE, "red")],
-            ),
-            timeseries(
-                "Mismatch at lag 0",
-                "Mean gap between the engine's and the trainer's logprobs of fresh tokens, in nats, over the last 8 "
-                "batches that had some: the engine alone, no drift. Above the band there is an alert.",
-                [_last("penstock_mismatch_lag0_mean_nats", "gap"), _last("penstock_mismatch_lag0_band_nats", "band")],
-                unit="sci",
-                log_scale=True,
-                colours={"band": "red"},
-                dashed=["band"],
-            ),
-        ],
-    )
-
-
-def _by_lag() -> DashboardRow:
-    return DashboardRow(
-        "By lag: bucket 0 is the engine, what grows from there is drift",
-        [
-            by_lag(
-                "Effective sample size by lag",
-                "Which ages of data have stopped to count. Alerts below 30 %.",
-                "penstock_ess_fraction_by_lag",
-                unit="percentunit",
-                minimum=0,
-                maximum=1,
-                limits=[Limit(limits.LOW_ESS, "green")],
-                base="red",
-            ),
-            by_lag(
-                "χ² by lag",
-                "Above 1 a token of that age brings more noise than signal: shorten the lag or tighten the schedule.",
-                "penstock_chi2_by_lag",
-                unit="short",
-                limits=[Limit(limits.CHI2_JUMP, "orange"), Limit(limits.CHI2_NOISE, "red")],
-            ),
-            by_lag(
-                "KL by lag",
-                "k3 estimate per token, in nats. Rising at lag 0: the engine. Rising with lag: too much is learned per "
-                "step for data this old. The limits are those of χ², which is about twice as much.",
-                "penstock_k3_kl_by_lag",
-                unit="suffix: nats",
-                limits=[Limit(limits.KL_JUMP, "orange"), Limit(limits.KL_NOISE, "red")],
-                minimum=0,
-            ),
-            by_lag(
-                "Weight applied by lag",
-                "Mean importance weight after the correction. One that falls with lag is the correction trusting old "
-                "tokens less.",
-                "penstock_weight_mean_by_lag",
-                unit="short",
-                minimum=0,
-            ),
-            by_lag(
-                "Masked by lag",
-                "Share of the tokens within the bound that the correction rejects. None under truncation.",
-                "penstock_masked_frac_by_lag",
-                unit="percentunit",
-                minimum=0,
-                limits=[Limit(0.5, "red")],
-            ),
-            by_lag(
-                "Corrected by lag",
-                "Share of the tokens that the correction rejects or bounds. Near 100 % the data are too old for it.",
-                "penstock_corrected_frac_by_lag",
-                unit="percentunit",
-                minimum=0,
-                limits=[Limit(0.5, "red")],
-            ),
-            by_lag(
-                "Tokens by lag",
-                "Tokens of the last batch. Few tokens make noisy numbers in the panels beside.",
-                "penstock_num_tokens_by_lag",
-                unit="short",
-                minimum=0,
-                stacked=True,
-                width=12,
-            ),
-            timeseries(
-                "Masked by the sign of the advantage",
-                "Share of the tokens of either sign that the correction rejects. A difference tilts what is learned: "
-                "with only good answers let through, entropy falls.",
-                [
-                    _last("penstock_masked_frac_positive", "good answers"),
-                    _last("penstock_masked_frac_negative", "bad answers"),
-                ],
-                unit="percentunit",
-                minimum=0,
-                limits=[Limit(0.5, "red")],
-                width=12,
-            ),
-        ],
-    )
+DASHBOARD = dashboard(
+    "penstock-off-policy",
+    "Penstock / Off-policy",
+    "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
+    {
+        "How old the tokens are": LAG,
+        "The whole batch": WHOLE,
+        "By lag: bucket 0 is the engine, what grows from there is drift": BY_LAG,
+    },
+)

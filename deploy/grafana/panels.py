@@ -1,40 +1,93 @@
-"""Panels of Grafana's dashboard model (schema 41), as plain dicts."""
+"""Queries, panels and dashboards in one look, made by Grafana's own builders (the development dependency
+grafana-foundation-sdk)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
+from grafana_foundation_sdk.builders import common, prometheus, statetimeline
+from grafana_foundation_sdk.builders import dashboard as dashboards
+from grafana_foundation_sdk.builders import heatmap as heatmaps
+from grafana_foundation_sdk.builders import stat as stats
+from grafana_foundation_sdk.builders import timeseries as timelines
+from grafana_foundation_sdk.models.common import (
+    AxisPlacement,
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueJustifyMode,
+    BigValueTextMode,
+    GraphDrawStyle,
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    LineStyle,
+    ScaleDistribution,
+    SortOrder,
+    StackingMode,
+    TimelineValueAlignment,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    Dashboard,
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    DynamicConfigValue,
+    FieldColorModeId,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
+    VariableRefresh,
+    VariableSort,
+)
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 from penstock.schemas.metrics import LAG_LABELS
 
-Panel = dict[str, Any]
+Panel = timelines.Panel | stats.Panel | statetimeline.Panel | heatmaps.Panel
+Kind = TypeVar("Kind", bound=Panel)
+Queries = Mapping[str, str]
+"""PromQL by legend. An expression has `$run` and `$__rate_interval`; a legend names labels as `{{producer}}`."""
+Limits = Mapping[float, str]
+"""The colour of a panel from a value on, ascending."""
 
-DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTH, HEIGHT = 8, 8
-"""Of a panel unless it says otherwise, in Grafana's grid of 24 columns."""
+DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e"), strict=True))
 """Cold to warm, as in the report."""
 
 
-class PrometheusQuery(NamedTuple):
-    """`expr` in PromQL, with `$run` and `$__rate_interval`; `legend` names a series by its labels, `{{producer}}`."""
-
-    expr: str
-    legend: str
+def of_run(metric: str) -> str:
+    return f'{metric}{{run="$run"}}'
 
 
-class Limit(NamedTuple):
-    """From `value` on a panel is of `colour`."""
+def last(metric: str, by: str = "") -> str:
+    """The metric's last value, or one for each value of the label `by`."""
+    return f"max{_by(by)}({of_run(metric)})"
 
-    value: float
-    colour: str
+
+def rate(metric: str, by: str = "") -> str:
+    """The increase per second of a counter, or one for each value of the label `by`."""
+    return f"sum{_by(by)}(rate({of_run(metric)}[$__rate_interval]))"
+
+
+def quantiles(histogram: str, p99: str) -> Queries:
+    """Median and 99th percentile of a histogram. p99: the legend of the latter."""
+    buckets = f"sum by (le) (rate({of_run(f'{histogram}_bucket')}[$__rate_interval]))"
+    return {"median": f"histogram_quantile(0.5, {buckets})", p99: f"histogram_quantile(0.99, {buckets})"}
+
+
+def _by(label: str) -> str:
+    return f" by ({label}) " if label else ""
 
 
 def timeseries(
     title: str,
     description: str,
-    queries: Sequence[PrometheusQuery],
+    queries: Queries,
     *,
     unit: str,
-    limits: Sequence[Limit] = (),
+    limits: Limits | None = None,
     base: str = "green",
     minimum: float | None = None,
     maximum: float | None = None,
@@ -42,189 +95,172 @@ def timeseries(
     log_scale: bool = False,
     colours: Mapping[str, str] | None = None,
     dashed: Sequence[str] = (),
-    width: int = WIDTH,
-    height: int = HEIGHT,
+    width: int = 8,
+    height: int = 8,
 ) -> Panel:
-    """Lines over time. `limits` are drawn as lines; `colours` by legend; `dashed` are legends of what is a bound."""
-    custom: dict[str, Any] = {
-        "drawStyle": "line",
-        "lineWidth": 2,
-        "fillOpacity": 25 if stacked else 0,
-        "showPoints": "auto",
-        "pointSize": 4,
-        "spanNulls": False,
-        "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
-        "scaleDistribution": {"type": "log", "log": 10} if log_scale else {"type": "linear"},
-        "thresholdsStyle": {"mode": "dashed" if limits else "off"},
-    }
-    panel = _panel("timeseries", title, description, queries, width=width, height=height)
-    panel["fieldConfig"] = {
-        "defaults": _defaults(unit, limits, base, minimum, maximum)
-        | {"color": {"mode": "palette-classic"}, "custom": custom},
-        "overrides": [
-            *(_override(name, "color", {"mode": "fixed", "fixedColor": one}) for name, one in (colours or {}).items()),
-            *(_override(name, "custom.lineStyle", {"fill": "dash", "dash": [8, 6]}) for name in dashed),
-        ],
-    }
-    panel["options"] = {
-        "legend": {"showLegend": True, "displayMode": "table", "placement": "bottom", "calcs": ["lastNotNull", "mean"]},
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    }
+    """Lines over time. `limits` are drawn as lines; `colours` are by legend; `dashed` are legends of bounds."""
+    scale = common.ScaleDistributionConfig().type(ScaleDistribution.LOG if log_scale else ScaleDistribution.LINEAR)
+    style = GraphThresholdsStyleMode.DASHED if limits else GraphThresholdsStyleMode.OFF
+    legend = common.VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.TABLE)
+    panel = (
+        _filled(timelines.Panel(), title, description, queries, unit, limits, base, width, height)
+        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.PALETTE_CLASSIC))
+        .draw_style(GraphDrawStyle.LINE)
+        .line_width(2)
+        .fill_opacity(25 if stacked else 0)
+        .show_points(VisibilityMode.AUTO)
+        .point_size(4)
+        .stacking(common.StackingConfig().mode(StackingMode.NORMAL if stacked else StackingMode.NONE).group("A"))
+        .scale_distribution(scale.log(10) if log_scale else scale)
+        .thresholds_style(common.GraphThresholdsStyleConfig().mode(style))
+        .legend(legend.placement(LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean"]))
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+    )
+    if minimum is not None:
+        panel.min(minimum)
+    if maximum is not None:
+        panel.max(maximum)
+    for name, colour in (colours or {}).items():
+        panel.override_by_name(name, [DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})])
+    for name in dashed:
+        line = LineStyle(fill="dash", dash=[8, 6])
+        panel.override_by_name(name, [DynamicConfigValue("custom.lineStyle", line)])
     return panel
 
 
 def by_lag(title: str, description: str, metric: str, *, unit: str, **options: Any) -> Panel:
-    """One line for each lag bucket of `metric`, in the colour that the bucket has everywhere."""
-    query = PrometheusQuery(f'max by (lag) ({metric}{{run="$run"}})', "lag {{lag}}")
+    """One line for each lag bucket of `metric`, in the bucket's colour."""
     colours = {f"lag {label}": colour for label, colour in LAG_COLOURS.items()}
-    return timeseries(title, description, [query], unit=unit, colours=colours, **options)
+    queries = {"lag {{lag}}": last(metric, by="lag")}
+    return timeseries(title, description, queries, unit=unit, colours=colours, **options)
 
 
 def stat(
     title: str,
     description: str,
-    query: PrometheusQuery,
+    queries: Queries,
     *,
     unit: str,
-    limits: Sequence[Limit] = (),
+    limits: Limits | None = None,
     base: str = "green",
     name_only: bool = False,
     no_value: str = "-",
-    width: int = 4,
 ) -> Panel:
-    """The last value in large; with `name_only` the legend in its place."""
-    panel = _panel("stat", title, description, [query], width=width, height=5, instant=True)
-    defaults = _defaults(unit, limits, base, None, None)
-    panel["fieldConfig"] = {
-        "defaults": defaults | {"color": {"mode": "thresholds"}, "noValue": no_value},
-        "overrides": [],
-    }
-    panel["options"] = {
-        "reduceOptions": {"values": False, "calcs": ["lastNotNull"], "fields": ""},
-        "textMode": "name" if name_only else "value",
-        "colorMode": "background" if name_only else "value",
-        "graphMode": "none",
-        "justifyMode": "center",
-        "orientation": "auto",
-        "wideLayout": True,
-        "showPercentChange": False,
-        "percentChangeColorMode": "standard",
-    }
-    return panel
+    """The last value in large type; with `name_only`, the legend."""
+    return (
+        _filled(stats.Panel(), title, description, queries, unit, limits, base, width=4, height=5, instant=True)
+        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.THRESHOLDS))
+        .no_value(no_value)
+        .reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
+        .text_mode(BigValueTextMode.NAME if name_only else BigValueTextMode.VALUE)
+        .color_mode(BigValueColorMode.BACKGROUND if name_only else BigValueColorMode.VALUE)
+        .graph_mode(BigValueGraphMode.NONE)
+        .justify_mode(BigValueJustifyMode.CENTER)
+    )
 
 
-def states(title: str, description: str, query: PrometheusQuery, *, on: str, width: int = WIDTH) -> Panel:
+def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
     """A band for each series, coloured and reading `on` while it is 1."""
-    panel = _panel("state-timeline", title, description, [query], width=width)
-    mappings = [
-        {
-            "type": "value",
-            "options": {
-                "0": {"text": " ", "color": "transparent", "index": 0},
-                "1": {"text": on, "color": "orange", "index": 1},
-            },
-        }
-    ]
-    defaults = _defaults("none", [Limit(1, "orange")], "transparent", 0, 1)
-    panel["fieldConfig"] = {
-        "defaults": defaults
-        | {"color": {"mode": "thresholds"}, "mappings": mappings, "custom": {"lineWidth": 0, "fillOpacity": 80}},
-        "overrides": [],
+    results = {
+        "0": ValueMappingResult(text=" ", color="transparent", index=0),
+        "1": ValueMappingResult(text=on, color="orange", index=1),
     }
-    panel["options"] = {
-        "showValue": "auto",
-        "rowHeight": 0.9,
-        "mergeValues": True,
-        "alignValue": "center",
-        "legend": {"showLegend": False, "displayMode": "list", "placement": "bottom", "calcs": []},
-        "tooltip": {"mode": "single", "sort": "none"},
-        "perPage": 20,
-    }
-    return panel
+    base = "transparent"
+    return (
+        _filled(statetimeline.Panel(), title, description, queries, "none", {1: "orange"}, base, width=8, height=8)
+        .min(0)
+        .max(1)
+        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.THRESHOLDS))
+        .mappings([ValueMap(options=results)])
+        .line_width(0)
+        .fill_opacity(80)
+        .show_value(VisibilityMode.AUTO)
+        .row_height(0.9)
+        .merge_values(True)
+        .align_value(TimelineValueAlignment.CENTER)
+        .legend(common.VizLegendOptions().show_legend(False))
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.SINGLE).sort(SortOrder.NONE))
+    )
 
 
-def heatmap(title: str, description: str, query: PrometheusQuery, *, unit: str, axis: str, width: int = WIDTH) -> Panel:
-    """A Prometheus histogram over time: `query` gives its buckets by `le`, `unit` is that of a bucket's count."""
-    panel = _panel("heatmap", title, description, [query], width=width, height=10)
-    panel["targets"][0]["format"] = "heatmap"
-    panel["fieldConfig"] = {
-        "defaults": _defaults(unit, (), "green", 0, None)
-        | {
-            "custom": {
-                "scaleDistribution": {"type": "linear"},
-                "hideFrom": {"tooltip": False, "viz": False, "legend": False},
-            }
-        },
-        "overrides": [],
-    }
-    panel["options"] = {
-        "calculate": False,
-        "color": {
-            "mode": "scheme",
-            "scheme": "Blues",
-            "fill": "dark-blue",
-            "scale": "exponential",
-            "exponent": 0.5,
-            "steps": 64,
-            "reverse": False,
-        },
-        "cellGap": 1,
-        "cellValues": {"unit": unit},
-        "filterValues": {"le": 1e-9},
-        "rowsFrame": {"layout": "auto"},
-        "showValue": "never",
-        "yAxis": {"axisPlacement": "left", "axisLabel": axis, "unit": "none", "reverse": False},
-        "legend": {"show": True},
-        "tooltip": {"mode": "single", "yHistogram": True, "showColorScale": True},
-        "exemplars": {"color": "rgba(255,0,255,0.7)"},
-    }
-    return panel
+def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: str, width: int) -> Panel:
+    """A Prometheus histogram over time: the query gives its buckets by `le`, `unit` is that of a bucket's count."""
+    colours = heatmaps.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Blues").fill("dark-blue")
+    panel = _filled(
+        heatmaps.Panel(), title, description, queries, unit, None, "green", width, height=10, as_heatmap=True
+    )
+    return (
+        panel.min(0)
+        .calculate(False)
+        .color(colours.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64).reverse(False))
+        .cell_gap(1)
+        .cell_values(heatmaps.CellValues().unit(unit))
+        .filter_values(heatmaps.FilterValueRange().le(1e-9))
+        .show_value(VisibilityMode.NEVER)
+        .y_axis(heatmaps.YAxisConfig().axis_placement(AxisPlacement.LEFT).axis_label(axis).unit("none"))
+        .show_legend()
+        .mode(TooltipDisplayMode.SINGLE)
+        .show_y_histogram()
+        .show_color_scale(True)
+    )
 
 
-def _panel(
-    kind: str,
+def _filled(
+    panel: Kind,
     title: str,
     description: str,
-    queries: Sequence[PrometheusQuery],
-    *,
+    queries: Queries,
+    unit: str,
+    limits: Limits | None,
+    base: str,
     width: int,
-    height: int = HEIGHT,
+    height: int,
+    *,
     instant: bool = False,
-) -> Panel:
-    targets = [
-        {
-            "refId": chr(ord("A") + place),
-            "datasource": DATASOURCE,
-            "expr": query.expr,
-            "legendFormat": query.legend,
-            "instant": instant,
-            "range": not instant,
-            "editorMode": "code",
-        }
-        for place, query in enumerate(queries)
-    ]
-    return {
-        "type": kind,
-        "title": title,
-        "description": description,
-        "datasource": DATASOURCE,
-        "targets": targets,
-        "gridPos": {"x": 0, "y": 0, "w": width, "h": height},
-    }
+    as_heatmap: bool = False,
+) -> Kind:
+    """Gives a panel what every kind of panel has."""
+    any_panel: Any = panel  # the SDK has no common type
+    steps = [Threshold(value=None, color=base), *(Threshold(value, colour) for value, colour in (limits or {}).items())]
+    any_panel.title(title).description(description).datasource(DATASOURCE).span(width).height(height).unit(unit)
+    any_panel.thresholds(dashboards.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
+    for number, (legend, expr) in enumerate(queries.items()):
+        query = prometheus.Dataquery().ref_id(chr(ord("A") + number)).datasource(DATASOURCE)
+        query.expr(expr).legend_format(legend).editor_mode(QueryEditorMode.CODE)
+        query.instant() if instant else query.range()
+        any_panel.with_target(query.format(PromQueryFormat.HEATMAP) if as_heatmap else query)
+    return panel
 
 
-def _defaults(
-    unit: str, limits: Sequence[Limit], base: str, minimum: float | None, maximum: float | None
-) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = [{"value": None, "color": base}]
-    steps += [{"value": limit.value, "color": limit.colour} for limit in limits]
-    defaults: dict[str, Any] = {"unit": unit, "thresholds": {"mode": "absolute", "steps": steps}}
-    if minimum is not None:
-        defaults["min"] = minimum
-    if maximum is not None:
-        defaults["max"] = maximum
-    return defaults
-
-
-def _override(name: str, field: str, value: Any) -> dict[str, Any]:
-    return {"matcher": {"id": "byName", "options": name}, "properties": [{"id": field, "value": value}]}
+def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
+    """Panels go from left to right and wrap at the right edge; those of one line should be of one height."""
+    link = dashboards.DashboardLink("Penstock").type(DashboardLinkType.DASHBOARDS).tags(["penstock"])
+    run = (
+        dashboards.QueryVariable("run")
+        .label("Run")
+        .datasource(DATASOURCE)
+        .query({"query": "label_values(penstock_lag_bound_steps, run)", "refId": "run"})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+    )
+    builder = (
+        dashboards.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags(["penstock"])
+        .version(1)
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .refresh("5s")
+        .time("now-15m", "now")
+        .with_variable(dashboards.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(run)
+        .link(link.include_vars(True).keep_time(True).icon("external link"))
+    )
+    for row, panels in rows.items():
+        builder.with_row(dashboards.Row(row))
+        for panel in panels:
+            builder.with_panel(panel)
+    made: Dashboard = builder.build()
+    for number, each in enumerate(made.panels or (), 1):
+        each.id_val = number
+    return made

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: one live view on a terminal, plain lines anywhere else."""
+"""The display of `penstock run`: a live view on a terminal, plain lines anywhere else."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ _NOTES_SHOWN = 5
 
 
 def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> "View":
-    """The live view where standard output is a terminal, else plain lines."""
+    """Opens the live view if standard output is a terminal, else plain lines."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveView(config, runs, console)
@@ -45,7 +45,7 @@ class View:
         self._next_frame = 0.0
 
     def note(self, text: str) -> None:
-        """Tells of something that happened once."""
+        """Reports an event."""
         raise NotImplementedError
 
     def draw(self) -> None:
@@ -53,13 +53,13 @@ class View:
         raise NotImplementedError
 
     def state(self, part: str, state: str) -> None:
-        """Says what a part of the run is doing now."""
+        """Sets what a part of the run is doing, and reports a change."""
         if self.states.get(part) != state:
             self.states[part] = state
             self.note(f"{part}: {state}")
 
     def refresh(self, heartbeats: Mapping[str, Heartbeat]) -> None:
-        """To be called often; reads and draws at most once per frame."""
+        """Reads and draws, at most once per frame. To be called often."""
         if time.monotonic() < self._next_frame:
             return
         self._next_frame = time.monotonic() + self.frame_s
@@ -68,7 +68,7 @@ class View:
         self.draw()
 
     def catch_up(self) -> None:
-        """Draws the last state, whatever was drawn a moment ago."""
+        """Draws the last state at once."""
         self.progress.poll()
         self._next_frame = 0.0
         self.draw()
@@ -87,7 +87,7 @@ class View:
 
 
 class PlainView(View):
-    """A line now and then, and one for everything that happens once."""
+    """A line every `_LINE_S` at most, and one for each event."""
 
     def __init__(self, config: RunConfig, runs: Path) -> None:
         super().__init__(config, runs)
@@ -113,11 +113,11 @@ class PlainView(View):
 
     def _position(self) -> tuple[int, int]:
         update = self.progress.update
-        return (update.update if update else 0, len(self.progress.evaluations))
+        return (update.update if update else 0, len(self.progress.lines.evaluations))
 
 
 class LiveView(View):
-    """One picture that is redrawn in place twice a second."""
+    """A display that is redrawn in place twice a second."""
 
     def __init__(self, config: RunConfig, runs: Path, console: Console) -> None:
         super().__init__(config, runs)
@@ -140,9 +140,9 @@ class LiveView(View):
         self._next_frame = 0.0
 
     def draw(self) -> None:
-        self._live.update(self._picture(), refresh=True)
+        self._live.update(self._display(), refresh=True)
 
-    def _picture(self) -> Group:
+    def _display(self) -> Group:
         config, update = self.config, self.progress.update
         title = Text.assemble((config.name, "bold"), f"  {config.mode}, seed {config.seed}, {self.elapsed()}")
         bar = ProgressBar(total=config.num_updates, completed=update.update if update else 0)
@@ -161,7 +161,7 @@ class LiveView(View):
             cells = [part, self.states.get(part, "serving elsewhere")]
             beat = self.heartbeats.get(part)
             if beat is not None:
-                pauses = self.progress.pauses_s.get(part)
+                pauses = [pause_s for _, pause_s in self.progress.lines.pauses.get(part, ())]
                 cells += [
                     shown_version(beat.policy_version),
                     f"{beat.tokens_per_s:,.0f}",
@@ -174,9 +174,9 @@ class LiveView(View):
 
 
 def figures(view: View) -> list[tuple[str, str]]:
-    """Name and value of every figure shown, in order."""
+    """Names and values of the figures shown, in order."""
     progress, num_updates = view.progress, view.config.num_updates
-    update = progress.update
+    update, evaluations = progress.update, progress.lines.evaluations
     metrics = update.metrics if update else {}
     left = progress.left_s(num_updates)
     rate = progress.updates_per_s
@@ -186,7 +186,7 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("updates/s", _number(rate, ".2f")),
         ("left", _duration(left) if left is not None else "-"),
         ("reward", _number(metrics.get("reward"), ".3f")),
-        ("accuracy", _number(progress.evaluations[-1].accuracy if progress.evaluations else None, ".3f")),
+        ("accuracy", _number(evaluations[-1].accuracy if evaluations else None, ".3f")),
         ("lag", _number(progress.mean_lag, ".2f")),
         ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),

@@ -1,4 +1,4 @@
-"""The local producers: booted one after another, restarted when one dies."""
+"""The local producers: started one after another, restarted when one dies."""
 
 import signal
 import time
@@ -15,14 +15,14 @@ from penstock.schemas.keys import Keys
 MAX_RESTARTS = 3
 """Restarts of one producer before the run is given up."""
 MAX_BOOTS = 2
-"""Tries until a producer serves for the first time."""
+"""Starts of a producer until it serves for the first time."""
 _HEALTHY_S = 600.0
-"""A producer that served for this long starts with a clean record."""
+"""A producer that served for this long has its restarts counted from 0 again."""
 _BOOT_S = 1800.0
 _BACKOFF_S = 1.0
 _LOOK_S = 0.5
 _UNUSABLE_INPUT = 2
-"""Exit status that says that another try would end the same way."""
+"""Exit status that another try would not change."""
 
 
 class PartDied(RuntimeError):
@@ -35,39 +35,44 @@ class PartDied(RuntimeError):
 
 
 class Heartbeats:
-    """What the producers of a run, wherever they are, say of themselves. Asked for at most twice a second.
+    """The heartbeats of a run's producers on any machine, read at most twice a second.
 
-    `latest` is by producer id; while Redis cannot be reached it is empty.
+    latest: by producer id; empty while Redis cannot be reached.
     """
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self.latest: Mapping[str, Heartbeat] = {}
         self._client = client
-        self._pattern = keys.producer_pattern
+        self._keys = keys
         self._next_look = 0.0
 
     def read(self) -> Mapping[str, Heartbeat]:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_S
             try:
-                names = list(self._client.scan_iter(self._pattern, count=1000))
-                values: list[Any] = self._client.mget(names) if names else []
+                self.latest = read_heartbeats(self._client, self._keys)
             except redis.RedisError:
-                values = []
-            beats = [_decode(value) for value in values if value is not None]
-            self.latest = {beat.producer_id: beat for beat in beats if beat is not None}
+                self.latest = {}
         return self.latest
 
 
-def _decode(value: bytes) -> Heartbeat | None:
-    try:
-        return decode_heartbeat(value)
-    except msgspec.DecodeError:
-        return None  # a producer of another release: it may serve all the same
+def read_heartbeats(client: redis.Redis, keys: Keys) -> dict[str, Heartbeat]:
+    """Reads the heartbeats by producer id. Those of another release are left out: `penstock producers` names them."""
+    names = list(client.scan_iter(keys.producer_pattern, count=1000))
+    values: list[Any] = client.mget(names) if names else []
+    found = {}
+    for value in values:
+        try:
+            heartbeat = decode_heartbeat(value) if value is not None else None
+        except msgspec.DecodeError:
+            continue
+        if heartbeat is not None:
+            found[heartbeat.producer_id] = heartbeat
+    return found
 
 
 class _Seat:
-    """One producer's place: the process in it, and what became of those before."""
+    """One local producer: its process, and the record of the processes before."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -100,14 +105,14 @@ class ProducerPool:
         return all(seat.served_since is not None for seat in self._seats)
 
     def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
-        """Starts who is due and looks after who has died.
+        """Starts the producer that is due, and restarts one that has died.
 
         Raises:
-            PartDied: a producer that will not start, or died too often.
+            PartDied: a producer does not start, or died too often.
         """
         for seat in self._seats:
             if seat.child is not None and seat.child.poll() is not None:
-                self._bury(seat, seat.child, finished)
+                self._restart_later(seat, seat.child, finished)
             elif seat.child is not None and seat.served_since is None:
                 self._watch_boot(seat, seat.child, heartbeats)
         if any(seat.child is not None and seat.served_since is None for seat in self._seats):
@@ -120,15 +125,15 @@ class ProducerPool:
                 return
 
     def _watch_boot(self, seat: _Seat, child: Child, heartbeats: Mapping[str, Heartbeat]) -> None:
-        beat = heartbeats.get(seat.name)
-        if beat is not None and beat.pid == child.pid:
+        heartbeat = heartbeats.get(seat.name)
+        if heartbeat is not None and heartbeat.pid == child.pid:
             seat.served_since = time.monotonic()
             seat.num_boots = 0
             self._view.state(seat.name, "ready")
         elif time.time() - child.started_s > _BOOT_S:
             child.kill()
 
-    def _bury(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:
+    def _restart_later(self, seat: _Seat, child: Child, finished: Callable[[], bool]) -> None:
         status = child.poll() or 0
         if status == 0 and finished():
             return
@@ -153,7 +158,7 @@ class ProducerPool:
         seat.start_at = time.monotonic() + delay_s
 
     def kill_booting(self) -> None:
-        """Ends those that never served: they hold no prompt, and a booting engine does not listen."""
+        """Kills the producers that never served: they hold no prompt, and a booting engine handles no signal."""
         for seat in self._seats:
             if seat.child is not None and seat.served_since is None:
                 seat.child.kill()

@@ -1,4 +1,4 @@
-"""How a run is doing, read from the lines its processes append to the run folder."""
+"""A run's progress, read from the lines that its processes append to the run folder."""
 
 import time
 from collections import deque
@@ -9,12 +9,13 @@ import msgspec
 from penstock.deploy.report.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
 
 _RATE_WINDOW = 60
-"""Looks at the run's progress over which the rate is taken."""
-_PAUSES_KEPT = 200
+"""Polls over which the rate is taken."""
+_UPDATES_KEPT = 5000
+_PAUSES_KEPT = 2000
 
 
 class Tail:
-    """The records appended to a JSON-lines file since the last look; lines that are no such record are passed over."""
+    """Reads the records appended to a JSON-lines file since the last call; passes over lines that are none."""
 
     def __init__(self, file: Path, kind: Any) -> None:
         self._file = file
@@ -40,59 +41,73 @@ class Tail:
         return records
 
 
-class Progress:
-    """What the trainer and the local producers have reported so far.
+class RunLines:
+    """The lines that the processes of a run have appended to its folder so far.
 
-    update: the latest batch, None before the first. evaluations: all points, oldest first.
-    pauses_s: by producer id, the latest pauses for new weights in seconds.
+    updates: the newest `_UPDATES_KEPT`. evaluations: all, oldest first.
+    pauses: by producer id, the newest pauses for new weights as (unix time, seconds).
     """
 
     def __init__(self, run_folder: Path) -> None:
-        self.update: Update | None = None
+        self.updates: deque[Update] = deque(maxlen=_UPDATES_KEPT)
         self.evaluations: list[EvaluationPoint] = []
-        self.pauses_s: dict[str, deque[float]] = {}
+        self.pauses: dict[str, deque[tuple[float, float]]] = {}
         self._folder = run_folder
-        self._updates = Tail(run_folder / "updates.jsonl", Update)
-        self._evaluations = Tail(run_folder / "evaluations.jsonl", EvaluationPoint)
-        self._producers: dict[str, Tail] = {}
+        self._update_lines = Tail(run_folder / "updates.jsonl", Update)
+        self._evaluation_lines = Tail(run_folder / "evaluations.jsonl", EvaluationPoint)
+        self._producer_lines: dict[str, Tail] = {}
+
+    def read(self) -> None:
+        """Takes in what was appended since the last call."""
+        self.updates.extend(self._update_lines.read())
+        self.evaluations += self._evaluation_lines.read()
+        for file in sorted((self._folder / "producers").glob("*.jsonl")):
+            lines = self._producer_lines.setdefault(file.stem, Tail(file, ProducerEvent))
+            pauses = self.pauses.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT))
+            pauses.extend((event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded))
+
+
+class Progress:
+    """The progress of a run on this machine, by the lines in its folder."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self.lines = RunLines(run_folder)
         self._seen: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         # Lines of an earlier session of a resumed run say how far it came, not how fast this one is.
         self.poll()
         self._seen.clear()
 
+    @property
+    def update(self) -> Update | None:
+        """The latest batch, None before the first."""
+        return self.lines.updates[-1] if self.lines.updates else None
+
     def poll(self) -> None:
         """Takes in what was appended since the last call."""
-        updates = self._updates.read()
-        if updates:
-            self.update = updates[-1]
-            if self._seen and self._seen[-1][1] > updates[-1].update:
+        before = self.update
+        self.lines.read()
+        update = self.update
+        if update is not None and update is not before:
+            if self._seen and self._seen[-1][1] > update.update:
                 self._seen.clear()
-            self._seen.append((time.monotonic(), updates[-1].update))
-        self.evaluations += self._evaluations.read()
-        for file in (self._folder / "producers").glob("*.jsonl"):
-            tail = self._producers.setdefault(file.stem, Tail(file, ProducerEvent))
-            pauses = self.pauses_s.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT))
-            pauses.extend(event.pause_s for event in tail.read() if isinstance(event, WeightsLoaded))
+            self._seen.append((time.monotonic(), update.update))
 
     @property
     def updates_per_s(self) -> float | None:
-        """Batches per second over the last looks; None before there are two."""
+        """Batches per second over the last polls; None before there are two."""
         if len(self._seen) < 2:
             return None
         (start_s, start), (end_s, end) = self._seen[0], self._seen[-1]
         return (end - start) / (end_s - start_s) if end > start else None
 
     def left_s(self, num_updates: int) -> float | None:
-        """Seconds until update `num_updates` at the present rate."""
-        rate = self.updates_per_s
-        if rate is None or self.update is None:
-            return None
-        return max(0, num_updates - self.update.update) / rate
+        """Seconds until update `num_updates` at the present rate; None without a rate."""
+        rate, update = self.updates_per_s, self.update
+        return None if rate is None or update is None else max(0, num_updates - update.update) / rate
 
     @property
     def mean_lag(self) -> float | None:
         """Mean lag of the last batch's tokens, in optimizer steps."""
-        if self.update is None:
-            return None
-        total = sum(self.update.lag_histogram.values())
-        return sum(lag * count for lag, count in self.update.lag_histogram.items()) / total if total else None
+        histogram = self.update.lag_histogram if self.update is not None else {}
+        total = sum(histogram.values())
+        return sum(lag * count for lag, count in histogram.items()) / total if total else None

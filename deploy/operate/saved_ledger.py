@@ -52,7 +52,7 @@ class FoundLedger(NamedTuple):
 
 
 def read_saved_ledger(run_folder: Path, pointer: str | None) -> FoundLedger:
-    """Reads the ledger of the checkpoint that `pointer` names or, if it is missing or torn, of the newest one before it.
+    """Reads the ledger of the checkpoint that `pointer` names, or of the newest before it if that is missing or torn.
 
     Only the state is checked against its checksum, not the weights beside it.
 

@@ -1,4 +1,4 @@
-"""The reference in docs/metrics.md, of what processes serve; `python -m penstock.deploy.prometheus.metrics_reference` writes it."""
+"""The reference of metrics in docs/metrics.md; `python -m penstock.deploy.prometheus.metrics_reference` writes it."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -16,6 +16,7 @@ from penstock.deploy.report.telemetry import (
     Started,
     Update,
     WeightsLoaded,
+    mean_by_lag,
     read_telemetry,
 )
 from penstock.schemas.metrics import LAG_LABELS, lag_key
@@ -26,6 +27,17 @@ from rich.table import Table
 
 ACCURACY_GOALS = (0.9,)
 """Held-out accuracies whose time is reported."""
+LEDGER_FIGURES = (
+    "num_groups_released",
+    "num_groups_trained",
+    "num_groups_skipped",
+    "num_groups_dead",
+    "num_groups_cancelled",
+    "num_groups_released_again",
+    "num_duplicates_dropped",
+    "dead_reasons",
+    "num_steps_skipped",
+)
 NOTHING = "n/a"
 
 
@@ -48,9 +60,9 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
 
     Times are seconds. `wall_s` is from the first admitted prompt to the last update, and rates are over that time:
     tokens sampled by the producers (evaluations included), and tokens that reached the loss. Group counts are the
-    trainer's books as of its last checkpoint; token counts come from the updates on the line of the final policy.
+    trainer's ledger as of its last checkpoint; token counts come from the updates on the line of the final policy.
     """
-    books, config, points = telemetry.books, telemetry.config, telemetry.evaluations
+    ledger, config, points = telemetry.ledger, telemetry.config, telemetry.evaluations
     start_s, end_s = telemetry.start_s, telemetry.end_s
     wall_s = end_s - start_s if start_s is not None and end_s is not None and telemetry.updates else None
     tokens = token_counts(telemetry)
@@ -69,15 +81,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "wall_s": wall_s,
         "num_updates": telemetry.updates[-1].update if telemetry.updates else None,
         "updates_per_s": _ratio(len(telemetry.updates), wall_s),
-        "num_groups_released": books.num_groups_released if books else None,
-        "num_groups_trained": books.num_groups_trained if books else None,
-        "num_groups_skipped": books.num_groups_skipped if books else None,
-        "num_groups_dead": books.num_groups_dead if books else None,
-        "num_groups_cancelled": books.num_groups_cancelled if books else None,
-        "num_groups_released_again": books.num_groups_released_again if books else None,
-        "num_duplicates_dropped": books.num_duplicates_dropped if books else None,
-        "dead_reasons": books.dead_reasons if books else None,
-        "num_steps_skipped": books.num_steps_skipped if books else None,
+        **{name: getattr(ledger, name) if ledger else None for name in LEDGER_FIGURES},
         **tokens,
         "trainer_tokens_per_s": _ratio(tokens["num_tokens_trained"], wall_s),
         "trainer_time_share": trainer_time_share(telemetry, wall_s),
@@ -123,14 +127,9 @@ def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
         if num_tokens:
             found[label] = {"num_tokens": num_tokens}
         for name in ("kl", "k3_kl", "chi2", "weight_mean", "masked_frac"):
-            total = measured = 0.0
-            for line in updates:
-                value = line.metrics.get(lag_key(name, label))
-                if value is not None:
-                    count = line.metrics[lag_key("num_tokens", label)]
-                    total, measured = total + count * value, measured + count
-            if measured:
-                found[label][name] = total / measured
+            mean = mean_by_lag(updates, name, label)
+            if mean is not None:
+                found[label][name] = mean
     return found
 
 

@@ -1,14 +1,15 @@
-"""A run folder read back: its configuration and the JSON lines that trainer and producers left there."""
+"""Reads a run folder: its configuration and the JSON lines of trainer and producers."""
 
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.metrics import lag_key
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.rollout import EngineFingerprint
 
@@ -41,7 +42,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     publish_s: float | None = None
     metrics: dict[str, float] = {}
-    """Every other number of the line by its key there, such as `reward` or `kl/lag_2-3`; what is null is not here."""
+    """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
 
 
 _UPDATE_FIELDS = frozenset(Update.__struct_fields__) - {"metrics"}
@@ -110,21 +111,21 @@ ProducerEvent = Started | WeightsLoaded | Rate
 
 
 class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a run folder says about its run; what an absent file would hold is empty or None.
+    """The content of a run folder; what an absent file would hold is empty or None.
 
     updates: ascending by number, only those on the line of the latest policy (a rollback drops what it undid).
     evaluations: ascending by update, one per update, on that same line.
     producers: by producer id, events in the order written.
     missing: the expected files that are not there.
-    num_torn_lines: lines cut short by a kill, or being written, left out.
-    read_s: when this was read, wall-clock seconds since the epoch.
+    num_torn_lines: lines left out because they were cut short by a kill, or were being written.
+    read_s: time of the reading, in seconds since the epoch.
     """
 
     name: str
     config: RunConfig | None
     updates: tuple[Update, ...]
     evaluations: tuple[EvaluationPoint, ...]
-    books: TrainerLedger | None
+    ledger: TrainerLedger | None
     producers: dict[str, tuple[ProducerEvent, ...]]
     missing: tuple[str, ...]
     num_torn_lines: int
@@ -132,24 +133,24 @@ class RunTelemetry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """The run is finished. Books of before a resume say so too, until that one has written its own."""
+        """The run is finished. A ledger from before a resume says so too, until the resumed run has written its own."""
         newest = self.updates[-1].update if self.updates else 0
-        return self.books is not None and self.books.finished and newest <= self.books.num_updates
+        return self.ledger is not None and self.ledger.finished and newest <= self.ledger.num_updates
 
     @property
     def start_s(self) -> float | None:
-        """When the first prompt was admitted; without the trainer's books, the earliest time seen in its lines."""
-        if self.books is not None and self.books.first_prompt_s:
-            return self.books.first_prompt_s
+        """When the first prompt was admitted; without the trainer's ledger, the earliest time seen in its lines."""
+        if self.ledger is not None and self.ledger.first_prompt_s:
+            return self.ledger.first_prompt_s
         times = [line.time_s for line in self.updates] + [point.time_s for point in self.evaluations]
         return min(times, default=None)
 
     @property
     def end_s(self) -> float | None:
-        """When the last update was done: the later of what the trainer's lines and its books say."""
+        """When the last update was done: the later of the times in the trainer's lines and its ledger."""
         times = [self.updates[-1].time_s] if self.updates else []
-        if self.books is not None and self.books.last_update_s:
-            times.append(self.books.last_update_s)
+        if self.ledger is not None and self.ledger.last_update_s:
+            times.append(self.ledger.last_update_s)
         return max(times, default=None)
 
 
@@ -177,8 +178,8 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         missing.append("run.toml")
     updates, torn_updates = lines("updates.jsonl", Update)
     evaluations, torn_evaluations = lines("evaluations.jsonl", EvaluationPoint)
-    books = _read_books(run_folder / "trainer.json")
-    if books is None:
+    ledger = _read_ledger(run_folder / "trainer.json")
+    if ledger is None:
         missing.append("trainer.json")
     producer_files = sorted((run_folder / "producers").glob("*.jsonl"), key=_natural_order)
     if not producer_files:
@@ -192,7 +193,7 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         config=config,
         updates=tuple(kept),
         evaluations=tuple(place_evaluations(evaluations, kept)),
-        books=books,
+        ledger=ledger,
         producers={producer: tuple(events) for producer, (events, _) in producers.items()},
         missing=tuple(missing),
         num_torn_lines=torn_updates + torn_evaluations + sum(torn for _, torn in producers.values()),
@@ -206,8 +207,8 @@ Line = TypeVar("Line")
 def read_lines(file: Path, kind: type[Line] | Any) -> tuple[list[Line], int]:
     """The records of a JSON-lines file and the number of torn lines.
 
-    A torn line is one that a killed process did not finish: the file's last, without its newline, or one that a later
-    process wrote after, recognised by its missing closing brace. NaN and infinities are read as None.
+    A torn line is one that a killed process did not finish: the file's last line without its newline, or an earlier
+    one without its closing brace. NaN and infinities are read as None.
 
     Raises:
         TelemetryError: any other line that is not a record of `kind`.
@@ -247,9 +248,8 @@ def to_record(line: Any, kind: type[Line] | Any) -> Line:
 def current_line(lines: Iterable[Update]) -> list[Update]:
     """The updates that led to the latest policy, ascending by number.
 
-    After a rollback numbers are written again from the checkpoint on: the later line counts, and what the lost policies
-    did beyond it is left out. A batch that made no update, its step not being finite, is left out too: it repeats the
-    number of the update before it.
+    After a rollback numbers are written again from the checkpoint on: the later line counts, and updates beyond it are
+    left out. A batch whose step was not finite made no update and is left out too: it repeats the number before it.
     """
     kept: list[Update] = []
     for line in lines:
@@ -269,8 +269,8 @@ def current_line(lines: Iterable[Update]) -> list[Update]:
 def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Update]) -> list[EvaluationPoint]:
     """One point per update, ascending, each with the number of the update that made its policy.
 
-    The line itself may name a later update, the one during which the last answer came in. Policies that a rollback
-    undid are left out; of two evaluations of one update the later line counts.
+    The line itself may name a later update, during which the last answer arrived. Policies that a rollback undid are
+    left out; of two evaluations of one update the later line counts.
     """
     made_by: dict[int, int] = {}
     for line in updates:
@@ -286,6 +286,17 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
     return [placed[update] for update in sorted(placed)]
 
 
+def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
+    """The mean of a metric over the tokens of one lag bucket; None if no batch has it."""
+    total = weight = 0.0
+    for update in updates:
+        value = update.metrics.get(lag_key(name, label))
+        num_tokens = update.metrics.get(lag_key("num_tokens", label), 0.0)
+        if value is not None:
+            total, weight = total + num_tokens * value, weight + num_tokens
+    return total / weight if weight else None
+
+
 def _epoch(line: Update) -> int:
     return split_version(line.policy_version)[0]
 
@@ -299,7 +310,7 @@ def _finite(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _read_books(file: Path) -> TrainerLedger | None:
+def _read_ledger(file: Path) -> TrainerLedger | None:
     try:
         text = file.read_text()
     except FileNotFoundError:

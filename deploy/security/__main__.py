@@ -1,4 +1,4 @@
-"""`python -m penstock.deploy.security RUN...`: the ACL file of a Redis that these runs share, and a password file per user."""
+"""`python -m penstock.deploy.security RUN...`: the ACL file of a Redis that runs share, a password file per user."""
 
 import argparse
 import os

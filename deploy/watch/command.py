@@ -21,7 +21,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _watch(arguments: argparse.Namespace) -> int:
     from penstock.deploy.watch.gathering import Gatherer
-    from penstock.deploy.watch.screen import all_views
+    from penstock.deploy.watch.screen import all_views, watch
     from rich.console import Console
 
     name, folder, config = find(arguments.run, arguments.runs)
@@ -32,8 +32,6 @@ def _watch(arguments: argparse.Namespace) -> int:
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
         console.print(all_views(gatherer.gather(), console.width))
         return 0
-    from penstock.deploy.watch.terminal import watch
-
     watch(gatherer, console)
     return 0
 

@@ -1,4 +1,5 @@
-"""Puts together what the run folder, Redis and the metrics endpoints say. Whatever is away is left out, and named."""
+"""Gathers a snapshot of a run from its folder, Redis and the metrics endpoints. What cannot be reached is left out, and
+named."""
 
 import json
 import socket
@@ -9,31 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from penstock.deploy.launch.progress import Tail
+from penstock.deploy.launch.producer_pool import read_heartbeats
+from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
+from penstock.deploy.operate.producer_list import steps_behind
 from penstock.deploy.operate.run_access import own_url
-from penstock.deploy.report.telemetry import (
-    EvaluationPoint,
-    ProducerEvent,
-    Update,
-    WeightsLoaded,
-    current_line,
-    place_evaluations,
-)
-from penstock.deploy.watch.endpoints import MetricsEndpoint, scrape, targets
-from penstock.deploy.watch.redis_view import look
-from penstock.deploy.watch.scraped import Scraped
+from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
+from penstock.deploy.watch.endpoints import MetricsEndpoint, Scraped, scrape, targets
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
-from penstock.schemas.keys import Keys
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 from penstock.schemas.process.redis_url import configured_url
-
-_UPDATES_KEPT = 5000
-_PAUSES_KEPT = 2000
 
 
 class Gatherer:
-    """Looks at one run again and again, from one thread.
+    """Takes snapshots of one run, from one thread.
 
     addresses: metrics endpoints, `host:port`, beside those that the run folder and the heartbeats name.
     """
@@ -45,7 +36,7 @@ class Gatherer:
         self._addresses = addresses
         self._client: redis.Redis | None = None
         self._known: dict[str, None] = {}
-        self._files = _Files(folder) if folder is not None else None
+        self._files = RunLines(folder) if folder is not None else None
         self._scraped = Scraped()
 
     def gather(self) -> RunSnapshot:
@@ -92,7 +83,7 @@ class Gatherer:
         return seen, ""
 
     def _look_at_endpoints(self, seen: RedisSeen | None) -> list[MetricsEndpoint]:
-        """The trainer's, those of producers without a file here, and those named by the caller."""
+        """Scrapes the trainer, the producers without lines here, and the addresses that the caller named."""
         by_role = targets(self._folder) if self._folder is not None else {}
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
         if self._files is not None:
@@ -100,8 +91,8 @@ class Gatherer:
         for producer, beat in (seen.heartbeats if seen is not None else {}).items():
             host = "127.0.0.1" if beat.host == socket.gethostname() else beat.host
             by_role.setdefault(producer, f"{host}:{beat.metrics_port}")
-        with_file = self._files.pauses if self._files is not None else {}
-        wanted = [(role, address) for role, address in by_role.items() if role not in with_file]
+        with_lines = self._files.pauses if self._files is not None else {}
+        wanted = [(role, address) for role, address in by_role.items() if role not in with_lines]
         found = scrape([*wanted, *(("", address) for address in self._addresses)])
         return [_with_role(each) for each in found]
 
@@ -114,9 +105,9 @@ class Gatherer:
     def _is_over(self, seen: RedisSeen | None, updates: Sequence[Update]) -> bool:
         if seen is not None:
             return seen.finished
-        books = _books(self._folder) if self._folder is not None else {}
+        ledger = _ledger(self._folder) if self._folder is not None else {}
         newest = updates[-1].update if updates else 0
-        return books.get("finished") is True and newest <= books.get("num_updates", 0)
+        return ledger.get("finished") is True and newest <= ledger.get("num_updates", 0)
 
     def _pauses(self, producer: str, until_s: float) -> Pauses:
         events = self._files.pauses.get(producer) if self._files is not None else None
@@ -125,29 +116,45 @@ class Gatherer:
         return Pauses(tuple(event for event in events if until_s - PAUSE_WINDOW_S <= event[0] <= until_s))
 
 
-class _Files:
-    """The lines that processes append to a run folder on this machine, or on a file system that it shares."""
+def look(client: redis.Redis, keys: Keys) -> RedisSeen:
+    """Reads what Redis holds of a run, without a write. Raises redis.RedisError if it does not answer, or refuses."""
+    pipeline: Any = client.pipeline(transaction=False)
+    pipeline.hgetall(keys.commit)
+    pipeline.xlen(keys.prompts)
+    # Directly after it: the server runs commands that arrive together without another client's in between.
+    pipeline.xpending(keys.prompts, PRODUCERS_GROUP)
+    pipeline.xlen(keys.rollouts)
+    pipeline.exists(keys.lease)
+    answers = pipeline.execute(raise_on_error=False)
+    summary = answers.pop(2)
+    for error in answers:
+        if isinstance(error, redis.RedisError):
+            raise error
+    commit, num_prompts, num_entries, has_lease = answers
+    newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
+    heartbeats = read_heartbeats(client, keys)
+    return RedisSeen(
+        heartbeats=heartbeats,
+        num_prompts=num_prompts,
+        num_claimed=_num_claimed(summary),
+        num_stream_entries=num_entries,
+        newest_version=newest,
+        lags={producer: steps_behind(beat.policy_version, newest, commit) for producer, beat in heartbeats.items()},
+        finished=commit.get(Commit.FINISHED) == b"1",
+        has_trainer=bool(has_lease),
+    )
 
-    def __init__(self, folder: Path) -> None:
-        self.updates: deque[Update] = deque(maxlen=_UPDATES_KEPT)
-        self.evaluations: list[EvaluationPoint] = []
-        self.pauses: dict[str, deque[tuple[float, float]]] = {}
-        self._folder = folder
-        self._update_lines = Tail(folder / "updates.jsonl", Update)
-        self._evaluation_lines = Tail(folder / "evaluations.jsonl", EvaluationPoint)
-        self._producer_lines: dict[str, Tail] = {}
 
-    def read(self) -> None:
-        self.updates.extend(self._update_lines.read())
-        self.evaluations += self._evaluation_lines.read()
-        for file in sorted((self._folder / "producers").glob("*.jsonl")):
-            lines = self._producer_lines.setdefault(file.stem, Tail(file, ProducerEvent))
-            pauses = self.pauses.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT))
-            pauses.extend((event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded))
+def _num_claimed(summary: Any) -> int:
+    if not isinstance(summary, redis.RedisError):
+        return int(summary["pending"])
+    if "NOGROUP" in str(summary):  # no producer has asked yet
+        return 0
+    raise summary
 
 
 def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
-    """An address that the caller has named says itself whose it is."""
+    """Names the role of an address from the caller by the metrics that it serves."""
     if endpoint.role or endpoint.samples is None:
         return endpoint._replace(role=endpoint.role or "trainer")
     if endpoint.samples.get("penstock_updates_total") is not None:
@@ -155,9 +162,9 @@ def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
     return endpoint._replace(role=endpoint.samples.label("penstock_tokens_generated_total", "producer") or "producer")
 
 
-def _books(folder: Path) -> dict[str, Any]:
+def _ledger(folder: Path) -> dict[str, Any]:
     try:
-        books = json.loads((folder / "trainer.json").read_text())
+        ledger = json.loads((folder / "trainer.json").read_text())
     except (OSError, ValueError):
         return {}
-    return books if isinstance(books, dict) else {}
+    return ledger if isinstance(ledger, dict) else {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.deploy.report.telemetry import Update
+from penstock.deploy.report.telemetry import Update, mean_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
 from penstock.schemas.metrics import LAG_LABELS, lag_key
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 LOW_ESS = 0.3
-"""Below it a lag bucket hardly counts; the alert says the same."""
+"""Below it a lag bucket hardly counts. As in the alert."""
 _COLUMNS = (
     ("ESS", "ess_fraction"),
     ("applied", "applied_ess_fraction"),
@@ -56,7 +56,7 @@ def off_policy(seen: RunSnapshot, width: int) -> RenderableType:
 
 
 def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
-    """Tokens by lag bucket, masked ones included where that is known."""
+    """Tokens by lag bucket; masked ones are included if the lag histogram is known."""
     found = dict.fromkeys(LAG_LABELS, 0.0)
     for update in updates:
         if update.lag_histogram:
@@ -66,17 +66,6 @@ def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
             for label in LAG_LABELS:
                 found[label] += update.metrics.get(lag_key("num_tokens", label), 0.0)
     return found
-
-
-def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
-    """The mean of one bucket's number over its tokens; None where no batch has it."""
-    total = weight = 0.0
-    for update in updates:
-        value = update.metrics.get(lag_key(name, label))
-        num_tokens = update.metrics.get(lag_key("num_tokens", label), 0.0)
-        if value is not None:
-            total, weight = total + num_tokens * value, weight + num_tokens
-    return total / weight if weight else None
 
 
 def _label(lag: int) -> str:
@@ -92,7 +81,7 @@ def _warns(key: str, value: float | None) -> str:
 
 
 def _mismatch(seen: RunSnapshot, width: int) -> Text:
-    """The engine's own part, beside its band: as the trainer has it, else what the run file's dtype allows."""
+    """The mismatch of the engine alone, and its band: the trainer's, else that of the run file's dtype."""
     gaps = [update.metrics["mismatch_lag0"] for update in seen.updates if "mismatch_lag0" in update.metrics]
     band = seen.trainer.get("penstock_mismatch_lag0_band_nats") if seen.trainer is not None else None
     if band is None and seen.config is not None:

@@ -1,14 +1,31 @@
-"""One picture of a run: a head, and one of the three views or all of them."""
+"""The screen of `penstock watch`: one view that keys switch, drawn from a thread's snapshots, or all views at once."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 from penstock.deploy.watch.flow import flow
+from penstock.deploy.watch.gathering import Gatherer
 from penstock.deploy.watch.learning import learning
 from penstock.deploy.watch.off_policy import off_policy
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import duration, joined, moment
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.rule import Rule
 from rich.text import Text
 
+_LOOK_S = 1.0
+_KEY_S = 0.1
+_QUIT = {"q", "Q", "\x03", "\x04"}
 VIEWS = {"Flow": flow, "Learning": learning, "Off-policy": off_policy}
 
 
@@ -31,7 +48,7 @@ def head(seen: RunSnapshot) -> Text:
 
 
 def one_view(seen: RunSnapshot, number: int, width: int) -> RenderableType:
-    """View 1, 2 or 3 with the keys that lead to the others."""
+    """View 1, 2 or 3, under the keys of all views."""
     tabs = Text()
     for place, name in enumerate(VIEWS, start=1):
         tabs.append(f" {place} {name} ", style="reverse bold" if place == number else "dim")
@@ -44,3 +61,96 @@ def all_views(seen: RunSnapshot, width: int) -> RenderableType:
     for name, view in VIEWS.items():
         parts += [Rule(name, align="left", style="dim"), view(seen, width)]
     return Group(*parts)
+
+
+class SnapshotThread:
+    """A thread that takes a snapshot every `_LOOK_S`, so that keys never wait for a host that does not answer."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self.latest: RunSnapshot | None = None
+        self.problem = ""
+        self._gatherer = gatherer
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.latest, self.problem = self._gatherer.gather(), ""
+            except Exception as error:  # the isolation boundary: no file or reply ends the view
+                self.problem = f"{type(error).__name__}: {error}"
+            self._stop.wait(_LOOK_S)
+
+    def __enter__(self) -> "SnapshotThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+
+def watch(gatherer: Gatherer, console: Console) -> None:
+    """Draws until q, Ctrl-C or SIGTERM, and restores the terminal."""
+    with _ended_by_sigterm(), contextlib.suppress(KeyboardInterrupt):
+        screen = Live(console=console, screen=True, auto_refresh=False)
+        with SnapshotThread(gatherer) as snapshots, _keys() as read_key, screen:
+            _draw(snapshots, read_key, screen)
+
+
+def _draw(snapshots: SnapshotThread, read_key: Callable[[], str], screen: Live) -> None:
+    number, drawn = 1, None
+    while (key := read_key()) not in _QUIT:
+        if key.isdecimal() and 1 <= int(key) <= len(VIEWS):
+            number = int(key)
+        # At least once a second: ages grow.
+        now = (number, screen.console.size, id(snapshots.latest), snapshots.problem, int(time.monotonic()))
+        if now != drawn:
+            drawn = now
+            screen.update(_picture(snapshots, number, screen.console), refresh=True)
+
+
+def _picture(snapshots: SnapshotThread, number: int, console: Console) -> RenderableType:
+    if snapshots.problem:
+        return Text(f"cannot be shown: {snapshots.problem}", style="red")
+    if snapshots.latest is None:
+        return Text("looking ...", style="dim")
+    return one_view(snapshots.latest, number, console.width)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """A function that returns the next key, or "" after `_KEY_S`; always "" if standard input is no terminal."""
+    if not sys.stdin.isatty():
+
+        def nothing() -> str:
+            time.sleep(_KEY_S)
+            return ""
+
+        yield nothing
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def key() -> str:
+        ready, _, _ = select.select([descriptor], [], [], _KEY_S)
+        return os.read(descriptor, 1).decode(errors="replace") or "q" if ready else ""
+
+    try:
+        tty.setcbreak(descriptor)
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM end the view as Ctrl-C does, which restores the terminal."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

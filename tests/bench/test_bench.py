@@ -99,7 +99,7 @@ def mode_run(
     telemetry = RunTelemetry(
         name="b",
         config=None,
-        books=None,
+        ledger=None,
         updates=updates,
         evaluations=points,
         producers={},

@@ -232,6 +232,6 @@ def mode_run(step_s: float, num_updates: int) -> ModeRun:
         for n in range(1, num_updates + 1)
     )
     telemetry = RunTelemetry(
-        name="b", config=None, books=None, updates=updates, evaluations=(), producers={}, missing=(), num_torn_lines=0
+        name="b", config=None, ledger=None, updates=updates, evaluations=(), producers={}, missing=(), num_torn_lines=0
     )
     return ModeRun(telemetry=telemetry, phases_s=[], snapshots=[], time_to_accuracy_s=None, wall_s=1.0)

@@ -386,7 +386,7 @@ def test_without_redis_a_finished_run_is_told_by_its_checkpoint_and_another_is_n
     (run.folder / "trainer.json").unlink()
     status, out, err = run.command(capsys, "audit", "test")
     assert (status, out) == (2, "")
-    assert err.startswith("penstock: test: not finished, and where its open indexes are only Redis knows; REDIS_URL")
+    assert err.startswith("penstock: test: not finished, and only Redis knows where its open indexes are; REDIS_URL")
 
 
 @pytest.mark.redis

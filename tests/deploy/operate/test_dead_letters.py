@@ -312,7 +312,7 @@ def test_letters_that_name_no_index_cannot_be_requeued_and_are_counted(run, half
     redis_client.xadd(run.keys.rollouts, {Field.KIND: Kind.GROUP, Field.PAYLOAD: b"?"})
     half.heal()
     out = run.command(capsys, "dead", "requeue", "test", "--all")[1]
-    assert "1 letters name no index: there is nothing to release again for them" in out
+    assert "1 letters name no index, so there is nothing to release for them" in out
 
 
 def test_a_finished_run_takes_no_requeue(run, half, redis_client, capsys):
