@@ -224,7 +224,7 @@ class Rejection(Section, frozen=True):
 
 
 class CorrectionConfig(Section, frozen=True):
-    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token; formulas in consumers/learning/importance.py.
+    """Trust in behavior logprobs: `f(exp(proximal - behavior))` per token. Formulas: consumers/learning/importance.py.
 
     Under mode "none" every weight is 1 and the settings of the weight are unused, so that one override switches it
     off; `max_lag`, `rejection`, `m2_budget` and `off_policy_delta` mask as they do under any mode.

@@ -1,31 +1,161 @@
-"""What the pages for readers point to is there."""
+"""The pages for readers: links lead somewhere, and what they name, quote and show as code is there and works."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from penstock.deploy.cli import COMMANDS
+
+from docs import configuration
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
 
 
-def functions(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(text_of(file))
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """File and anchor of every link of a page that leads to the repository itself."""
+    without_code = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
+    found = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", without_code)
+    return [(file, anchor) for file, anchor in found if "://" not in file]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The page's fenced blocks of one language; "" are those that name none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), re.M | re.S)
+    return [block for named, block in found if named == language]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+    assert [file for file, _ in links(page) if not (page.parent / file).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_that_a_page_links_to_is_a_heading(page: Path) -> None:
+    targets = [(page.parent / file if file else page, anchor) for file, anchor in links(page) if anchor]
+    assert [(file.name, anchor) for file, anchor in targets if anchor not in anchors(file)] == []
+
+
+def test_the_index_names_every_page() -> None:
+    named = {file for file, _ in links(DOCS / "README.md")}
+    assert [page.name for page in DOCS.glob("*.md") if page.name not in {*named, "README.md"}] == []
+
+
+def test_the_configuration_page_is_what_its_program_writes() -> None:
+    assert text_of(configuration.PAGE) == configuration.page(), "run `python docs/configuration.py`"
+
+
+def test_every_field_of_a_run_file_has_a_row_and_a_help_text() -> None:
+    rows = [line.split(" | ") for line in configuration.page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 90
+    assert [row[0] for row in rows if not row[-1].strip(" |")] == []
+
+
+def test_the_page_of_commands_has_every_command_and_no_other() -> None:
+    rows = re.findall(r"^\| `penstock ([^`]*)`", text_of(DOCS / "commands.md"), re.M)
+    names = {re.match(r"[a-z-]+(?: [a-z]+)*", row)[0] for row in rows}  # type: ignore[index]
+    assert names == {command.name for command in COMMANDS}
+
+
+def test_the_page_of_commands_has_every_make_target() -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text_of(ROOT / "Makefile"), re.M))
+    assert set(re.findall(r"`make ([a-z-]+)`", text_of(DOCS / "commands.md"))) == targets - {
+        "venv",
+        "venv-dev",
+        "venv-peers",
+    }
 
 
 def test_each_named_failure_has_tests_that_are_there() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "::test_" in line]
+    rows = [
+        line for line in text_of(ROOT / "CONTRIBUTING.md").splitlines() if line.startswith("| ") and "::test_" in line
+    ]
     assert len(rows) == 12
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", "\n".join(rows))
     assert len(named) == "\n".join(rows).count("::")
-    assert [f"{file}::{name}" for file, name in named if name not in functions(ROOT / file)] == []
+    assert [f"{file}::{name}" for file, name in named if name not in defined(tree_of(ROOT / file))] == []
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Functions and classes of a module, and the methods of its classes as `Class.method`."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def test_what_a_reader_of_the_architecture_is_sent_to_is_there() -> None:
+    """The way of a prompt to its gradient: at most 20 files, and each function named beside its file is in it."""
+    rows = re.findall(r"^\| \d+ \| .*$", text_of(DOCS / "architecture.md"), re.M)
+    files, missing = [], []
+    for row in rows:
+        (file,) = re.findall(r"\]\(\.\./([\w/]+\.py)\)", row)
+        names = re.findall(r"`([A-Za-z_][\w.]*)\(?\)?`", row.split("|")[3])
+        assert names, row
+        files.append(file)
+        missing += [f"{file}: {name}" for name in names if name not in defined(tree_of(ROOT / file))]
+    assert missing == []
+    assert 10 <= len(files) <= 20
+    assert len(set(files)) == len(files)
+
+
+def test_every_folder_of_the_house_is_on_the_page_of_the_architecture() -> None:
+    page = text_of(DOCS / "architecture.md")
+    rooms = ("schemas", "producers", "consumers", "deploy")
+    wings = [file.parent.relative_to(ROOT) for room in rooms for file in (ROOT / room).glob("*/__init__.py")]
+    assert [wing.as_posix() for wing in wings if f"`{wing.as_posix()}/`" not in page] == []
+
+
+HOLE = ".*?"
+
+
+def template(node: ast.expr) -> str | None:
+    """A string of the source as a regular expression; what is filled in at run time matches anything."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = re.split(r"%(?:\.\d+)?[sdgfr]", node.value)
+    elif isinstance(node, ast.JoinedStr):
+        parts = "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values).split("\0")
+    else:
+        return None
+    return HOLE.join(map(re.escape, parts)) if len("".join(parts)) >= 12 else None
+
+
+def messages() -> Iterator[str]:
+    """What the code can print, as regular expressions."""
+    for room in ("schemas", "producers", "consumers", "deploy"):
+        for file in (ROOT / room).rglob("*.py"):
+            nodes = ast.walk(tree_of(file))
+            yield from filter(None, (template(node) for node in nodes if isinstance(node, ast.expr)))
+    for text in re.findall(r'fail "(.*)"$', text_of(ROOT / "deploy" / "install.sh"), re.M):
+        parts = re.split(r'\$\("[^)]*\)|\$\{?\w+\}?', text)
+        yield "install: " + HOLE.join(map(re.escape, parts))
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_prints() -> None:
+    quoted = [line for block in blocks(DOCS / "troubleshooting.md", "") for line in block.splitlines()]
+    assert len(quoted) > 20
+    known = [re.compile(message) for message in messages()]
+    forms = {line: (line, line.removeprefix("penstock: ")) for line in quoted}
+    assert [line for line, said in forms.items() if not any(m.fullmatch(form) for m in known for form in said)] == []

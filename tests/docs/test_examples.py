@@ -1,0 +1,122 @@
+"""The code and the run files that the pages show work as they stand."""
+
+import importlib
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from penstock.consumers.learning.interfaces import LossInputs, Objective
+from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.learning.scoring import check_objective
+from penstock.producers.interfaces import Environment
+from penstock.producers.rollout.rewards import reward_function
+from penstock.schemas.config import Plug, RunConfig, config_of
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.prompt import Prompt
+
+ROOT = Path(__file__).parents[2]
+WHOLE = 'name = "example"\nmodel = { path = "/models/some" }\nenvironment = { path = "my_lab.capitals:Capitals" }\n'
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+
+
+def configs(page: str) -> list[RunConfig]:
+    """Every run file of a page; one that shows a table alone is completed."""
+    documents = [tomllib.loads(block) for block in blocks(page, "toml")]
+    return [config_of(tomllib.loads(WHOLE) | document, Path(page)) for document in documents]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Saves the Python blocks of a page that begin with their file's name, and makes them importable."""
+
+    def save(page: str) -> None:
+        for block in blocks(page, "python"):
+            if named := re.match(r"# ([\w/]+\.py)\n", block):
+                file = tmp_path / named[1]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(block, encoding="utf-8")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_lab"]:
+        monkeypatch.delitem(sys.modules, name)
+    return save
+
+
+def test_the_environment_of_the_readme_poses_other_tasks_than_it_holds_out(lab: Any) -> None:
+    lab("README.md")
+    (config,) = configs("README.md")
+    environment = construct(config.environment, "environment", Environment, seed=config.seed)
+    trained = {environment.prompt(index).answer for index in range(1, 100)}
+    held_out = {environment.evaluation_prompt(n).answer for n in range(1, environment.num_evaluation_prompts + 1)}
+    assert len(held_out) == environment.num_evaluation_prompts
+    assert not trained & held_out
+    assert environment.reward(environment.prompt(1), f"It is {environment.prompt(1).answer}.") == 1.0
+    assert environment.reward(environment.prompt(1), "I do not know.") == 0.0
+
+
+def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) -> None:
+    lab("README.md")
+    lab("docs/environments.md")
+    config = configs("docs/environments.md")[-1]
+    environment = construct(config.environment, "environment", Environment, seed=0)
+    reward = reward_function(config, environment)(Prompt(text="2+2=", answer="4"), "4")
+    assert reward.value == pytest.approx(0.999)
+
+
+def inputs(current: torch.Tensor) -> LossInputs:
+    """Two rows of two tokens, the last token masked and its numbers NaN."""
+    mask = torch.tensor([True, True, True, False])
+    return LossInputs(
+        current_logprobs=current,
+        proximal_logprobs=torch.tensor([-1.0, -0.7, -2.0, torch.nan]),
+        behavior_logprobs=torch.tensor([-1.1, -0.7, -2.0, torch.nan]),
+        importance_weights=torch.tensor([1.1, 1.0, 1.0, 0.0]),
+        advantages=torch.tensor([1.0, 1.0, -1.0, torch.nan]),
+        loss_mask=mask,
+        entropy=torch.zeros(4),
+        row_ids=torch.tensor([0, 0, 1, 1]),
+        rollout_tokens=torch.full((4,), 2),
+        denominator=4.0,
+        num_rollouts=2,
+    )
+
+
+def test_the_objective_of_its_page_is_grpos_and_blind_to_what_is_masked(lab: Any) -> None:
+    lab("docs/objectives.md")
+    config = configs("docs/objectives.md")[-1]
+    own = construct(config.objective, "objective", Objective)
+    check_objective(config, own)
+    gradients = []
+    for objective in (own, Grpo(clip_low=0.1, clip_high=0.1)):
+        current = torch.tensor([-0.8, -0.75, -1.9, torch.nan], requires_grad=True)
+        objective(inputs(current)).loss.backward()
+        assert current.grad is not None
+        gradients.append(current.grad)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0][3] == 0
+
+
+def test_every_shipped_objective_of_the_page_takes_the_settings_beside_it() -> None:
+    rows = re.findall(r"^\| \[`(\w+:\w+)`\]\([^)]*\) \| (.*) \|$", (ROOT / "docs/objectives.md").read_text(), re.M)
+    assert len(rows) == 7
+    for name, settings in rows:
+        path = f"penstock.consumers.learning.objectives.{name}"
+        built = construct(Plug(path=path), "objective", Objective)
+        for setting in re.findall(r"`([^`]*)`", settings):
+            field, _, value = setting.partition(" = ")
+            found = getattr(built, field)
+            assert found is None if not value else found == tomllib.loads(f"value = {value}")["value"], setting
+
+
+def test_every_shipped_environment_of_the_page_is_there() -> None:
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+    for module, name in re.findall(r"^\| \[`(\w+):(\w+)`\]", page, re.M):
+        assert hasattr(importlib.import_module(f"penstock.producers.environments.{module}"), name)
