@@ -106,6 +106,6 @@ def test_the_editable_install_runs_among_folders_of_its_rooms_names(users_folder
 
 
 def test_the_package_says_that_it_is_typed(installed: Path):
-    program = "import importlib.resources as r; [print(r.files(f'penstock.{n}') / 'py.typed') for n in %r]" % (ROOMS,)
+    program = f"import importlib.resources as r; [print(r.files('penstock.' + n) / 'py.typed') for n in {ROOMS!r}]"
     shown = run_in(installed, installed / "python", "-c", program)
     assert [Path(line).is_file() for line in shown.stdout.splitlines()] == [True] * len(ROOMS), shown.stderr
