@@ -57,7 +57,7 @@ venv-dev:
 
 # An environment of its own: the peers' requirements and the engine's do not go together.
 venv-peers:
-	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers-requirements.txt deploy/install.sh
+	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers/requirements.txt deploy/install.sh
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

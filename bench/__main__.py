@@ -3,57 +3,39 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.redis_server import ServerError
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, load_config
 
-from bench.endpoint import ENDPOINT_ROWS, QUICK_ENDPOINT, EndpointSettings, measure_endpoint
-from bench.head import HEAD_ROWS, QUICK_HEAD, HeadSettings, measure_head
-from bench.head_chart import draw_head
-from bench.pipeline import QUICK, ROWS, RUN_FILE, PipelineSettings, check_run_file, measure_pipeline
+from bench.endpoint.section import ENDPOINT
+from bench.head.section import HEAD
+from bench.pipeline.section import PIPELINE
 from bench.result import RESULTS, BenchError, Result, print_result, write_result
-from bench.stream import STREAM_ROWS, measure_stream
-from bench.stream_setup import QUICK_STREAM, StreamSettings
+from bench.section import Section, measure
+from bench.stream.section import STREAM
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
+RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 WORK = Path("runs") / "bench"
-
-
-class BenchSection(NamedTuple):
-    """measure: called with (rows, settings, run file, folder for scratch). draw: makes the picture of a full result."""
-
-    measure: Callable[[Sequence[str], Any, Path, Path], Result]
-    rows: tuple[str, ...]
-    settings: Any
-    quick: Any
-    draw: Callable[[Result, Path], None] | None = None
-
-
-SECTIONS = {
-    "pipeline": BenchSection(measure_pipeline, tuple(ROWS), PipelineSettings(), QUICK),
-    "stream": BenchSection(measure_stream, tuple(STREAM_ROWS), StreamSettings(), QUICK_STREAM),
-    "head": BenchSection(measure_head, tuple(HEAD_ROWS), HeadSettings(), QUICK_HEAD, draw_head),
-    "endpoint": BenchSection(measure_endpoint, tuple(ENDPOINT_ROWS), EndpointSettings(), QUICK_ENDPOINT),
-}
+SECTIONS = {section.name: section for section in (PIPELINE, STREAM, HEAD, ENDPOINT)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures each section in turn. Exit status 0, goals reached or not; 1 or 2 where nothing was found."""
+    """Measures each section in turn. Exit status 0 even if goals are missed, 1 for a failure, 2 for unusable input."""
     arguments = _parser().parse_args(argv)
     # Every row starts a server of its own: a user's Redis is no place for a benchmark.
     os.environ.pop("REDIS_URL", None)
     try:
         chosen = _chosen(arguments.sections, arguments.only)
-        if {"pipeline", "stream"} & set(chosen):
-            check_run_file(arguments.run_file)
+        if any(SECTIONS[name].uses_run_file for name in chosen):
+            _check_run_file(arguments.run_file)
         for name, rows in chosen.items():
             section = SECTIONS[name]
             settings = section.quick if arguments.quick else section.settings
-            result = section.measure(rows, settings, arguments.run_file, WORK)
+            result = measure(section, rows, settings, arguments.run_file, WORK)
             print_result(result)
             if not arguments.quick or arguments.output is not None:
                 _keep(section, result, rows, arguments.output)
@@ -68,14 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _keep(section: BenchSection, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
+def _keep(section: Section, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
     """Writes the result file, and the picture where every row was measured."""
-    is_full = rows == section.rows
+    is_full = rows == tuple(section.rows)
     print(f"\nresult  {write_result(result, output or RESULTS, rows=() if is_full else rows)}")
     if section.draw is not None and is_full:
         picture = (output or DOCS) / f"{result.section}.svg"
         section.draw(result, picture)
         print(f"picture {picture}")
+
+
+def _check_run_file(run_file: Path) -> None:
+    """Raises ConfigError if the run file cannot be used."""
+    config = load_config(run_file)
+    if config.redis.url is not None:
+        raise ConfigError(f"{run_file}: redis.url = {config.redis.url!r}: the benchmark starts its own; remove it")
 
 
 def _parser() -> argparse.ArgumentParser:

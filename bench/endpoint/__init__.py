@@ -1,0 +1,1 @@
+"""What agents' calls cost beside vLLM's own server."""

@@ -1,0 +1,216 @@
+"""What a call costs at a producer's endpoint, beside the same call at vLLM's own server.
+
+Both servers hold the same conversations, call by call in turns; only what they sample differs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import msgspec
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.schemas.config import (
+    EndpointConfig,
+    EngineConfig,
+    MetricsConfig,
+    ModelConfig,
+    Plug,
+    ProducersConfig,
+    RunConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
+
+from bench.endpoint.chat_model import Topics, make_chat_model
+from bench.endpoint.servers import Answer, ChatServer, penstock_server, vllm_server
+from bench.result import BenchError, Figure, Goal, compare
+
+Json = dict[str, Any]
+
+LARGEST_RATIO = {2000: 1.1, 30000: 1.25}
+"""Goals, by tokens of context."""
+MAX_ANSWER_TOKENS = 4
+FRAME_TOKENS = 17
+"""What a turn holds beside the user's text: the answer, and what the template writes around both."""
+HISTORY_TURN_TOKENS = 1000
+"""Of the turns by which a conversation comes to where calls are timed, frame included."""
+SPARE_TOKENS = 2048
+"""Room beyond the longest context: the template's own tokens, answers, and turns that encode to more than was cut."""
+BATCHED_TOKENS = 2048
+"""Tokens that one step of the engine may compute; vLLM's own choice depends on who asks."""
+
+
+REFERENCE_IS = "vLLM's own /v1/chat/completions in a process of its own: same model, engine settings and messages"
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    contexts: tuple[int, ...] = (2000, 30000)
+    """Tokens of context in the middle of the calls that are timed."""
+    rounds: int = 5
+    """Conversations per context."""
+    calls: int = 20
+    """Calls of a conversation that are timed."""
+    turn_tokens: int = 100
+    """What the user adds before each of them."""
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """One call at both servers."""
+
+    ours: Answer
+    theirs: Answer
+
+    @property
+    def ratio(self) -> float:
+        return self.ours.seconds / self.theirs.seconds
+
+    @property
+    def is_even(self) -> bool:
+        """Whether both sampled as many tokens."""
+        return self.ours.num_sampled_tokens == self.theirs.num_sampled_tokens
+
+
+class GatewayReading(msgspec.Struct, frozen=True, kw_only=True):
+    """The timed calls of one conversation, and the processor seconds that each server took for them in all."""
+
+    pairs: tuple[Pair, ...]
+    processor_s: float
+    reference_processor_s: float
+
+
+def gateway_figures(settings: GatewaySettings, folder: Path) -> list[Figure]:
+    """Boots both servers on a model made for it, one after the other, and times calls at each context.
+
+    Raises:
+        BenchError, ServerError: a server does not come up, or does not answer.
+    """
+    config = gateway_config(folder / "model", max(settings.contexts) + SPARE_TOKENS)
+    make_chat_model(Path(config.model.path), max(settings.contexts) + SPARE_TOKENS)
+    topics = Topics(load_tokenizer(config))
+    with penstock_server(config, folder / "penstock") as ours, vllm_server(config, folder / "vllm") as theirs:
+        table = Table(ours, theirs, topics)
+        table.hold(settings, min(settings.contexts))  # warms up
+        figures: list[Figure] = []
+        for context in settings.contexts:
+            for sends_ids in (False, True):
+                held = [table.hold(settings, context, sends_ids=sends_ids) for _ in range(settings.rounds)]
+                what = f"{context:,} tokens of context" + sends_ids * ", ids sent back"
+                goal = Goal(at_most=LARGEST_RATIO[context]) if context in LARGEST_RATIO else None
+                figures += [time_figure(what, held, goal), processor_figure(what, held)]
+        return figures
+
+
+def gateway_config(model: Path, max_model_len: int) -> RunConfig:
+    """A run whose producers do nothing but serve agents."""
+    return RunConfig(
+        name="bench-endpoint",
+        groups_per_batch=4,
+        model=ModelConfig(path=str(model)),
+        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic"),
+        sampling=SamplingConfig(max_tokens=MAX_ANSWER_TOKENS),
+        engine=EngineConfig(
+            prefix_caching=True, max_model_len=max_model_len, args={"max_num_batched_tokens": BATCHED_TOKENS}
+        ),
+        producers=ProducersConfig(count=1),
+        weights=WeightsConfig(folder=str(model)),
+        endpoint=EndpointConfig(port=0),
+        metrics=MetricsConfig(port=0),
+    )
+
+
+class Table:
+    """Two servers that hold the same conversations, side by side."""
+
+    def __init__(self, ours: ChatServer, theirs: ChatServer, topics: Topics) -> None:
+        self._servers = (ours, theirs)
+        self._topics = topics
+        self._num_conversations = 0
+
+    def hold(self, settings: GatewaySettings, context: int, *, sends_ids: bool = False) -> GatewayReading:
+        """A conversation that nobody has held before. Its last calls are the timed ones: `context` lies in the middle
+        of what they send.
+
+        sends_ids: whether the client of ours sends each answer back whole, token ids included, or its text alone.
+        """
+        self._num_conversations += 1
+        paths = [server.open() for server in self._servers]
+        histories: list[list[Json]] = [[], []]
+        greeting = f"Conversation {self._num_conversations}.\n"  # keeps what came before out of the prefix caches
+        for num_tokens in history_turns(context - settings.calls * (settings.turn_tokens + FRAME_TOKENS) // 2):
+            self._call(paths, histories, greeting + self._topics.turn(num_tokens), 0, sends_ids)
+            greeting = ""
+        before = [server.processor_s() for server in self._servers]
+        pairs = []
+        for n in range(settings.calls):
+            asked = greeting + self._topics.turn(settings.turn_tokens)
+            pairs.append(self._call(paths, histories, asked, n % 2, sends_ids))
+            greeting = ""
+        ours_s, theirs_s = (server.processor_s() - began for server, began in zip(self._servers, before, strict=True))
+        for server, path in zip(self._servers, paths, strict=True):
+            server.finish(path)
+        return GatewayReading(pairs=tuple(pairs), processor_s=ours_s, reference_processor_s=theirs_s)
+
+    def _call(
+        self, paths: Sequence[str], histories: Sequence[list[Json]], asked: str, first: int, sends_ids: bool
+    ) -> Pair:
+        """One call at each server, `first` before the other."""
+        answers: dict[int, Answer] = {}
+        for n in (first, 1 - first):
+            histories[n].append({"role": "user", "content": asked})
+            request = {"messages": histories[n], "max_completion_tokens": MAX_ANSWER_TOKENS}
+            answers[n] = self._servers[n].chat(paths[n], request)
+            message = answers[n].message
+            if n or not sends_ids:
+                message = {name: message[name] for name in ("role", "content")}
+            histories[n].append(message)
+        return Pair(ours=answers[0], theirs=answers[1])
+
+
+def history_turns(num_tokens: int) -> list[int]:
+    """Lengths of the user's texts in turns of `HISTORY_TURN_TOKENS` that come to `num_tokens`, the last one shorter."""
+    whole, rest = divmod(max(0, num_tokens), HISTORY_TURN_TOKENS)
+    turns = [HISTORY_TURN_TOKENS] * whole + [rest] * (rest > FRAME_TOKENS)
+    return [turn - FRAME_TOKENS for turn in turns]
+
+
+def time_figure(what: str, held: Sequence[GatewayReading], goal: Goal | None) -> Figure:
+    """Medians over the calls; the ratio is the median of the pairs' own.
+
+    Raises:
+        BenchError: in no pair both servers sampled as many tokens.
+    """
+    pairs = [pair for conversation in held for pair in conversation.pairs]
+    even = [pair for pair in pairs if pair.is_even]
+    if not even:
+        raise BenchError(f"{what}: in none of {len(pairs)} pairs of calls both sampled as many tokens")
+    by_round = [[pair.ratio for pair in conversation.pairs if pair.is_even] for conversation in held]
+    return compare(
+        f"time per call, {what}",
+        unit="ms",
+        measured=median(pair.ours.seconds for pair in even) * 1000,
+        reference=median(pair.theirs.seconds for pair in even) * 1000,
+        reference_is=REFERENCE_IS,
+        ratio=median(pair.ratio for pair in even),
+        goal=goal,
+        details={
+            "num_pairs": len(even),
+            "num_pairs_left_out": len(pairs) - len(even),
+            "ratio_by_round": [round(median(ratios), 4) for ratios in by_round if ratios],
+            "prompt_tokens_mean": mean(pair.ours.num_prompt_tokens for pair in even),
+            "reference_prompt_tokens_mean": mean(pair.theirs.num_prompt_tokens for pair in even),
+        },
+    )
+
+
+def processor_figure(what: str, held: Sequence[GatewayReading]) -> Figure:
+    """Means over the calls. It does not tell what a caller waits for, but a busy machine hardly moves it."""
+    num_calls = sum(len(conversation.pairs) for conversation in held)
+    return compare(
+        f"processor time per call, {what}",
+        unit="ms",
+        measured=sum(conversation.processor_s for conversation in held) / num_calls * 1000,
+        reference=sum(conversation.reference_processor_s for conversation in held) / num_calls * 1000,
+        reference_is=REFERENCE_IS,
+        goal=None,
+    )

@@ -1,0 +1,23 @@
+"""The measured process of the rows that drive an engine: `python -m bench.pipeline.engine_part JOB RESULT`."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+from penstock.schemas.config import load_config
+
+from bench.pipeline.pauses import PauseSettings, measure_pauses
+from bench.pipeline.streaming import StreamingSettings, measure_streaming
+
+
+def main(job_file: str, result_file: str) -> None:
+    """Reads its settings, measures, writes the result."""
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=StreamingSettings | PauseSettings)
+    config = load_config(Path(job.run_file))
+    work = measure_pauses(config, job) if isinstance(job, PauseSettings) else measure_streaming(config, job)
+    Path(result_file).write_bytes(msgspec.json.encode(asyncio.run(work)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,116 @@
+"""The pause of a weight update under traffic, beside the bare load of the same file by the same engine when idle."""
+
+import asyncio
+import bisect
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import msgspec
+from penstock.schemas.config import RunConfig
+
+from bench.feeder import make_manifest
+from bench.pipeline.bare import BareEngine
+
+if TYPE_CHECKING:
+    from penstock.producers.engines.vllm import VllmEngine
+
+SETTLE_S = 1.0
+"""From the first request of a block of updates to the first update."""
+
+
+class PauseSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    run_file: str
+    blocks: int
+    """Blocks of updates under traffic, each between two blocks of bare loads."""
+    updates_per_block: int
+    sequences_in_flight: int
+    spacing_s: float
+    """Between two updates."""
+
+
+class Paused(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians in seconds.
+
+    pause_s: what the engine reports as time without sampling. token_gap_s: the longest time between two tokens around
+    an update as the caller sees it; step_s: that time where nothing is updated. bare_load_s: start, update and finish
+    of vLLM's update session without traffic.
+    """
+
+    weight_bytes: int
+    pause_s: float
+    pause_s_max: float
+    bare_load_s: float
+    token_gap_s: float
+    step_s: float
+    num_updates: int
+
+
+async def measure_pauses(config: RunConfig, settings: PauseSettings) -> Paused:
+    from penstock.producers.engines.vllm import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        return await _measure(config, settings, engine)
+    finally:
+        await engine.close()
+
+
+async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngine") -> Paused:
+    sampling = msgspec.structs.replace(config.sampling, max_tokens=engine.max_model_len - 16)
+    bare = BareEngine(engine, sampling, 1)
+    manifest = make_manifest(Path(config.model.path) / "model.safetensors")
+    path = str(Path(config.model.path) / manifest.file)
+    pauses: list[tuple[float, float, float]] = []
+    bare_loads: list[float] = []
+    arrivals: list[float] = []
+
+    async def load_idle() -> None:
+        bare_loads.extend([await bare.load(path) for _ in range(settings.updates_per_block)])
+
+    async def load_under_traffic() -> None:
+        stop = asyncio.Event()
+        traffic = asyncio.create_task(bare.stream([5, 6, 7, 8], settings.sequences_in_flight, stop))
+        await asyncio.sleep(SETTLE_S)
+        for _ in range(settings.updates_per_block):
+            began = time.monotonic()
+            newer = msgspec.structs.replace(manifest, version=engine.policy_version + 1)
+            pause_s = await engine.load_weights(newer, path)
+            pauses.append((began, time.monotonic(), pause_s))
+            await asyncio.sleep(settings.spacing_s)
+        stop.set()
+        arrivals.extend(await traffic)
+
+    await bare.load(path)  # the first one maps the file and builds the loader's tables
+    for _ in range(settings.blocks):
+        await load_idle()
+        await load_under_traffic()
+    await load_idle()
+    gaps = [longest_gap(arrivals, began, ended) for began, ended, _ in pauses]
+    return Paused(
+        weight_bytes=manifest.total_bytes,
+        pause_s=median(pause_s for _, _, pause_s in pauses),
+        pause_s_max=max(pause_s for _, _, pause_s in pauses),
+        bare_load_s=median(bare_loads),
+        token_gap_s=median(gap for gap in gaps if gap is not None),
+        step_s=step_time(arrivals),
+        num_updates=len(pauses),
+    )
+
+
+def longest_gap(arrivals: list[float], began: float, ended: float) -> float | None:
+    """The longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
+
+    None where no arrival lies before or after it.
+    """
+    first = max(bisect.bisect_left(arrivals, began) - 1, 0)
+    around = arrivals[first : bisect.bisect_right(arrivals, ended) + 1]
+    return max((after - before for before, after in pairwise(around)), default=None)
+
+
+def step_time(arrivals: list[float], same_step_s: float = 0.0005) -> float:
+    """The median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
+    steps = [b - a for a, b in pairwise(arrivals) if b - a > same_step_s]
+    return median(steps) if steps else 0.0

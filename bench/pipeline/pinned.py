@@ -1,0 +1,152 @@
+"""One part of a run on a core of its own, profiled lightly: `python -m bench.pipeline.pinned CORE PROFILE COMMAND...`.
+
+COMMAND is one of the `penstock` command (`trainer RUN.toml ...`, `producer RUN.toml ...`). Every process that the part
+starts stays on the same core. CORE -1 leaves the part where it is.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+PERIOD_S = 0.01
+WRITE_S = 1.0
+
+IDLE = "idle"
+KINDS = (
+    ("/selectors.py", IDLE),
+    ("/schemas/rollout.py", "encode"),
+    ("/producers/environments/", "pose and reward"),
+    ("/producers/rollout/rewards.py", "pose and reward"),
+    ("/transformers/", "tokenize and decode"),
+    ("/redis/", "Redis"),
+    ("/producers/stream/connection.py", "Redis"),
+    ("/vllm/", "vLLM's front end"),
+    ("/producers/", "producer's own code"),
+)
+"""Part of a file's path to what a thread with such a frame innermost is doing; the first match from the inside out."""
+
+
+class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the start of the process.
+
+    samples: looks at the process by what it was doing. cpu_s: its own; children_cpu_s: of the processes it started.
+    """
+
+    time_s: float
+    num_looks: int
+    samples: dict[str, int]
+    cpu_s: float
+    children_cpu_s: float
+
+
+class CpuSampler:
+    """Looks at the main thread and at a rewards thread every `PERIOD_S`, and writes a snapshot line every `WRITE_S`."""
+
+    def __init__(self, file: Path) -> None:
+        self._main = threading.main_thread().ident
+        self._samples: Counter[str] = Counter()
+        self._num_looks = 0
+        self._output = file.open("ab", buffering=0)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="bench-sampler", daemon=True).start()
+
+    def _run(self) -> None:
+        """Waits a period, looks, and again, as long as the process lives."""
+        next_write = time.monotonic()
+        while True:
+            time.sleep(PERIOD_S)
+            self._look(sys._current_frames())
+            if time.monotonic() >= next_write:
+                next_write += WRITE_S
+                snapshot = CpuSnapshot(
+                    time_s=time.time(),
+                    num_looks=self._num_looks,
+                    samples=dict(self._samples),
+                    cpu_s=time.process_time(),
+                    children_cpu_s=children_cpu_s(),
+                )
+                self._output.write(msgspec.json.encode(snapshot) + b"\n")
+
+    def _look(self, frames: dict[int, FrameType]) -> None:
+        self._num_looks += 1
+        for thread, frame in frames.items():
+            if thread == self._main:
+                self._samples[classify(frame)] += 1
+            elif _scores(frame):
+                self._samples["pose and reward"] += 1
+
+
+def classify(frame: FrameType | None) -> str:
+    """What a thread is doing, by its innermost frame that tells; `event loop` where none does."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        for part, kind in KINDS:
+            if part in file:
+                return kind
+        frame = frame.f_back
+    return "event loop"
+
+
+def _scores(frame: FrameType | None) -> bool:
+    """True within a reward function, false where the scoring thread waits for work in its own file."""
+    is_innermost = True
+    while frame is not None:
+        if "/producers/rollout/rewards.py" in frame.f_code.co_filename:
+            return not is_innermost
+        is_innermost = False
+        frame = frame.f_back
+    return False
+
+
+def children_cpu_s() -> float:
+    """Processor seconds of the processes that this one started and that still run; 0 where the system does not say."""
+    total = 0
+    for task in Path("/proc/self/task").glob("*/children"):
+        for child in task.read_text().split():
+            try:
+                stat = Path(f"/proc/{child}/stat").read_text()
+            except OSError:  # it has ended
+                continue
+            total += sum(map(int, stat.rpartition(")")[2].split()[11:13]))  # utime, stime
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def keep_phases(file: Path) -> None:
+    """Has every step of the trainer append its phases, one JSON line a batch."""
+    from penstock.consumers.learning.batch import Batch
+    from penstock.consumers.learning.learner import Learner
+    from penstock.consumers.learning.step_report import StepReport
+
+    output, step = file.open("ab", buffering=0), Learner.step
+
+    def step_and_keep(self: Learner, batch: Batch) -> StepReport:
+        report = step(self, batch)
+        output.write(msgspec.json.encode(report.phase_s) + b"\n")
+        return report
+
+    Learner.step = step_and_keep  # type: ignore[method-assign]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    core, profile, *command = sys.argv[1:] if argv is None else argv
+    if int(core) >= 0:
+        os.sched_setaffinity(0, {int(core)})
+    if command[0] == "trainer":
+        keep_phases(Path(profile))
+    else:
+        CpuSampler(Path(profile)).start()
+    from penstock.deploy.cli import main as penstock
+
+    return penstock(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

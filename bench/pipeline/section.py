@@ -1,0 +1,198 @@
+"""The pipeline section: what streaming, updating in flight and asynchrony cost and bring."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.schemas.config import RunConfig, load_config
+
+from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
+from bench.pipeline.pauses import Paused, PauseSettings
+from bench.pipeline.records import record_figures
+from bench.pipeline.streaming import Load, Streamed, StreamingSettings
+from bench.result import Breakdown, Figure, Goal, compare
+from bench.section import Bench, Section, make_model, measure_apart
+
+VLLM_SLEEP_S = 0.02
+"""What vLLM's pause_generation sleeps: part of a pause that nobody who calls it can avoid."""
+EVALUATE_EVERY = 5
+"""Updates between evaluations where the time to an accuracy is measured: that time is no finer than they are."""
+NEVER = 10**9
+
+ENGINE_PART = "bench.pipeline.engine_part"
+LARGE_MODEL = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64,
+}  # fmt: skip
+"""A recipe of 200 MB of float32 weights."""
+
+
+class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How long and how often. The defaults take about ten minutes on two quiet cores."""
+
+    streaming_rounds: int = 3
+    streaming_window_s: float = 8.0
+    updates_per_s: tuple[float, ...] = (0.5, 3.5)
+    """The first is what the goal is set for, the second is the demo's."""
+    pause_blocks: int = 3
+    small_updates_per_block: int = 12
+    large_updates_per_block: int = 5
+    rate_limit_s: float = 30.0
+    learning_limit_s: float = 100.0
+    """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
+
+
+QUICK = PipelineSettings(
+    streaming_rounds=1,
+    streaming_window_s=3.0,
+    pause_blocks=1,
+    small_updates_per_block=3,
+    large_updates_per_block=2,
+    rate_limit_s=6.0,
+    learning_limit_s=12.0,
+)
+"""Shows that everything runs. Its figures mean nothing."""
+
+
+def measure_records(bench: Bench) -> list[Figure | Breakdown]:
+    return [*record_figures()]
+
+
+def measure_pause(bench: Bench) -> list[Figure | Breakdown]:
+    """Under the demo's weights and under larger ones."""
+    settings = bench.settings
+    small = _pauses(bench, "pause-1MB", {}, settings.small_updates_per_block, sequences=32, spacing_s=0.15)
+    large = _pauses(bench, "pause-200MB", LARGE_MODEL, settings.large_updates_per_block, sequences=8, spacing_s=0.5)
+    return [pause_figure("1 MB", small, 1.25), pause_figure("200 MB", large, 1.1)]
+
+
+def _pauses(
+    bench: Bench, name: str, recipe: dict[str, int], updates_per_block: int, *, sequences: int, spacing_s: float
+) -> Paused:
+    settings = PauseSettings(
+        run_file=str(_save(bench, _config(bench, name, _random_model(bench, name, **recipe)))),
+        blocks=bench.settings.pause_blocks,
+        updates_per_block=updates_per_block,
+        sequences_in_flight=sequences,
+        spacing_s=spacing_s,
+    )
+    return measure_apart(name, ENGINE_PART, settings, Paused, bench.folder)
+
+
+def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
+    """One producer's engine with prompts, appends and updates, beside the same engine with none of it."""
+    model = _random_model(bench, "streaming")
+    config = _config(bench, "streaming", model, f'weights.folder="{model}"')
+    settings = StreamingSettings(
+        run_file=str(_save(bench, config)),
+        runs=str(bench.folder / "runs"),
+        loads=(
+            # Ends by chance: a random model says <eos> once in some 98 tokens.
+            Load(name="long completions", max_tokens=256, ramp_s=3.0, margin_s=2.5),
+            # What the demo's trained model answers: three digits and <eos>.
+            Load(name="demo's completions", max_tokens=4, ramp_s=1.5, margin_s=0.3),
+        ),
+        updates_per_s=bench.settings.updates_per_s,
+        rounds=bench.settings.streaming_rounds,
+        window_s=bench.settings.streaming_window_s,
+    )
+    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
+    try:
+        url = {"REDIS_URL": server.url}
+        found = measure_apart("streaming", ENGINE_PART, settings, list[Streamed], bench.folder, environment=url)
+    finally:
+        server.stop()
+    goal_rate = bench.settings.updates_per_s[0]
+    return [figure for streamed in found for figure in streaming_figures(streamed, goal_rate)]
+
+
+def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
+    """Runs of both modes whose policy stays where it is, for rates, then runs that learn, for the time it takes."""
+    model = Path(load_config(bench.run_file).model.path)
+    if not model.is_dir():
+        make_model(model)
+    breakdowns: list[Figure | Breakdown] = []
+    fixed: dict[str, ModeRun] = {}
+    learning: dict[str, ModeRun] = {}
+    for mode in ("asynchronous", "synchronous"):
+        # So small a learning rate moves no weight: every update meets the same work.
+        still = ("trainer.learning_rate=1e-12", f"evaluation.every={NEVER}")
+        config = _mode_config(bench, mode, model, "fixed", *still)
+        fixed[mode] = run_mode(config, bench.folder / "runs", limit_s=bench.settings.rate_limit_s)
+        breakdowns += mode_breakdowns(mode, fixed[mode])
+    rate = rate_figure(fixed["asynchronous"], fixed["synchronous"], config)
+    for mode in fixed:
+        config = _mode_config(bench, mode, model, "learning", f"evaluation.every={EVALUATE_EVERY}")
+        limit_s = bench.settings.learning_limit_s
+        learning[mode] = run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY)
+    return [rate, time_figure(learning["asynchronous"], learning["synchronous"]), *breakdowns]
+
+
+def _mode_config(bench: Bench, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:
+    own = (f"mode={mode}", "producers.count=1", "producers.num_threads=1", "trainer.num_threads=1")
+    return _config(bench, f"{mode}-{what}", model, *own, *overrides)
+
+
+def _config(bench: Bench, name: str, model: Path, *overrides: str) -> RunConfig:
+    return load_config(bench.run_file, [f"name={name}", f'model.path="{model}"', "metrics.port=0", *overrides])
+
+
+def _save(bench: Bench, config: RunConfig) -> Path:
+    file = bench.folder / f"{config.name}.toml"
+    file.write_text(resolved_toml(config))
+    return file
+
+
+def _random_model(bench: Bench, name: str, **recipe: int) -> Path:
+    folder = bench.folder / f"model-{name}"
+    make_model(folder, train=False, **recipe)
+    return folder
+
+
+def pause_figure(size: str, paused: Paused, at_most: float) -> Figure:
+    reference_s = paused.bare_load_s + VLLM_SLEEP_S
+    return compare(
+        f"pause per update, {size} of weights",
+        unit="ms",
+        measured=paused.pause_s * 1000,
+        reference=reference_s * 1000,
+        reference_is="bare load of the same file by the idle engine + the 20 ms that vLLM's pause_generation sleeps",
+        goal=Goal(at_most=at_most),
+        details={
+            **msgspec.to_builtins(paused),
+            "ratio_of_token_gap": max(0.0, paused.token_gap_s - paused.step_s) / reference_s,
+        },
+    )
+
+
+def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
+    """Tokens/s with its goal at one rate of updates, and the share of time paused at each."""
+    where = f"{streamed.load}, {streamed.updates_per_s:g} updates/s"
+    yield compare(
+        f"producer tokens/s, {where}",
+        unit="/s",
+        measured=streamed.tokens_per_s,
+        reference=streamed.bare_tokens_per_s,
+        reference_is="bare AsyncLLM in the same process: no Redis, no updates",
+        goal=Goal(at_least=0.97) if streamed.updates_per_s == goal_rate else None,
+        ratio=streamed.ratio,
+        details=msgspec.to_builtins(streamed),
+    )
+    yield compare(
+        f"share of time paused, {where}",
+        unit="%",
+        measured=streamed.paused_share * 100,
+        reference=None,
+        reference_is="",
+        goal=None,
+    )
+
+
+PIPELINE = Section(
+    "pipeline",
+    {"records": measure_records, "pause": measure_pause, "streaming": measure_streaming, "modes": measure_modes},
+    PipelineSettings(),
+    QUICK,
+    uses_run_file=True,
+)

@@ -1,0 +1,233 @@
+"""Producer tokens/s while streaming and updating, window by window beside the bare AsyncLLM in the same process."""
+
+import asyncio
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import redis
+from penstock.deploy.launch.child import Child
+from penstock.deploy.launch.redis_server import connect
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.producers.interfaces import Environment
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.rewards import reward_function
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.plugins import construct
+
+from bench.feeder import make_manifest
+from bench.pipeline.bare import BareEngine, Meter, tokens_between
+
+if TYPE_CHECKING:
+    from penstock.producers.engines.vllm import VllmEngine
+
+NUM_PROMPTS = 1024
+PRODUCER_ID = "producer-0"
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to load the engine.
+
+    ramp_s: from the first request to the window: the requests must have come apart by then. margin_s: from the window
+    to the last new request: what runs at the window's end must finish under the same load.
+    """
+
+    name: str
+    max_tokens: int
+    ramp_s: float
+    margin_s: float
+
+
+class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    run_file: str
+    runs: str
+    loads: tuple[Load, ...]
+    updates_per_s: tuple[float, ...]
+    rounds: int
+    window_s: float
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """What one window saw. The bare engine has neither updates nor appends."""
+
+    tokens_per_s: float
+    paused_share: float = 0.0
+    num_updates: int = 0
+    pause_s: float | None = None
+    groups_appended_per_s: float | None = None
+
+
+class Streamed(msgspec.Struct, frozen=True, kw_only=True):
+    """One load at one rate of updates against the bare engine.
+
+    ratio: median over the rounds of window / mean of the bare windows before and after it.
+    """
+
+    load: str
+    updates_per_s: float
+    tokens_per_s: float
+    bare_tokens_per_s: float
+    ratio: float
+    ratio_by_round: tuple[float, ...]
+    paused_share: float
+    pause_s: float | None
+    groups_appended_per_s: float
+    num_updates: int
+
+
+async def measure_streaming(config: RunConfig, settings: StreamingSettings) -> list[Streamed]:
+    """Boots one engine and takes every load's windows in turn: bare, each rate of updates, bare, and so on."""
+    from penstock.producers.engines.vllm import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=1)
+    try:
+        return [
+            result for load in settings.loads for result in await _Windows(config, settings, load, engine).compare()
+        ]
+    finally:
+        await engine.close()
+
+
+class _Windows:
+    def __init__(self, config: RunConfig, settings: StreamingSettings, load: Load, engine: "VllmEngine") -> None:
+        sampling = msgspec.structs.replace(config.sampling, max_tokens=load.max_tokens)
+        self._config = msgspec.structs.replace(config, sampling=sampling)
+        self._settings = settings
+        self._load = load
+        self._engine = engine
+        self._bare = BareEngine(engine, sampling, config.group_size)
+        self._environment = construct(config.environment, "environment", Environment, seed=config.seed)
+        self._tokenizer = load_tokenizer(config)
+        texts = [self._environment.prompt(index).text for index in range(1, NUM_PROMPTS + 1)]
+        self._prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self._run_folders = Path(settings.runs)
+        self._numbers = itertools.count()
+
+    async def compare(self) -> list[Streamed]:
+        bare: list[Window] = []
+        streaming: dict[float, list[Window]] = {rate: [] for rate in self._settings.updates_per_s}
+        for _ in range(self._settings.rounds):
+            bare.append(await self._bare_window())
+            for rate, windows in streaming.items():
+                windows.append(await self._streaming_window(rate))
+        bare.append(await self._bare_window())
+        return [summarize(self._load.name, rate, windows, bare) for rate, windows in streaming.items()]
+
+    async def _bare_window(self) -> Window:
+        stop = asyncio.Event()
+        load = asyncio.create_task(
+            self._bare.generate(self._prompts, self._config.producers.groups_in_flight, stop), name="bare"
+        )
+        start, end = await self._wait()
+        stop.set()
+        return Window(tokens_per_s=tokens_between(await load, start, end) / (end - start))
+
+    async def _streaming_window(self, updates_per_s: float) -> Window:
+        """A whole producer on a run of its own, from its first claim to its farewell."""
+        config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
+        metrics, meter = ProducerMetrics(), Meter(self._engine)
+        url = os.environ["REDIS_URL"]
+        feeder = self._start_feeder(config, updates_per_s)
+        connection = ProducerConnection.open(url, outage_s=10.0, metrics=metrics)
+        client = connect(url)
+        try:
+            producer = Producer(
+                config,
+                runs=self._run_folders,
+                producer_id=PRODUCER_ID,
+                connection=connection,
+                engine=meter,
+                environment=self._environment,
+                reward=reward_function(config, self._environment),
+                tokenizer=self._tokenizer,
+                metrics=metrics,
+            )
+            await producer.open()
+            serving = asyncio.create_task(producer.serve(), name="producer")
+            await self._wait_for_first_request(meter, serving, feeder)
+            start, end, num_appended = await self._wait_and_count(client, Keys(config.name))
+            producer.stop.set()
+            await serving
+        finally:
+            feeder.kill()
+            await connection.close()
+            client.flushdb()
+            client.close()
+        pauses = [pause_s for ended, pause_s in meter.pauses if start <= ended < end]
+        return Window(
+            tokens_per_s=tokens_between(meter.requests, start, end) / (end - start),
+            paused_share=sum(pauses) / (end - start),
+            num_updates=len(pauses),
+            pause_s=median(pauses) if pauses else None,
+            groups_appended_per_s=num_appended / (end - start),
+        )
+
+    def _start_feeder(self, config: RunConfig, updates_per_s: float) -> Child:
+        folder = config.folder(self._run_folders)
+        folder.mkdir(parents=True)
+        run_file, manifest_file = folder / "run.toml", folder / "manifest.json"
+        run_file.write_text(resolved_toml(config))
+        weights = config.weights_folder(self._run_folders) / "model.safetensors"
+        manifest_file.write_bytes(msgspec.json.encode(make_manifest(weights)))
+        command = [sys.executable, "-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+        return Child("feeder", [*command, "--updates-per-s", str(updates_per_s)], log=folder / "feeder.log")
+
+    async def _wait_for_first_request(self, meter: Meter, serving: "asyncio.Task[None]", feeder: Child) -> None:
+        while not meter.requests:
+            if serving.done():
+                serving.result()
+                raise RuntimeError("the producer stopped before it sampled anything")
+            if feeder.poll() is not None:
+                raise RuntimeError(f"the feeder died:\n{feeder.last_lines()}")
+            await asyncio.sleep(0.01)
+
+    async def _wait_and_count(self, client: "redis.Redis", keys: Keys) -> tuple[float, float, int]:
+        """Like `_wait`, with the number of groups that reached Redis within the window."""
+        await asyncio.sleep(self._load.ramp_s)
+        start, appended_before = time.monotonic(), _num_appended(client, keys)
+        await asyncio.sleep(self._settings.window_s)
+        end, appended_after = time.monotonic(), _num_appended(client, keys)
+        await asyncio.sleep(self._load.margin_s)
+        return start, end, appended_after - appended_before
+
+    async def _wait(self) -> tuple[float, float]:
+        """Waits a ramp, a window and a margin; returns when the window began and ended."""
+        await asyncio.sleep(self._load.ramp_s)
+        start = time.monotonic()
+        await asyncio.sleep(self._settings.window_s)
+        end = time.monotonic()
+        await asyncio.sleep(self._load.margin_s)
+        return start, end
+
+
+def _num_appended(client: "redis.Redis", keys: Keys) -> int:
+    info: Any = client.xinfo_stream(keys.rollouts)
+    return info["entries-added"]
+
+
+def summarize(load: str, updates_per_s: float, windows: list[Window], bare: list[Window]) -> Streamed:
+    """`bare` holds one window more than `windows`: each of these lies between two of those."""
+    references = [mean((before.tokens_per_s, after.tokens_per_s)) for before, after in itertools.pairwise(bare)]
+    ratios = [window.tokens_per_s / reference for window, reference in zip(windows, references, strict=True)]
+    pauses = [window.pause_s for window in windows if window.pause_s is not None]
+    return Streamed(
+        load=load,
+        updates_per_s=updates_per_s,
+        tokens_per_s=median(window.tokens_per_s for window in windows),
+        bare_tokens_per_s=median(references),
+        ratio=median(ratios),
+        ratio_by_round=tuple(ratios),
+        paused_share=mean(window.paused_share for window in windows),
+        pause_s=median(pauses) if pauses else None,
+        groups_appended_per_s=mean(window.groups_appended_per_s or 0.0 for window in windows),
+        num_updates=sum(window.num_updates for window in windows),
+    )

@@ -1,0 +1,134 @@
+"""What a section of the benchmark is, how its rows are measured, and the processes that measure for them."""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import penstock.consumers.stream.connection
+import penstock.producers.stream.connection
+import redis
+from penstock.deploy.launch.child import Child, describe_status
+
+from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
+
+PART_LIMIT_S = 900.0
+REDIS_ERRORS = (
+    redis.RedisError,
+    penstock.consumers.stream.connection.RedisGoneError,
+    penstock.producers.stream.connection.RedisGoneError,
+)
+
+
+class Bench(NamedTuple):
+    """One run of a section: what its rows are called with. folder: for scratch."""
+
+    settings: Any
+    run_file: Path
+    folder: Path
+
+
+class Section(NamedTuple):
+    """rows: by name, each makes its figures and breakdowns. settings: how much and how often; quick: next to nothing,
+    to show that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
+    """
+
+    name: str
+    rows: Mapping[str, Callable[[Bench], Sequence[Figure | Breakdown]]]
+    settings: Any
+    quick: Any
+    draw: Callable[[Result, Path], None] | None = None
+    uses_run_file: bool = False
+
+
+def measure(section: Section, rows: Sequence[str], settings: Any, run_file: Path, work: Path) -> Result:
+    """Measures the named rows in order; scratch goes to a folder under `work` that is removed.
+
+    Raises:
+        BenchError, ConfigError, PartDied, ServerError: a row could not be measured.
+    """
+    machine, date, began = describe_machine(), now(), time.monotonic()
+    found: list[Figure | Breakdown] = []
+    with _scratch(work) as folder:
+        for row in rows:
+            print(f"{section.name}: {row} ...", flush=True)
+            try:
+                found += section.rows[row](Bench(settings, run_file, folder))
+            except REDIS_ERRORS as error:
+                raise BenchError(f"{row}: {error}") from error
+    used = {"run_file": os.path.relpath(run_file)} if section.uses_run_file else {}
+    return Result(
+        section=section.name,
+        date=date,
+        machine=machine,
+        settings={**used, **msgspec.to_builtins(settings)},
+        wall_s=time.monotonic() - began,
+        figures=tuple(each for each in found if isinstance(each, Figure)),
+        breakdowns=tuple(each for each in found if isinstance(each, Breakdown)),
+    )
+
+
+@contextmanager
+def _scratch(work: Path) -> Iterator[Path]:
+    """A new folder under `work`, removed at the end; kept, and named, if something failed."""
+    work.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=work)).absolute()
+    try:
+        yield folder
+    except Exception:
+        print(f"bench: logs of what failed are in {folder}", file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+def measure_apart(
+    name: str,
+    module: str,
+    job: Any,
+    result_type: Any,
+    folder: Path,
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Runs `python -m MODULE JOB RESULT` and returns what it found: what one measurement leaves behind in its process
+    cannot slow down the next. Both files are JSON. The process ends with this call, however that ends.
+
+    Raises:
+        BenchError: it failed, or took longer than `PART_LIMIT_S`.
+    """
+    job_file, result_file = folder / f"{name}-job.json", folder / f"{name}-result.json"
+    job_file.write_bytes(msgspec.json.encode(job))
+    command = [python, "-m", module, str(job_file), str(result_file)]
+    settings = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    child = Child(name, command, log=folder / f"{name}.log", environment={**settings, **(environment or {})})
+    try:
+        deadline = time.monotonic() + PART_LIMIT_S
+        while child.poll() is None:
+            if time.monotonic() > deadline:
+                raise BenchError(f"{name}: not done after {PART_LIMIT_S:g} s; its log ends:\n{child.last_lines()}")
+            time.sleep(0.05)
+    finally:
+        child.kill()
+    if child.returncode:
+        raise BenchError(f"{name} {describe_status(child.returncode)}; its log ends:\n{child.last_lines()}")
+    return msgspec.json.decode(result_file.read_bytes(), type=result_type)
+
+
+def make_model(folder: Path, **recipe: Any) -> None:
+    """The demo's model, or another `recipe` of one, if there is none in `folder`. Raises BenchError."""
+    from penstock.deploy.demo import make_model as models
+
+    try:
+        models.make_model(folder, models.ModelRecipe(**recipe), progress=lambda line: None)
+    except (models.WarmStartError, FileExistsError) as error:
+        raise BenchError(f"{folder}: {error}") from error

@@ -1,0 +1,1 @@
+"""What crossing Redis costs: appending, reading, memory, reliability."""

@@ -1,0 +1,126 @@
+"""What the rows of the stream section share: settings, a server of their own, measuring in turns."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+from penstock.deploy.launch.redis_server import RedisServer
+
+from bench.result import Figure, Goal, compare
+from bench.section import Bench
+from bench.stream.desks import patient_client
+from bench.stream.load import LoadProcess
+
+MAXMEMORY_MB = 2048
+MEGABYTE = 1_000_000
+
+
+class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How much and how often. The defaults take about four minutes on two quiet cores, ten more for `reliability`."""
+
+    rounds: int = 11
+    """Of every row but `memory` (one) and `reliability`."""
+    payload_mb: float = 40.0
+    """Payload that one measurement of a rate moves."""
+    peer_groups: int = 300
+    """Groups that one measurement against the peer moves."""
+    reliability_rounds: int = 3
+    reliability_updates: int = 105
+    """Updates of one run. Rates leave out the first few, so that a hundred remain: one checkpoint of the demo's."""
+    reliability_limit_s: float = 300.0
+
+
+QUICK_STREAM = StreamSettings(
+    rounds=2,
+    payload_mb=3.0,
+    peer_groups=24,
+    reliability_rounds=1,
+    reliability_updates=12,
+    reliability_limit_s=15.0,
+)
+"""Shows that everything runs. Its figures mean nothing."""
+
+
+class BenchServer(NamedTuple):
+    url: str
+    client: "redis.Redis"
+
+
+@contextmanager
+def bench_server(bench: Bench, row: str) -> Iterator[BenchServer]:
+    """The server of a run: UNIX socket, append-only file with fsync every second. The file is rewritten when a
+    measurement has ended and never within one."""
+    server = RedisServer(bench.folder / row, maxmemory_mb=MAXMEMORY_MB)
+    client = patient_client(server.url)
+    try:
+        client.config_set("auto-aof-rewrite-percentage", 0)
+        yield BenchServer(server.url, client)
+    finally:
+        client.close()
+        server.stop()
+
+
+@contextmanager
+def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[list[LoadProcess]]:
+    """Load processes at that server."""
+    started: list[LoadProcess] = []
+    try:
+        for name in names:
+            started.append(LoadProcess(name, server.url, bench.folder))
+        yield started
+    finally:
+        for process in started:
+            process.end()
+
+
+def groups_for(bench: Bench, payload_bytes: int) -> int:
+    """How many groups of `payload_bytes` make up the payload of one measurement."""
+    return max(16, int(bench.settings.payload_mb * MEGABYTE / payload_bytes))
+
+
+def empty(client: "redis.Redis") -> None:
+    """Leaves neither keys nor a log of them, so that every measurement finds the same server."""
+    client.flushall()
+    client.bgrewriteaof()
+    while True:
+        info: Any = client.info("persistence")
+        if not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]:
+            return
+        time.sleep(0.01)
+
+
+def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """What each measure finds in each round; every other round takes them in reverse order."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for n in range(rounds):
+        for name in list(measures)[:: -1 if n % 2 else 1]:
+            found[name].append(measures[name]())
+    return found
+
+
+def rate_figure(
+    name: str,
+    measured: Sequence[float],
+    reference: Sequence[float],
+    *,
+    reference_is: str,
+    unit: str = "/s",
+    goal: Goal | None = None,
+    details: dict[str, Any] | None = None,
+) -> Figure:
+    """Medians over the rounds; the ratio is the median of the rounds' own ratios, which a slow moment hits less."""
+    ratios = [value / against for value, against in zip(measured, reference, strict=True)]
+    return compare(
+        name,
+        unit=unit,
+        measured=median(measured),
+        reference=median(reference),
+        reference_is=reference_is,
+        ratio=median(ratios),
+        goal=goal,
+        details={"ratio_by_round": [round(ratio, 4) for ratio in ratios], **(details or {})},
+    )

@@ -1,0 +1,261 @@
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+import torch
+from penstock.deploy.launch.child import Child
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry, Update
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import decode_group, encode_group
+from safetensors.torch import save_file
+
+from bench.feeder import make_manifest
+from bench.pipeline.bare import tokens_between
+from bench.pipeline.modes import (
+    FIRST_UPDATE,
+    ModeRun,
+    groups_per_s,
+    producer_parts,
+    rate_figure,
+    time_figure,
+    trainer_parts,
+)
+from bench.pipeline.pauses import Paused, longest_gap, step_time
+from bench.pipeline.pinned import KINDS, CpuSnapshot, children_cpu_s, classify
+from bench.pipeline.records import make_group, record_figures
+from bench.pipeline.section import pause_figure, streaming_figures
+from bench.pipeline.streaming import Streamed, Window, summarize
+from bench.result import (
+    BenchError,
+)
+from waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_config(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'name = "b"\n[model]\npath = "m"\n'
+        '[environment]\npath = "penstock.producers.environments.arithmetic:Arithmetic"\n'
+    )
+    return load_config(file, overrides)
+
+
+def mode_run(
+    *, step_s: float, num_updates: int, time_to_accuracy_s: float | None = 5.0, wall_s: float = 9.0
+) -> ModeRun:
+    updates = tuple(
+        Update(
+            update=n,
+            policy_version=n,
+            time_s=100.0 + n * step_s,
+            lag_histogram={0: 10},
+            num_tokens_trained=10,
+            num_tokens_masked_lag=0,
+            num_groups_trained=3,
+            num_groups_skipped=1,
+            wait_s=0.1,
+            step_s=0.25,
+            publish_s=0.05,
+        )
+        for n in range(1, num_updates + 1)
+    )
+    points = (EvaluationPoint(policy_version=0, update=0, accuracy=0.4, num_prompts=8, time_s=100.0),)
+    telemetry = RunTelemetry(
+        name="b",
+        config=None,
+        ledger=None,
+        updates=updates,
+        evaluations=points,
+        producers={},
+        missing=(),
+        num_torn_lines=0,
+    )
+    return ModeRun(
+        telemetry=telemetry,
+        phases_s=[{"forward": 0.1, "backward": 0.12}] * num_updates,
+        snapshots=[],
+        time_to_accuracy_s=time_to_accuracy_s,
+        wall_s=wall_s,
+    )
+
+
+def test_a_rollout_of_4096_tokens_takes_at_most_8_1_bytes_per_completion_token():
+    by_name = {figure.name: figure for figure in record_figures()}
+    size = by_name["rollout bytes per completion token"]
+    assert size.details["num_siblings"] == 8 and size.details["completion_tokens"] == 4096
+    assert size.reached and size.measured < 8.1
+    assert by_name["encoding a group"].ratio > 0
+
+
+def test_the_benchmarks_group_is_a_group_that_readers_accept():
+    group = make_group(prompt_tokens=3, completion_tokens=9)
+    assert decode_group(encode_group(group)) == group
+
+
+def test_a_requests_tokens_are_spread_over_its_life():
+    requests = [(0.0, 10.0, 100), (8.0, 12.0, 40), (20.0, 21.0, 7)]
+    assert tokens_between(requests, 5.0, 10.0) == pytest.approx(50 + 20)
+    assert tokens_between(requests, 12.0, 20.0) == 0
+
+
+def test_each_streaming_window_is_compared_with_the_bare_ones_around_it():
+    bare = [Window(tokens_per_s=rate) for rate in (100.0, 200.0, 100.0)]
+    windows = [
+        Window(tokens_per_s=150.0, paused_share=0.1, num_updates=2, pause_s=0.02, groups_appended_per_s=5.0),
+        Window(tokens_per_s=75.0, paused_share=0.3, num_updates=4, pause_s=0.04, groups_appended_per_s=7.0),
+    ]
+    found = summarize("long", 0.5, windows, bare)
+    assert found.ratio_by_round == (1.0, 0.5) and found.ratio == 0.75
+    assert found.paused_share == pytest.approx(0.2) and found.num_updates == 6 and found.groups_appended_per_s == 6.0
+
+
+def test_streaming_has_its_goal_at_one_rate_of_updates_only():
+    streamed = Streamed(
+        load="long",
+        updates_per_s=0.5,
+        tokens_per_s=96.0,
+        bare_tokens_per_s=100.0,
+        ratio=0.98,
+        ratio_by_round=(0.98,),
+        paused_share=0.01,
+        pause_s=0.02,
+        groups_appended_per_s=1.0,
+        num_updates=2,
+    )
+    tokens, paused = streaming_figures(streamed, goal_rate=0.5)
+    assert tokens.reached and tokens.ratio == 0.98 and paused.measured == pytest.approx(1.0)
+    assert next(streaming_figures(streamed, goal_rate=3.5)).reached is None
+
+
+def test_a_pause_is_compared_with_the_bare_load_and_vllms_sleep():
+    paused = Paused(
+        weight_bytes=10,
+        pause_s=0.036,
+        pause_s_max=0.04,
+        bare_load_s=0.01,
+        token_gap_s=0.033,
+        step_s=0.003,
+        num_updates=3,
+    )
+    found = pause_figure("1 MB", paused, 1.25)
+    assert found.ratio == pytest.approx(1.2) and found.reached
+    assert found.details["ratio_of_token_gap"] == pytest.approx(1.0)
+
+
+def test_the_longest_gap_between_tokens_is_found_around_an_update():
+    arrivals = [0.0, 0.1, 0.2, 1.0, 1.1, 5.0]
+    assert longest_gap(arrivals, 0.25, 0.9) == pytest.approx(0.8)
+    assert longest_gap(arrivals, 0.05, 0.15) == pytest.approx(0.1)
+    assert longest_gap([0.5], 0.1, 0.2) is None
+
+
+def test_tokens_of_one_step_are_no_steps_of_their_own():
+    assert step_time([0.0, 0.0001, 0.01, 0.0101, 0.02]) == pytest.approx(0.0099)
+    assert step_time([]) == 0.0
+
+
+def test_groups_per_second_leave_out_the_first_updates(tmp_path):
+    config = run_config(tmp_path, "groups_per_batch=4")
+    slow, fast = mode_run(step_s=0.5, num_updates=25), mode_run(step_s=0.25, num_updates=25)
+    assert groups_per_s(slow, config) == pytest.approx(8.0)
+    found = rate_figure(fast, slow, config)
+    assert found.ratio == pytest.approx(2.0) and found.reached and found.details["skipped_share"] == 0.25
+
+
+def test_a_run_too_short_for_a_rate_is_an_error(tmp_path):
+    with pytest.raises(
+        BenchError, match=f"{FIRST_UPDATE} updates in the time given, expected more than {FIRST_UPDATE}"
+    ):
+        groups_per_s(mode_run(step_s=0.5, num_updates=FIRST_UPDATE), run_config(tmp_path))
+
+
+def test_a_synchronous_run_that_never_got_there_counts_with_the_time_it_had():
+    cut_off = mode_run(step_s=0.5, num_updates=8, time_to_accuracy_s=None, wall_s=20.0)
+    found = time_figure(mode_run(step_s=0.5, num_updates=8), cut_off)
+    assert found.reference == 20.0 and found.reached and not found.details["synchronous_reached_it"]
+    assert not time_figure(cut_off, mode_run(step_s=0.5, num_updates=8)).reached
+
+
+def test_the_trainers_packing_is_what_its_step_takes_beyond_its_phases():
+    parts = trainer_parts(mode_run(step_s=0.5, num_updates=8))
+    assert parts["pack"] == pytest.approx(0.03)
+    assert parts["forward"] == pytest.approx(0.1) and parts["wait for groups"] == pytest.approx(0.1)
+
+
+def test_the_producers_own_time_is_shared_out_by_what_it_was_seen_doing():
+    def snapshot(time_s: float, **samples: int) -> CpuSnapshot:
+        return CpuSnapshot(time_s=time_s, num_looks=0, samples=samples, cpu_s=time_s / 2, children_cpu_s=time_s / 4)
+
+    snapshots = [snapshot(0.0), snapshot(2.0, idle=5, encode=1), snapshot(10.0, idle=50, encode=4, Redis=4)]
+    parts = producer_parts(snapshots, 2.0, 10.0)
+    assert parts["engine process: scheduling and sampling"] == pytest.approx(2.0)
+    assert parts["encode"] == pytest.approx(4.0 * 3 / 7) and parts["Redis"] == pytest.approx(4.0 * 4 / 7)
+    assert "idle" not in parts
+
+
+def test_a_thread_is_classified_by_its_innermost_frame_that_tells():
+    seen = []
+
+    class Awkward(list):
+        def __iter__(self):
+            seen.append(classify(sys._getframe()))
+            return super().__iter__()
+
+    group = make_group(prompt_tokens=3, completion_tokens=4)
+    encode_group(msgspec.structs.replace(group, rollouts=Awkward(group.rollouts)))
+    assert "encode" in seen
+    assert classify(None) == "event loop"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_the_files_that_tell_what_a_thread_is_doing_are_there():
+    own = [path for path, _ in KINDS if path.startswith(("/producers/", "/schemas/"))]
+    assert len(own) == 5
+    assert [path for path in own if not (ROOT / path[1:]).exists()] == []
+
+
+def test_processor_time_of_children_is_counted_while_they_run():
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        wait_for(children_cpu_s, lambda cpu_s: cpu_s >= 0.05, timeout_s=20)
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.redis
+def test_the_feeder_keeps_the_credit_open_and_announces_at_its_rate(tmp_path, redis_url, redis_client: redis.Redis):
+    weights = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4, 4)}, weights)
+    config, keys = run_config(tmp_path, "groups_per_batch=4", "max_lag=1"), Keys("b")
+    run_file, manifest_file = tmp_path / "resolved.toml", tmp_path / "manifest.json"
+    run_file.write_text(resolved_toml(config))
+    manifest_file.write_bytes(msgspec.json.encode(make_manifest(weights)))
+    command = [sys.executable, "-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+    feeder = Child("feeder", [*command, "--updates-per-s", "20"], log=tmp_path / "feeder.log",
+                   environment={"REDIS_URL": redis_url})  # fmt: skip
+    try:
+        wait_for(
+            lambda: int(redis_client.hget(keys.commit, Commit.VERSION) or 0) >= 3, process=feeder, log=feeder.last_lines
+        )
+        assert redis_client.xlen(keys.prompts) == config.credit == 8
+        (entry_id, _), *_ = redis_client.xrange(keys.prompts)
+        redis_client.xdel(keys.prompts, entry_id)
+        wait_for(lambda: redis_client.xlen(keys.prompts) == 8, process=feeder, log=feeder.last_lines)
+        (_, fields), *_ = redis_client.xrevrange(keys.policy, count=1)
+        manifest = msgspec.json.decode(fields[b"manifest"], type=WeightManifest)
+        assert manifest.version >= 3 and manifest.file == weights.name
+        assert [tensor.shape for tensor in manifest.tensors] == [(4, 4)]
+    finally:
+        feeder.kill()
+        while feeder.poll() is None:
+            threading.Event().wait(0.01)
