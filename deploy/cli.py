@@ -175,7 +175,6 @@ def _run(arguments: argparse.Namespace) -> int:
     from penstock.deploy.launch.producer_pool import PartDied
     from penstock.deploy.launch.redis_server import check_redis
     from penstock.deploy.launch.run_folder import RunFolder
-    from penstock.deploy.parity.refusal import tell_refusal
 
     check_redis(config, resume=arguments.resume)
     check_external_server(config)
@@ -187,7 +186,7 @@ def _run(arguments: argparse.Namespace) -> int:
             try:
                 status = launcher.run()
             except PartDied as death:
-                if death.part == "trainer" and tell_refusal(folder.path, death.started_s):
+                if death.part == "trainer" and parity.print_gate_refusal(folder.path, death.started_s):
                     return 1
                 print(f"penstock: to continue: {_resume_command(arguments, config)}", file=sys.stderr)
                 raise

@@ -1,1 +1,16 @@
-"""The parity check: does the engine return the logprobs that the trainer expects, and if not, which layer is wrong?"""
+"""The parity check: does the engine return the logprobs that the trainer computes, and if not, what is the cause?
+
+`check.check_parity` takes rollouts and published weights and returns a `report.ParityReport`. Its steps, in order:
+
+1. `sample` lays out the recorded tokens by the requests that the engine served.
+2. `replay` recomputes them by the trainer's own code with the weights that their labels name: the baseline. It runs any
+   other assignment of weights to tokens too.
+3. Hypotheses recompute the tokens in other ways, each a `verdict.Candidate`: `semantics` (another convention, unit or
+   place of the numbers, by way of `conventions`), `sampled_tokens` (other ids, another sampling distribution),
+   `versions` (other weights, moved labels, keys and values of other weights) and `inference` (the head).
+4. `verdict` measures the gap under each candidate, judges which of them explain the baseline's gap, and decides.
+
+`inference.compare_layers` compares engine and trainer layer by layer from captured hidden states, and
+`verdict.with_layers` adds that to a report. `gate` runs the check on a trainer's first batch and watches the gap from
+then on. `report` holds the result and the words of every cause, and needs no torch.
+"""

@@ -1,4 +1,8 @@
-"""The parity check as a whole: rollouts and weights in, one report out."""
+"""The parity check as a whole: rollouts and weights in, one report out.
+
+`check_parity` reads the sample, recomputes it as labelled (the baseline), and makes and judges the hypotheses:
+semantics first, then tokens and weights if nothing explains the gap. `decide` turns the measurements into the verdict.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,21 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from penstock.consumers.parity.candidate import Candidate, judge
-from penstock.consumers.parity.gaps import gap_of, passes
-from penstock.consumers.parity.head import engine_head_sign, equal_contexts, rounding_slope
-from penstock.consumers.parity.meanings import Meanings
-from penstock.consumers.parity.objective import at_newest, lag_rows, lags_of, newest_version
-from penstock.consumers.parity.policies import LoadedPolicy, PolicyStore
-from penstock.consumers.parity.recipe import departures
-from penstock.consumers.parity.replay import Replay, as_labelled
-from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, LayerGap, ParityReport
-from penstock.consumers.parity.retokenized import Search, check_tokenizer
+from penstock.consumers.learning.diagnostics import LAG_STARTS, MismatchSums
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
+from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, ParityReport, cause_of
 from penstock.consumers.parity.sample import Sample, read_sample
-from penstock.consumers.parity.verdict import Evidence, Finding, decide
-from penstock.consumers.parity.versions import Versions
+from penstock.consumers.parity.sampled_tokens import check_tokenizer, retokenized
+from penstock.consumers.parity.semantics import SemanticHypotheses
+from penstock.consumers.parity.verdict import Candidate, ParityMeasurements, decide, gap_of, judge, quantile
+from penstock.consumers.parity.versions import VersionHypotheses
 from penstock.schemas.config import RunConfig
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.policy import FutureVersionError, UnknownVersionError, split_version
+from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
+from torch import Tensor
 
 NUM_POINTS = 4000
 """Tokens in the pictures, at most."""
@@ -37,31 +41,28 @@ def check_parity(
     device: torch.device | str = "cpu",
     max_tokens: int | None = None,
     loaded: LoadedPolicy | None = None,
-    layers: tuple[LayerGap, ...] = (),
 ) -> ParityReport:
-    """Holds the recorded logprobs of `groups` against the trainer's, and names what is wrong where they differ.
+    """Compares the recorded logprobs of `groups` with the trainer's, and names the cause of a difference.
 
     The trainer's own code recomputes every token with the weights of the version that the token is labelled with and,
-    in rows that several versions sampled, with the keys and values that the older ones left. Where that fits, little
-    more is done; else other readings of the same tokens are tried, from the meaning of the numbers to the weights
-    behind them, some of them on a part of the tokens, which the notes say. Logits of a few thousand tokens exist at
-    once at most.
+    in rows that several versions sampled, with the keys and values that the older ones left. If that fits, few other
+    hypotheses are tried; else more, from the meaning of the numbers to the weights behind them, some of them on a part
+    of the tokens, as the notes say. At most the logits of a few thousand tokens exist at once.
 
     Args:
-        groups: decoded; of any engine that fills the record.
+        groups: decoded, of any engine that fills the record.
         config: of the run. `model.path` is the trainer's model, `model.dtype` the type its weights are published in.
-        weights: of a version the published safetensors file, or a folder with a whole model, as the base model for
-            version 0; None where it is gone.
-        lag_of: of a version in optimizer steps; left out, lags count from the newest version in `groups`.
-        tokenizer: a transformers tokenizer; without one re-tokenized ids cannot be told.
-        max_tokens: the most sampled tokens looked at, in groups spread evenly.
+        weights: the published safetensors file of a version, or a folder with a whole model, as the base model for
+            version 0; None if it is gone.
+        lag_of: the lag of a version in optimizer steps; by default lags count from the newest version in `groups`.
+        tokenizer: a transformers tokenizer; without one re-tokenized ids are not looked for.
         device: of the model, unless `loaded` has one.
-        loaded: a model in memory, which spares a load; it is left as it is.
-        layers: what `penstock.consumers.parity.layers` found; `verdict.with_layers` adds it later.
+        max_tokens: the most sampled tokens checked, in groups spread evenly.
+        loaded: a model in memory, which saves a load; it is not changed.
 
     Raises:
         ParityError: there is nothing to compare: no tokens or logprobs, weights that are gone, a model or a tokenizer
-            that is not theirs.
+            of other rollouts.
         ConfigError: no such model.
     """
     started = time.monotonic()
@@ -70,108 +71,60 @@ def check_parity(
     sample = read_sample(groups, policies.vocabulary, policies.has, max_tokens)
     if tokenizer is not None:
         check_tokenizer(groups, tokenizer)
-    replay = Replay(sample, policies, config.trainer.tokens_per_microbatch, device)
-    check = _Check(config, sample, replay, policies, tokenizer, device)
-    evidence = check.evidence(layers)
-    lags = lags_of(sample, lag_of)
+    replay = Replay(sample, policies, config.trainer.tokens_per_microbatch)
+    baseline = replay.logprobs(as_labelled(row) for row in sample.rows)
+    notes = [*sample.notes, *_recipe_notes(groups, config)]
+    found = _measure(replay, baseline, tokenizer, config.engine.args.get("block_size"), notes)
+    lags = _lags(sample, lag_of)
     return ParityReport(
-        verdict=decide(evidence),
+        verdict=decide(found),
         dtype=config.model.dtype,
         tolerance=TOLERANCES[config.model.dtype],
         num_groups=sample.num_groups,
         num_rollouts=sample.num_rollouts,
         num_tokens=sample.num_tokens,
         versions=tuple(np.unique(sample.versions).tolist()),
-        hypotheses=check.table(evidence),
-        lags=check.lag_rows(lags),
-        layers=layers,
-        points=check.points(lags),
-        notes=(*sample.notes, *departures(groups, config), *check.notes),
+        hypotheses=_table(found),
+        lags=_lag_rows(sample, _at_newest(replay, baseline, lags), lags),
+        points=_points(sample, baseline, lags),
+        notes=tuple(notes),
         seconds=time.monotonic() - started,
     )
 
 
-class _Check:
-    """One check's measurements, each made once."""
+def _measure(
+    replay: Replay, baseline: Tensor, tokenizer: Any, block_size: int | None, notes: list[str]
+) -> ParityMeasurements:
+    """Tries the hypotheses; adds to `notes`."""
+    sample, dtype = replay.sample, replay.policies.dtype
+    gap = gap_of(sample.engine, baseline)
+    passing = TOLERANCES[dtype].allows(gap)
+    semantics = SemanticHypotheses(replay, baseline, passing)
+    notes += semantics.notes
 
-    def __init__(
-        self,
-        config: RunConfig,
-        sample: Sample,
-        replay: Replay,
-        policies: PolicyStore,
-        tokenizer: Any,
-        device: torch.device,
-    ) -> None:
-        self._config, self._sample, self._replay, self._policies = config, sample, replay, policies
-        self._tokenizer, self._device = tokenizer, device
-        self._dtype = config.model.dtype
-        self._null = replay.logprobs(as_labelled(row) for row in sample.rows)
-        self.notes: list[str] = []
+    def tokens_and_weights() -> Iterator[Candidate]:
+        """The hypotheses that need forward passes of their own."""
+        if tokenizer is None:
+            notes.append("no tokenizer given: re-tokenized ids were not looked for")
+        elif (candidate := retokenized(replay, baseline, tokenizer)) is not None:
+            yield candidate
+        yield from VersionHypotheses(replay, baseline, block_size).candidates()
 
-    def evidence(self, layers: tuple[LayerGap, ...]) -> Evidence:
-        null = gap_of(self._sample.engine, self._null)
-        passing = passes(null, TOLERANCES[self._dtype])
-        meanings = Meanings(self._sample, self._replay, self._null, self._policies.vocabulary, passing, self._dtype)
-        self.notes += meanings.notes
-        findings = [self._judge(candidate) for candidate in meanings.candidates()]
-        if not passing and not any(finding.explains for finding in findings):
-            findings += [self._judge(candidate) for candidate in self._tokens_and_weights()]
-        contexts = equal_contexts(self._sample)
-        slope = rounding_slope(self._sample.engine, meanings.processed, meanings.bfloat16_head)
-        return Evidence(
-            dtype=self._dtype,
-            null=null,
-            trainer_head=meanings.trainer_head,
-            findings=tuple(sorted(findings, key=lambda finding: finding.hypothesis.layer != "semantics")),
-            refused=_refused(self._sample),
-            engine_head=engine_head_sign(contexts, slope) if self._dtype != "float32" else "",
-            spread=contexts.spread,
-            sampling=meanings.suspicion,
-            layers=layers,
-        )
-
-    def table(self, evidence: Evidence) -> tuple[Hypothesis, ...]:
-        """Every reading with its residual, as processed first."""
-        rows = [Hypothesis(layer="semantics", name="processed", says="as the trainer computes it", gap=evidence.null)]
-        rows += [each.hypothesis for each in evidence.findings if each.hypothesis.gap.num_tokens]
-        rows.append(_inference("trainer-head", "the trainer's head against a plain one", evidence.trainer_head))
-        if evidence.spread is not None and evidence.spread.num_tokens:
-            rows.append(_inference("engine-spread", "the engine against itself on equal contexts", evidence.spread))
-        return tuple(rows)
-
-    def lag_rows(self, lags: np.ndarray) -> tuple[LagRow, ...]:
-        newest = newest_version(self._sample, lags)
-        return lag_rows(self._sample, at_newest(self._sample, self._replay, self._null, newest), lags)
-
-    def points(self, lags: np.ndarray) -> tuple[GapPoint, ...]:
-        step = -(-self._sample.num_tokens // NUM_POINTS)
-        engine, positions = self._sample.engine, self._sample.positions
-        return tuple(
-            GapPoint(float(engine[n]), float(self._null[n]), int(positions[n]), int(lags[n]))
-            for n in range(0, self._sample.num_tokens, step)
-        )
-
-    def _judge(self, candidate: Candidate) -> Finding:
-        return judge(candidate, self._sample.engine, self._null, self._dtype)
-
-    def _tokens_and_weights(self) -> Iterator[Candidate]:
-        """The readings that need forward passes of their own."""
-        if self._tokenizer is not None:
-            budget = self._config.trainer.tokens_per_microbatch
-            search = Search(self._sample, self._policies, self._tokenizer, budget, self._device)
-            candidate = search.candidate(self._null)
-            if candidate is not None:
-                yield candidate
-        else:
-            self.notes.append("no tokenizer given: re-tokenized ids were not looked for")
-        versions = Versions(self._sample, self._replay, self._policies, self._null)
-        block_size = self._config.engine.args.get("block_size")
-        yield from versions.weights()
-        yield from versions.labels()
-        yield from versions.stale_prefix(block_size)
-        yield from versions.recomputed()
-        self.notes += versions.notes
+    judged = [judge(each, sample.engine, baseline, dtype) for each in semantics.candidates()]
+    if not passing and not any(each.explains for each in judged):
+        judged += [judge(each, sample.engine, baseline, dtype) for each in tokens_and_weights()]
+    contexts = equal_contexts(sample)
+    slope = rounding_slope(sample.engine, semantics.processed, semantics.bfloat16_head)
+    return ParityMeasurements(
+        dtype=dtype,
+        baseline=gap,
+        trainer_head=semantics.trainer_head,
+        judged=tuple(sorted(judged, key=lambda each: each.hypothesis.layer != "semantics")),
+        refused=_refused(sample),
+        engine_head=engine_head_sign(contexts, slope) if dtype != "float32" else "",
+        spread=contexts.spread,
+        sampling=semantics.suspicion,
+    )
 
 
 def _refused(sample: Sample) -> str:
@@ -182,8 +135,105 @@ def _refused(sample: Sample) -> str:
     return ""
 
 
-def _inference(name: str, says: str, gap: Gap) -> Hypothesis:
-    return Hypothesis(layer="inference", name=name, says=says, gap=gap)
+def _table(found: ParityMeasurements) -> tuple[Hypothesis, ...]:
+    """Every hypothesis with its residual, the baseline first."""
+
+    def of_heads(name: str, gap: Gap) -> Hypothesis:
+        return Hypothesis(layer="inference", name=name, says=cause_of(name).says, gap=gap)
+
+    rows = [Hypothesis(layer="semantics", name="processed", says="as the trainer computes it", gap=found.baseline)]
+    rows += [each.hypothesis for each in found.judged if each.hypothesis.gap.num_tokens]
+    rows.append(of_heads("trainer-head", found.trainer_head))
+    if found.spread is not None and found.spread.num_tokens:
+        rows.append(of_heads("engine-spread", found.spread))
+    return tuple(rows)
 
 
-__all__ = ["LoadedPolicy", "check_parity"]
+def _points(sample: Sample, baseline: Tensor, lags: np.ndarray) -> tuple[GapPoint, ...]:
+    step = -(-sample.num_tokens // NUM_POINTS)
+    return tuple(
+        GapPoint(float(sample.engine[n]), float(baseline[n]), int(sample.positions[n]), int(lags[n]))
+        for n in range(0, sample.num_tokens, step)
+    )
+
+
+def _recipe_notes(groups: Sequence[RolloutGroup], config: RunConfig) -> tuple[str, ...]:
+    """One line for each engine setting that can move a logprob and is off the parity recipe."""
+    fingerprints: list[EngineFingerprint] = []
+    for group in groups:
+        if group.fingerprint not in fingerprints:
+            fingerprints.append(group.fingerprint)
+    several = [f"{len(fingerprints)} different engine fingerprints among the groups"] * (len(fingerprints) > 1)
+    return (*several, *dict.fromkeys(note for each in fingerprints for note in _departures(each, config)))
+
+
+def _departures(engine: EngineFingerprint, config: RunConfig) -> Iterator[str]:
+    if engine.logprobs_mode != "processed_logprobs":
+        yield f"the engine reports logprobs_mode = {engine.logprobs_mode!r}, the recipe is 'processed_logprobs'"
+    if engine.dtype != config.model.dtype:
+        yield f"the engine reports dtype = {engine.dtype!r}, the trainer computes in {config.model.dtype!r}"
+    if engine.head_dtype != "float32":
+        yield f"the engine reports head_dtype = {engine.head_dtype!r}, the trainer's head is 'float32'"
+    if engine.prefix_caching:
+        yield "the engine reports prefix_caching = true: a hit may reuse keys and values of older weights"
+    if engine.async_scheduling:
+        yield "the engine reports async_scheduling = true"
+
+
+def _lags(sample: Sample, lag_of: Callable[[int], int] | None) -> np.ndarray:
+    """[M] int64 lag of each token, -1 if unknown; without `lag_of` counted from the newest version of the sample."""
+    newest = int(sample.versions.max())
+    known: dict[int, int] = {}
+    for version in np.unique(sample.versions).tolist():
+        try:
+            if lag_of is not None:
+                known[version] = lag_of(version)
+            else:
+                same_line = split_version(version)[0] == split_version(newest)[0]
+                known[version] = newest - version if same_line else -1
+        except (UnknownVersionError, FutureVersionError):
+            known[version] = -1
+    return np.array([known[version] for version in sample.versions.tolist()])
+
+
+def _at_newest(replay: Replay, baseline: Tensor, lags: np.ndarray) -> Tensor:
+    """[M] float64: logprobs by the version of the smallest lag, rows recomputed whole as the trainer does.
+
+    The baseline already has them for rows that this version sampled alone.
+    """
+    versions, known = replay.sample.versions, lags >= 0
+    newest = int(versions[known][lags[known].argmin()]) if known.any() else int(versions.max())
+    others = [row for row in replay.sample.rows if row.is_mixed or row.versions[0] != newest]
+    recomputed = replay.logprobs(ReplayPlan(row, ((newest, 0, int(row.sampled[-1])),)) for row in others)
+    return torch.where(recomputed.isnan(), baseline, recomputed)
+
+
+def _lag_rows(sample: Sample, trainer: Tensor, lags: np.ndarray) -> tuple[LagRow, ...]:
+    """The objective layer, by lag bucket, over the tokens with known lag. trainer: [M] float64, `_at_newest`."""
+    known = torch.from_numpy(lags >= 0)
+    if not known.any():
+        return ()
+    engine, trainer, lag = sample.engine[known], trainer[known], torch.from_numpy(lags)[known]
+    rows, mask = torch.from_numpy(sample.rows_of)[known], torch.ones_like(lag, dtype=torch.bool)
+    metrics = MismatchSums.of_packed(trainer, engine, mask, rows, lag=lag).metrics()
+    buckets = torch.bucketize(lag, torch.tensor(LAG_STARTS), right=True)
+    return tuple(
+        _lag_row(label, (trainer - engine)[buckets == n], metrics)
+        for n, label in enumerate(LAG_LABELS)
+        if (buckets == n).any()
+    )
+
+
+def _lag_row(label: str, difference: Tensor, metrics: dict[str, float]) -> LagRow:
+    ratio = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return LagRow(
+        label=label,
+        num_tokens=len(difference),
+        mean=float(difference.abs().mean()),
+        p99=quantile(difference.abs(), 0.99),
+        kl=metrics[lag_key("kl", label)],
+        k3_kl=metrics[lag_key("k3_kl", label)],
+        chi2=metrics[lag_key("chi2", label)],
+        ess_fraction=metrics[lag_key("ess_fraction", label)],
+        ratio_deviation=float((ratio - 1).abs().mean()) * 1e4,
+    )

@@ -12,9 +12,8 @@ import msgspec
 import torch
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
-from penstock.consumers.parity.errors import ParityError
-from penstock.consumers.parity.policies import LoadedPolicy
-from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityReport, Verdict
+from penstock.consumers.parity.replay import LoadedPolicy
+from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityError, ParityReport, Verdict
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan

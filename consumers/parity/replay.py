@@ -1,41 +1,161 @@
 """Logprobs as the trainer computes them, under any assignment of weights to the tokens of a row."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.packing import pack_segments
 from penstock.consumers.learning.scoring import head_logprobs
-from penstock.consumers.parity.kept_keys import KeptKeys
-from penstock.consumers.parity.policies import PolicyStore
+from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.rollout import Segment
+from safetensors import SafetensorError
 from torch import Tensor
 
-Span = tuple[int, int, int]
-"""Version, start, end: tokens `start:end` of the row go into the model with the weights of `version`. What is computed
-at a token's place predicts the one after it, and its keys and values stay for all that follow."""
+_CONFIG = "config.json"
+_CACHE_BYTES = 1 << 30
+"""Weights kept in memory beside the model's: each version of a small model is read once."""
+
+
+class LoadedPolicy(NamedTuple):
+    """A model that is in memory already, and the version of its weights. It is not changed."""
+
+    version: int
+    model: PackedModel
+
+
+class PolicyStore:
+    """The trainer's model with the weights of the version asked for; one version is in memory at a time.
+
+    weights: the published safetensors file of a version, or a folder with a whole model; None if it is gone.
+    loaded: serves its version without a load.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        weights: Callable[[int], Path | None],
+        device: torch.device,
+        loaded: LoadedPolicy | None = None,
+    ) -> None:
+        self._config, self._weights, self._loaded = config, weights, loaded
+        self._paths: dict[int, Path | None] = {}
+        self._model: PackedModel | None = None
+        self._held: Path | None = None
+        self._cache: dict[Path, dict[str, Tensor]] = {}
+        self.device, self.dtype = device, config.model.dtype
+
+    def has(self, version: int) -> bool:
+        """Whether the weights of `version` are there, as far as their file tells."""
+        return version >= 0 and (self._is_loaded(version) or self._path(version) is not None)
+
+    @property
+    def vocabulary(self) -> int:
+        return (self._loaded.model if self._loaded is not None else self._base()).vocabulary
+
+    def model(self, version: int) -> PackedModel:
+        """The model with the weights of `version`, valid until the next call.
+
+        Raises:
+            ParityError: they are gone, or do not fit the model of model.path.
+        """
+        if self._loaded is not None and self._is_loaded(version):
+            return self._loaded.model
+        path = self._path(version)
+        if path is None:
+            raise ParityError(f"the weights of version {version} are gone; a larger weights.keep_versions keeps them")
+        model = self._base()
+        if path == self._held:
+            return model
+        self._held = None
+        if path in self._cache:
+            model.module.load_state_dict(self._cache[path])
+        else:
+            self._read(model, path, version)
+        self._held = path
+        return model
+
+    def _read(self, model: PackedModel, path: Path, version: int) -> None:
+        try:
+            with self._folder(path) as folder:
+                model.load(folder)
+        except (ConfigError, OSError, SafetensorError) as error:
+            if not path.exists():
+                raise ParityError(
+                    f"the weights of version {version} were deleted during the check ({path.resolve()}); a larger "
+                    "weights.keep_versions keeps them"
+                ) from error
+            raise ParityError(
+                f"the weights of version {version} in {path.resolve()} are not those of model.path = "
+                f"{self._config.model.path!r}: {error}"
+            ) from error
+        state: dict[str, Tensor] = model.module.state_dict()
+        size = sum(tensor.nbytes for tensor in state.values())
+        if (len(self._cache) + 1) * size <= _CACHE_BYTES:
+            self._cache[path] = {name: tensor.clone() for name, tensor in state.items()}
+
+    def _is_loaded(self, version: int) -> bool:
+        return self._loaded is not None and version == self._loaded.version
+
+    def _path(self, version: int) -> Path | None:
+        if version not in self._paths:
+            found = self._weights(version)
+            self._paths[version] = found if found is not None and found.exists() else None
+        return self._paths[version]
+
+    def _base(self) -> PackedModel:
+        if self._model is None:
+            self._model = PackedModel(self._config.model.path, self.dtype, self.device)
+            self._held = Path(self._config.model.path)
+        return self._model
+
+    @contextmanager
+    def _folder(self, path: Path) -> Iterator[Path]:
+        """A folder that transformers loads `path` from: the base model's configuration beside the published file."""
+        if path.is_dir():
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-parity-") as folder:
+            (Path(folder) / "model.safetensors").symlink_to(path.absolute())
+            (Path(folder) / _CONFIG).symlink_to((Path(self._config.model.path) / _CONFIG).resolve())
+            yield Path(folder)
+
+
+WeightSpan = tuple[int, int, int]
+"""Version, start, end: tokens `start:end` of the row go into the model with the weights of `version`. The output at a
+token's place predicts the next token, and its keys and values stay for all tokens that follow."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Which weights see which token of a row.
+    """Which weights compute which token of a row.
 
     spans: tile the row's tokens up to the last but one.
     wanted: [m] bool, the sampled tokens whose logprobs count; None is all.
     """
 
     row: SampleRow
-    spans: tuple[Span, ...]
+    spans: tuple[WeightSpan, ...]
     wanted: np.ndarray | None = None
+
+    @property
+    def mask(self) -> np.ndarray:
+        return np.ones(len(self.row.sampled), dtype=bool) if self.wanted is None else self.wanted
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one forward pass says about M sampled tokens; satisfies `penstock.consumers.learning.scoring.SampledTokens`.
+class ForwardPass:
+    """The output of one forward pass for M sampled tokens; satisfies `learning.scoring.SampledTokens`.
 
     hidden: [N, H]. head: [V, H]. tokens: [M] int64 on CPU, places in the sample. wanted: [M] bool on CPU.
     predicting, targets: [M] int64. temperature: [M] float32.
@@ -67,22 +187,23 @@ def as_labelled(row: SampleRow, versions: np.ndarray | None = None) -> ReplayPla
 
 
 class Replay:
-    """Runs plans. `budget`: tokens of one forward pass."""
+    """Runs plans over the rows of a sample. `budget`: tokens of one forward pass."""
 
-    def __init__(self, sample: Sample, policies: PolicyStore, budget: int, device: torch.device) -> None:
-        self._sample, self._policies, self._budget, self._device = sample, policies, budget, device
+    def __init__(self, sample: Sample, policies: PolicyStore, budget: int) -> None:
+        self.sample, self.policies = sample, policies
+        self._budget, self._device = budget, policies.device
 
     @torch.no_grad()
     def logprobs(self, plans: Iterable[ReplayPlan]) -> Tensor:
         """[M] float64 on CPU by the trainer's own code: the logprobs of the wanted tokens, NaN elsewhere."""
-        found = torch.full((self._sample.num_tokens,), torch.nan, dtype=torch.float64)
+        found = torch.full((self.sample.num_tokens,), torch.nan, dtype=torch.float64)
         for each in self.passes(plans):
             logprobs, _ = head_logprobs(each.hidden, each.head, each)
             found[each.tokens[each.wanted]] = logprobs.double().cpu()[each.wanted]
         return found
 
     @torch.no_grad()
-    def passes(self, plans: Iterable[ReplayPlan]) -> Iterator[Pass]:
+    def passes(self, plans: Iterable[ReplayPlan]) -> Iterator[ForwardPass]:
         """One policy after the other, as far as the rows' own order allows."""
         plans = list(plans)
         whole = [plan for plan in plans if len(plan.spans) == 1]
@@ -95,97 +216,75 @@ class Replay:
         for batch in _within(mixed, self._budget):
             yield from self._continued(batch)
 
-    def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[Pass]:
-        model = self._policies.model(version)
+    def hidden_after(self, segment: Segment, version: int) -> tuple[Tensor, Tensor]:
+        """The hidden state that predicts the segment's one sampled token, [1, H], and the head, [V, H]."""
+        ((microbatch, _),) = pack_segments([(0, segment, 1.0)], self._budget)
+        microbatch = microbatch.to(self._device)
+        hidden, head = self.policies.model(version).forward(microbatch)
+        return F.embedding(microbatch.predicting, hidden), head
+
+    def _whole(self, plans: list[ReplayPlan], version: int) -> Iterator[ForwardPass]:
+        model = self.policies.model(version)
         segments = [(plan.row.group, plan.row.segment, plan.row.sampling.temperature) for plan in plans]
         for microbatch, places in pack_segments(segments, self._budget):
             microbatch = microbatch.to(self._device)
             hidden, head = model.forward(microbatch)
             some = [plans[place] for place in places]
-            yield Pass(
+            yield ForwardPass(
                 hidden=hidden,
                 head=head,
                 tokens=torch.cat([torch.arange(plan.row.tokens.start, plan.row.tokens.stop) for plan in some]),
-                wanted=torch.cat([torch.from_numpy(_wanted(plan)) for plan in some]),
+                wanted=torch.from_numpy(np.concatenate([plan.mask for plan in some])),
                 predicting=microbatch.predicting,
                 targets=microbatch.targets,
                 temperature=microbatch.temperature,
                 support=microbatch.support,
             )
 
-    def _continued(self, plans: list[ReplayPlan]) -> Iterator[Pass]:
+    def _continued(self, plans: list[ReplayPlan]) -> Iterator[ForwardPass]:
         """Span after span with the keys and values of the spans before."""
-        kept = KeptKeys(len(plans), max(plan.spans[-1][2] for plan in plans))
-        done = [0] * len(plans)
-        while any(done[p] < len(plan.spans) for p, plan in enumerate(plans)):
-            version = min(plan.spans[done[p]][0] for p, plan in enumerate(plans) if done[p] < len(plan.spans))
-            now = [p for p, plan in enumerate(plans) if done[p] < len(plan.spans) and plan.spans[done[p]][0] == version]
-            found = self._span(plans, [(p, *plans[p].spans[done[p]][1:]) for p in now], version, kept)
-            for p in now:
-                done[p] += 1
-            if found is not None:
-                yield found
+        cache = KvCache(len(plans), max(plan.spans[-1][2] for plan in plans))
+        left = {p: list(plan.spans) for p, plan in enumerate(plans)}
+        while left:
+            version = min(spans[0][0] for spans in left.values())
+            now = [p for p, spans in left.items() if spans[0][0] == version]
+            parts = [(plans[p], p, *left[p].pop(0)[1:]) for p in now]
+            left = {p: spans for p, spans in left.items() if spans}
+            yield from self._span(parts, version, cache)
 
-    def _span(self, plans: list[ReplayPlan], parts: list[Span], version: int, kept: KeptKeys) -> Pass | None:
-        """Parts are (place of the plan, start, end)."""
-        model: PackedModel = self._policies.model(version)
-        rows = np.concatenate([np.full(end - start, p) for p, start, end in parts])
-        positions = np.concatenate([np.arange(start, end) for _, start, end in parts])
-        ids = np.concatenate([plans[p].row.token_ids[start:end] for p, start, end in parts])
-        kept.begin(*(torch.from_numpy(each).to(self._device) for each in (rows, positions)))
-        hidden, head = model.run(
-            torch.from_numpy(ids).to(self._device), torch.from_numpy(positions).to(self._device), kept
-        )
-        before = np.cumsum([0] + [end - start for _, start, end in parts])
-        scored = [_scored(plans[p], start, end, int(at)) for (p, start, end), at in zip(parts, before, strict=False)]
-        if not any(len(each.tokens) for each in scored):
-            return None
-        segments = [plans[p].row.segment for p, _, _ in parts]
-        support = _support([(part.sampling_mask, each.offsets) for part, each in zip(segments, scored, strict=True)])
-        return Pass(
+    def _span(
+        self, parts: list[tuple[ReplayPlan, int, int, int]], version: int, cache: "KvCache"
+    ) -> Iterator[ForwardPass]:
+        """One forward pass over parts (plan, its row of the cache, start, end); nothing if none predicts a token."""
+        positions = self._tensor([np.arange(start, end) for *_, start, end in parts])
+        cache.begin(self._tensor([np.full(end - start, line) for _, line, start, end in parts]), positions)
+        ids = self._tensor([plan.row.token_ids[start:end] for plan, _, start, end in parts])
+        hidden, head = self.policies.model(version).run(ids, positions, cache)
+        scored: list[tuple[ReplayPlan, np.ndarray, np.ndarray]] = []
+        """Plan, offsets among its sampled tokens, and the places in the pass that predict them."""
+        num_before = 0
+        for plan, _, start, end in parts:
+            before = plan.row.sampled - 1
+            offsets = np.flatnonzero((before >= start) & (before < end))
+            scored.append((plan, offsets, num_before + before[offsets] - start))
+            num_before += end - start
+        if not any(len(offsets) for _, offsets, _ in scored):
+            return
+        support = _support([(plan.row.segment.sampling_mask, offsets) for plan, offsets, _ in scored])
+        temperatures = [np.full(len(o), plan.row.sampling.temperature, dtype=np.float32) for plan, o, _ in scored]
+        yield ForwardPass(
             hidden=hidden,
             head=head,
-            tokens=torch.from_numpy(np.concatenate([each.tokens for each in scored])),
-            wanted=torch.from_numpy(np.concatenate([each.wanted for each in scored])),
-            predicting=torch.from_numpy(np.concatenate([each.predicting for each in scored])).to(self._device),
-            targets=torch.from_numpy(np.concatenate([each.targets for each in scored])).to(self._device),
-            temperature=torch.cat(
-                [
-                    torch.full((len(each.tokens),), plans[p].row.sampling.temperature)
-                    for each, (p, _, _) in zip(scored, parts, strict=True)
-                ]
-            ).to(self._device),
+            tokens=torch.from_numpy(np.concatenate([plan.row.first + offsets for plan, offsets, _ in scored])),
+            wanted=torch.from_numpy(np.concatenate([plan.mask[offsets] for plan, offsets, _ in scored])),
+            predicting=self._tensor([places for *_, places in scored]),
+            targets=self._tensor([plan.row.token_ids[plan.row.sampled[offsets]] for plan, offsets, _ in scored]),
+            temperature=self._tensor(temperatures),
             support=None if support is None else support.to(self._device),
         )
 
-
-@dataclass(frozen=True)
-class _Scored:
-    """Sampled tokens that one span predicts; offsets count the row's sampled tokens."""
-
-    offsets: np.ndarray
-    tokens: np.ndarray
-    wanted: np.ndarray
-    predicting: np.ndarray
-    targets: np.ndarray
-
-
-def _scored(plan: ReplayPlan, start: int, end: int, at: int) -> _Scored:
-    """at: the place of token `start` in the forward pass."""
-    row = plan.row
-    before = row.sampled - 1
-    offsets = np.flatnonzero((before >= start) & (before < end))
-    return _Scored(
-        offsets=offsets,
-        tokens=row.first + offsets,
-        wanted=_wanted(plan)[offsets],
-        predicting=at + before[offsets] - start,
-        targets=row.token_ids[row.sampled[offsets]],
-    )
-
-
-def _wanted(plan: ReplayPlan) -> np.ndarray:
-    return np.ones(len(plan.row.sampled), dtype=bool) if plan.wanted is None else plan.wanted
+    def _tensor(self, parts: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self._device)
 
 
 def _support(masks: Sequence[tuple[tuple[bytes, ...] | None, np.ndarray]]) -> Support | None:
@@ -199,7 +298,7 @@ def _support(masks: Sequence[tuple[tuple[bytes, ...] | None, np.ndarray]]) -> Su
 def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPlan]]:
     part: list[ReplayPlan] = []
     for plan in plans:
-        # Kept keys stand in a rectangle: every row takes as much as the longest.
+        # The cache is a rectangle: every row takes as much as the longest.
         longest = max(other.spans[-1][2] for other in (*part, plan))
         if part and longest * (len(part) + 1) > budget:
             yield part
@@ -207,3 +306,55 @@ def _within(plans: Sequence[ReplayPlan], budget: int) -> Iterator[list[ReplayPla
         part.append(plan)
     if part:
         yield part
+
+
+class KvCache:
+    """Keys and values of R rows of at most T tokens, by layer, kept across weight updates as the engine keeps them.
+
+    `begin` names the tokens of the forward pass that follows: N tokens, each of one of the rows.
+    """
+
+    def __init__(self, num_rows: int, longest: int) -> None:
+        self._shape = (num_rows, longest)
+        self._store: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, rows: Tensor, positions: Tensor) -> None:
+        """rows, positions: [N] int64, row after row; positions ascend and go on where the row's last pass ended."""
+        self._rows, self._positions = rows, positions
+        self._active, lengths = rows.unique_consecutive(return_counts=True)
+        starts = lengths.cumsum(0) - lengths
+        self._line = torch.arange(len(self._active), device=rows.device).repeat_interleave(lengths)
+        self._column = torch.arange(len(rows), device=rows.device) - starts.repeat_interleave(lengths)
+        self._rectangle = (len(self._active), int(lengths.max()))
+        self._end = int(positions.max()) + 1
+
+    def attend(
+        self, layer: int, flat: list[Tensor], head_dim: int, scaling: float | None, sliding_window: int | None
+    ) -> Tensor:
+        """See `penstock.consumers.learning.attention.OwnAttention`. Keys and values of the pass join the kept ones."""
+        query, key, value = flat
+        if layer not in self._store:
+            self._store[layer] = (
+                key.new_zeros(*self._shape, key.shape[1]),
+                value.new_zeros(*self._shape, value.shape[1]),
+            )
+        kept = self._store[layer]
+        for store, new in zip(kept, (key, value), strict=True):
+            store[self._rows, self._positions] = new
+        queries = query.new_zeros(*self._rectangle, query.shape[1])
+        queries[self._line, self._column] = query
+        places = self._positions.new_zeros(self._rectangle)
+        places[self._line, self._column] = self._positions
+        columns = torch.arange(self._end, device=places.device)
+        # A padded query has place 0 and sees one token, so that its softmax is one of something.
+        seen = columns <= places[:, :, None]
+        if sliding_window is not None:
+            seen &= columns > places[:, :, None] - sliding_window
+        q, k, v = (
+            states.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+            for states in (queries, *(store[self._active, : self._end] for store in kept))
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return attended.transpose(1, 2).flatten(2)[self._line, self._column]

@@ -1,5 +1,9 @@
-"""What the parity check found: plain structs, written as JSON and read by whoever prints or draws them."""
+"""The result of the parity check: structs that are written as JSON, tolerances, and the causes it can name.
 
+Needs neither torch nor a model, so that whatever prints or draws a report can import it.
+"""
+
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -9,13 +13,17 @@ REPORT_FILE = "parity.json"
 AS_SERVED = "as served"
 """The `LayerGap` of the engine's whole body against itself."""
 Layer = Literal["semantics", "inference", "objective"]
-"""In this order: a wrong meaning makes every later comparison worthless."""
+"""In this order: with wrong semantics every later comparison is worthless."""
 Status = Literal["parity", "mismatch", "unclear"]
 EXIT_STATUS: dict[Status, int] = {"parity": 0, "mismatch": 1, "unclear": 2}
 
 
+class ParityError(ValueError):
+    """The check cannot be made; the message says what is missing and what was expected."""
+
+
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """|engine - trainer| over some tokens, in nats; nan over none."""
+    """|engine - trainer| over some tokens, in nats; NaN over none."""
 
     num_tokens: int
     mean: float
@@ -26,14 +34,24 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest gap that counts as parity."""
+    """The largest gap that counts as parity; for `ess_fraction` the smallest value."""
 
     mean: float
     p99: float
     max: float | None
     chi2: float | None = None
     ess_fraction: float | None = None
-    """The smallest."""
+
+    def allows(self, gap: Gap) -> bool:
+        """Whether `gap` counts as parity; False over no tokens."""
+        return (
+            gap.num_tokens > 0
+            and gap.mean <= self.mean
+            and gap.p99 <= self.p99
+            and (self.max is None or gap.max <= self.max)
+            and (self.chi2 is None or gap.chi2 <= self.chi2)
+            and (self.ess_fraction is None or gap.ess_fraction >= self.ess_fraction)
+        )
 
 
 TOLERANCES = {
@@ -44,10 +62,10 @@ TOLERANCES = {
 
 
 class Hypothesis(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading of the recorded logprobs, with what is left of the gap under it.
+    """One hypothesis on the recorded logprobs and the gap that is left under it.
 
     name: a stable identifier, as in "processed", "raw", "temperature", "weights-1".
-    says: the reading in a few words, for a table. note: what else was seen, such as a fitted temperature.
+    says: the hypothesis in a few words, for a table. note: further observations, such as a fitted temperature.
     """
 
     layer: Layer
@@ -58,7 +76,10 @@ class Hypothesis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LagRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The objective layer: tokens of one lag bucket, as the trainer would see them now."""
+    """The objective layer: tokens of one lag bucket, with logprobs by the trainer's newest policy.
+
+    ratio_deviation: <|exp(trainer - engine) - 1|> times 10^4.
+    """
 
     label: str
     num_tokens: int
@@ -69,31 +90,40 @@ class LagRow(msgspec.Struct, frozen=True, kw_only=True):
     chi2: float
     ess_fraction: float
     ratio_deviation: float
-    """<|exp(trainer - engine) - 1|> times 10^4."""
 
 
 class LayerGap(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the model, run by engine and trainer on the same input: relative error of its output (2-norm)."""
+    """One part of the model, run by engine and trainer on the same input: relative error of its output (2-norm).
+
+    name: as in "embedding", "layers.3.attention", "layers.3.mlp", "norm", "head".
+    """
 
     name: str
-    """As in "embedding", "layers.3.attention", "layers.3.mlp", "norm", "head"."""
     error: float
     allowed: float
 
+    @property
+    def is_off(self) -> bool:
+        """True for NaN too."""
+        return not self.error <= self.allowed
+
 
 class GapPoint(msgspec.Struct, frozen=True, array_like=True):
-    """One token of the pictures."""
+    """One token of the pictures; `position` counts the sampled tokens before it in its rollout."""
 
     engine: float
     trainer: float
     position: int
-    """Sampled tokens before it in its rollout."""
     lag: int
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """cause: "parity", the name of the hypothesis that explains the gap, "layer", "unexplained", or why it could not
-    be told. sentence: what was found, with residuals. advice: what to do, naming settings; empty under parity."""
+    """The conclusion of a check.
+
+    cause: "parity", a name in `CAUSES` (of other weights with the distance, as in "weights-1"), "layer", or why the
+        check could not tell.
+    sentence: the finding, with residuals. advice: what to do, with the settings' names; empty under parity.
+    """
 
     status: Status
     cause: str
@@ -102,7 +132,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one check found."""
+    """Everything that one check found.
+
+    versions: the replayed policy versions.
+    notes: engine settings off the parity recipe, rows left out and why, checks that were not made.
+    gate: the setting of `parity.gate` for the trainer's own check; empty for a check on request.
+    """
 
     verdict: Verdict
     dtype: str
@@ -111,13 +146,186 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     num_rollouts: int
     num_tokens: int
     versions: tuple[int, ...]
-    """Policy versions that were replayed."""
     hypotheses: tuple[Hypothesis, ...]
     lags: tuple[LagRow, ...] = ()
     layers: tuple[LayerGap, ...] = ()
     points: tuple[GapPoint, ...] = ()
     notes: tuple[str, ...] = ()
-    """Settings of the engine off the parity recipe, rows left out and why, what was not looked at."""
     seconds: float = 0.0
     gate: Literal["", "refuse", "warn"] = ""
-    """Of the trainer's own check before it trains, `parity.gate`; empty for one that somebody asked for."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The words for one cause.
+
+    says: the hypothesis in a table; empty if there is none.
+    opening: the beginning of the verdict's sentence. residual: the condition that its second residual is under.
+    advice: what to do.
+    """
+
+    says: str
+    opening: str
+    residual: str
+    advice: str
+
+
+_ALIGN = "align behavior_logprobs with the sampled tokens: entry n is that of sampled token n"
+_NO_PENALTIES = "set presence_penalty = 0, frequency_penalty = 0 and repetition_penalty = 1"
+_FULL_SUPPORT = "sample with top_p = 1.0 and top_k = 0, or "
+
+SEMANTICS = {
+    "raw": Cause(
+        "at temperature 1, before top-k, top-p and penalties",
+        "these are raw logprobs",
+        "as raw",
+        'set engine.logprobs_mode = "processed_logprobs" (vLLM: logprobs_mode="processed_logprobs")',
+    ),
+    "temperature": Cause(
+        "at another temperature",
+        "these are logprobs at another temperature than the recorded one",
+        "at the fitted one",
+        "record the temperature that the engine samples at: sampling.temperature in the run file, "
+        "sampling in each record",
+    ),
+    "whole-vocabulary": Cause(
+        "over the whole vocabulary, not the sampling_mask",
+        "these logprobs are normalised over the whole vocabulary, but top-k or top-p kept part of it",
+        "over the whole vocabulary",
+        _FULL_SUPPORT + "take processed logprobs and record the sampling_mask",
+    ),
+    "kept-support": Cause(
+        "over what top-k and top-p keep",
+        "these logprobs are normalised over what top-k and top-p kept, and the record lacks the sampling_mask",
+        "over the kept tokens",
+        _FULL_SUPPORT + "record the sampling_mask (vLLM: return_sampling_mask=True)",
+    ),
+    "penalties": Cause(
+        "with the recorded penalties",
+        "these logprobs are of a distribution with penalties, which the trainer does not reproduce",
+        "with the recorded penalties",
+        _NO_PENALTIES,
+    ),
+    "without-penalties": Cause(
+        "",
+        "these logprobs leave out the penalties that the tokens were sampled with",
+        "without penalties",
+        _NO_PENALTIES,
+    ),
+    "log2": Cause(
+        "logarithm to base 2",
+        "these are logarithms to base 2",
+        "as log2",
+        "record natural logarithms: multiply by ln 2",
+    ),
+    "log10": Cause(
+        "logarithm to base 10",
+        "these are logarithms to base 10",
+        "as log10",
+        "record natural logarithms: multiply by ln 10",
+    ),
+    "probability": Cause(
+        "probability, no logarithm", "these are probabilities", "as probabilities", "record natural logarithms of them"
+    ),
+    "rounded": Cause(
+        "rounded to bfloat16",
+        "these logprobs were rounded to bfloat16",
+        "rounded to bfloat16",
+        "keep logprobs in float32 from the engine to the record",
+    ),
+    "shifted+1": Cause(
+        "each of the token before", "each logprob stands one token too late", "moved back by one", _ALIGN
+    ),
+    "shifted-1": Cause("each of the token after", "each logprob stands one token too early", "moved on by one", _ALIGN),
+    "siblings": Cause(
+        "of another sibling of the group",
+        "logprobs stand with the wrong sibling of their group",
+        "with the right sibling",
+        "keep ids and logprobs of a completion together, by its index in the request's outputs",
+    ),
+    "retokenized": Cause(
+        "of other ids with the same text",
+        "these token ids were made again from text and are not the ones that were sampled",
+        "of the ids found again",
+        "record the ids that the engine returns; never encode its text anew",
+    ),
+    "sampling": Cause(
+        "",
+        "the logprobs are the trainer's, but the tokens were not drawn from that distribution",
+        "",
+        "look for sampling settings that the record lacks (top_p, top_k, min_p, penalties of generation_config.json) "
+        'and set engine.logprobs_mode = "processed_logprobs"',
+    ),
+}
+"""Causes in the meaning of the record: of its numbers and its token ids."""
+INFERENCE = {
+    "weights": Cause(
+        "weights of another version than the labelled one",
+        "the tokens were sampled by other weights than their version says",
+        "with other weights",
+        "check that an update is loaded before its version is announced (the engine's weight checksums, load_weights), "
+        "and that the label is set in the same step",
+    ),
+    "label-late": Cause(
+        "version labels late by some tokens",
+        "version labels change too late: the first tokens of an update carry the old label",
+        "with the boundary moved",
+        "take the version at the step that samples the token, not when its output arrives (vLLM: weight_versions)",
+    ),
+    "label-early": Cause(
+        "version labels early by some tokens",
+        "version labels change too early: the last tokens before an update carry the new label",
+        "with the boundary moved",
+        "set the version when the weights are in place, not when the update begins (vLLM: weight_versions)",
+    ),
+    "stale-prefix": Cause(
+        "whole blocks of the context with keys and values of older weights",
+        "part of the context's keys and values come from older weights",
+        "with the older prefix",
+        "set engine.prefix_caching = false, or salt the cache by policy version",
+    ),
+    "recomputed-kv": Cause(
+        "keys and values computed anew after each update",
+        "keys and values are computed anew at each weight update instead of kept",
+        "recomputed",
+        "harmless to training, but not the recipe: update with mode keep and clear_cache=False, or drain "
+        '(engine.update = "drained") and expect no mixed rows',
+    ),
+    "engine-head": Cause(
+        "by a head that rounds logits to bfloat16",
+        "the engine's head computes in bfloat16, the trainer's in float32",
+        "with a bfloat16 head",
+        'set engine.head_dtype = "float32" (vLLM: hf_overrides={"head_dtype": "float32"})',
+    ),
+    "trainer-head": Cause(
+        "the trainer's head against a plain one",
+        "the trainer's head is not the float32 head it should be",
+        "between it and a plain head on the same hidden states",
+        "the trainer must take logprobs from penstock.consumers.learning.head.selected_logprobs and leave "
+        'torch\'s float32 matmul precision at "highest"',
+    ),
+    "engine-spread": Cause(
+        "the engine against itself on equal contexts",
+        "the engine disagrees with itself: equal contexts give different logprobs in different batches",
+        "between its own answers",
+        "switch on batch invariance where the engine has it (vLLM on GPU: VLLM_BATCH_INVARIANT=1), or accept it as "
+        "the floor of the mismatch",
+    ),
+    "unexplained": Cause(
+        "",
+        "engine and trainer differ, and no hypothesis explains it",
+        "",
+        "compare layer by layer: run penstock parity on the run file, which boots an engine and names the layer",
+    ),
+}
+"""Causes in the computation. "weights" stands for every distance, as in "weights-1"."""
+CAUSES = SEMANTICS | INFERENCE
+
+
+def cause_of(name: str) -> Cause:
+    """The cause that a hypothesis of this name stands for."""
+    return CAUSES["weights" if name.startswith("weights") else name]
+
+
+def layer_of(name: str) -> Layer:
+    return "semantics" if name in SEMANTICS else "inference"

@@ -1,4 +1,4 @@
-"""What is checked: the sampled tokens of some groups as one table, by the requests that the engine served."""
+"""The sampled tokens of some groups as one table, by the requests that the engine served."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.report import ParityError
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, Segment, VersionSpan
 from torch import Tensor
@@ -17,15 +17,15 @@ from torch import Tensor
 class SampleRow:
     """One request as the engine served it: a context, then m sampled tokens.
 
-    A segment whose turns several policies sampled makes one row a turn, since each turn is a request of its own that
-    computes the whole context again.
+    If several policies sampled the turns of a segment, each turn makes a row: it is a request of its own that computes
+    the whole context again.
 
-    group, sibling: places in the groups given and in the group.
+    group, sibling: index among the groups given and within the group.
     segment: ends with its last sampled token.
-    sampled: [m] int64, places of the sampled tokens in the segment; without a gap unless one policy sampled all.
+    sampled: [m] int64, places of the sampled tokens in the segment; contiguous unless one policy sampled all.
     versions: [m] int64.
     first: the row's tokens are `first : first + m` of the sample.
-    before: tokens of the rollout sampled in rows before it.
+    before: the number of sampled tokens in the rollout's rows before it.
     """
 
     group: int
@@ -53,7 +53,7 @@ class SampleRow:
 
     @property
     def is_mixed(self) -> bool:
-        """Several policies sampled it."""
+        """Whether several policies sampled it."""
         return bool((self.versions != self.versions[0]).any())
 
 
@@ -62,8 +62,9 @@ class Sample:
     """M sampled tokens.
 
     engine: [M] float64, the recorded logprobs.
-    versions, positions, rows_of: [M] int64: the policy, the tokens sampled before it in its rollout, its row.
-    notes: what was left out, and why.
+    versions, positions, rows_of: [M] int64, of each token its policy, the number of tokens sampled before it in its
+        rollout, and the index of its row.
+    notes: omissions and their reasons.
     """
 
     rows: tuple[SampleRow, ...]
@@ -93,10 +94,10 @@ def read_sample(
     has_weights: Callable[[int], bool],
     max_tokens: int | None = None,
 ) -> Sample:
-    """The tokens that can be checked, of groups spread evenly where there are more than `max_tokens`.
+    """The tokens that can be checked; if there are more than `max_tokens`, those of groups spread evenly.
 
     Raises:
-        ParityError: no tokens, no logprobs, ids that the model does not know, or no policy whose weights are there.
+        ParityError: no tokens, no logprobs, ids outside the vocabulary, or no policy whose weights are there.
     """
     if not groups:
         raise ParityError("no rollout groups: expected at least one to check")
@@ -122,7 +123,7 @@ def read_sample(
 
 
 def evenly(sizes: Sequence[int], budget: int | None) -> list[int]:
-    """Places of parts of these sizes, spread evenly, that together keep to the budget; at least one."""
+    """Indexes of parts of these sizes, spread evenly, whose sum stays within the budget; at least one."""
     total = sum(sizes)
     if budget is None or total <= budget:
         return list(range(len(sizes)))
@@ -152,7 +153,7 @@ def _rows(g: int, group: RolloutGroup) -> Iterator[SampleRow]:
 
 
 def _requests(segment: Segment) -> Iterator[Segment]:
-    """`segment` up to its last sampled token; of several policies and turns, a segment for each turn."""
+    """`segment` up to its last sampled token; a segment for each turn if several policies sampled them."""
     if not segment.loss_mask:
         return
     runs = list(segment.loss_mask[:1])
@@ -170,7 +171,7 @@ def _requests(segment: Segment) -> Iterator[Segment]:
 
 
 def _part_of(segment: Segment, runs: tuple[tuple[int, int], ...], first: int, last: int) -> Segment:
-    """The segment that ends with `runs`, which hold its sampled tokens `first` to `last`."""
+    """The segment up to the end of `runs`, which hold its sampled tokens `first` to `last`."""
     start, end = runs[0][0], runs[-1][1]
     spans = [
         VersionSpan(span.version, max(start, span.start), min(end, span.end))
@@ -220,7 +221,7 @@ def _check_numbers(group: RolloutGroup, vocabulary: int) -> None:
 
 
 def _check_rest(groups: Sequence[RolloutGroup], rows: Sequence[SampleRow], gone: set[int]) -> None:
-    """Raises ParityError where there is nothing to compare."""
+    """Raises ParityError if there is nothing to compare."""
     if not any(_num_tokens(group) for group in groups):
         raise ParityError(f"{len(groups)} rollout groups without a sampled token: expected token ids and logprobs")
     if not rows and gone:

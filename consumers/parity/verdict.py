@@ -1,9 +1,11 @@
-"""From what was measured to one sentence a person can act on. Pure."""
+"""From the logprobs under each hypothesis to one verdict: measure the gap, judge each hypothesis, decide."""
 
+import math
 from dataclasses import dataclass
 
 import msgspec
-from penstock.consumers.parity.gaps import passes
+import torch
+from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.report import (
     AS_SERVED,
     TOLERANCES,
@@ -13,20 +15,77 @@ from penstock.consumers.parity.report import (
     ParityReport,
     Tolerance,
     Verdict,
+    cause_of,
+    layer_of,
 )
+from torch import Tensor
 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""
+NO_GAP = Gap(num_tokens=0, mean=math.nan, p99=math.nan, max=math.nan, chi2=math.nan, ess_fraction=math.nan)
+_BETTER = 0.7
+"""A hypothesis that explains a gap leaves at most this share of its mean."""
+_MIN_Z = 4.0
+"""In bfloat16 both may be within the noise of the body: one must be better on average by this many standard errors."""
+_CLEARLY_OFF = 5.0
+"""Times the tolerance's mean."""
 _DISTINCT = 3.0
-"""Of two readings that explain the gap, the later one is believed only where it leaves so many times less of it."""
-
+"""Of two hypotheses that explain the gap, the later one is chosen only if it leaves this many times less of it."""
 _OWN_NOISE = 0.3
 """Share of the gap that the engine's disagreement with itself must have to be its cause."""
 
 
+def gap_of(engine: Tensor, trainer: Tensor) -> Gap:
+    """The gap between [M] recorded and [M] recomputed logprobs, over the tokens where neither is NaN.
+
+    chi2 = <e^2c> - 1 and ess_fraction = (sum e^c)^2 / (M sum e^2c), with c = trainer - engine clamped to +-20.
+    """
+    difference = (trainer.double() - engine.double())[~(engine.isnan() | trainer.isnan())]
+    if not len(difference):
+        return NO_GAP
+    ratios = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    size, squares = difference.abs(), ratios.square()
+    return Gap(
+        num_tokens=len(size),
+        mean=float(size.mean()),
+        p99=quantile(size, 0.99),
+        max=float(size.max()),
+        chi2=float(squares.mean()) - 1,
+        ess_fraction=float(ratios.sum() ** 2 / (len(ratios) * squares.sum())),
+    )
+
+
+def quantile(values: Tensor, share: float) -> float:
+    """The smallest value that `share` of [M] values do not exceed."""
+    return float(values.kthvalue(max(1, math.ceil(share * len(values)))).values)
+
+
 @dataclass(frozen=True)
-class Finding:
-    """A reading, what the recorded logprobs are off by as processed on the same tokens, and whether it explains that.
+class Candidate:
+    """Logprobs under one hypothesis, [M] float64, NaN for tokens that it leaves out.
+
+    name: in `CAUSES`, or "weights" with a distance. says: in place of the cause's.
+    engine: the recorded values as this hypothesis understands them; None takes them as they are.
+    flips: share of the tokens that may be off, where a choice at a boundary falls either way.
+    possible: False if something else rules it out. certain: True if something else proves it, so that the gap need not
+        be smaller.
+    note, detail: as in `Hypothesis` and `JudgedHypothesis`.
+    """
+
+    name: str
+    trainer: Tensor
+    engine: Tensor | None = None
+    says: str = ""
+    flips: float = 0.0
+    possible: bool = True
+    certain: bool = False
+    note: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class JudgedHypothesis:
+    """A hypothesis, the gap of the baseline on the same tokens, and whether the hypothesis explains that gap.
 
     detail: what the verdict adds in brackets, such as a fitted temperature.
     """
@@ -37,107 +96,139 @@ class Finding:
     detail: str = ""
 
 
+def judge(candidate: Candidate, engine: Tensor, baseline: Tensor, dtype: str) -> JudgedHypothesis:
+    """engine, baseline: [M] float64, the recorded logprobs and the trainer's."""
+    meant = engine if candidate.engine is None else candidate.engine
+    engine = torch.where(candidate.trainer.isnan() | meant.isnan(), torch.nan, engine)
+    gap, before = gap_of(meant, candidate.trainer), gap_of(engine, baseline)
+    trimmed = _without_worst(meant, candidate.trainer, candidate.flips) if candidate.flips else gap
+    explains = (
+        candidate.possible
+        and TOLERANCES[dtype].allows(trimmed)
+        and (candidate.certain or _is_better(trimmed, before, meant - candidate.trainer, engine - baseline, dtype))
+    )
+    hypothesis = Hypothesis(
+        layer=layer_of(candidate.name),
+        name=candidate.name,
+        says=candidate.says or cause_of(candidate.name).says,
+        gap=gap,
+        note=candidate.note,
+    )
+    return JudgedHypothesis(hypothesis, before, explains, candidate.detail)
+
+
+def _without_worst(engine: Tensor, trainer: Tensor, share: float) -> Gap:
+    """`gap_of` without the tokens of the largest gaps, at most `share` of all."""
+    size = (trainer.double() - engine.double()).abs()
+    known = size[~size.isnan()]
+    num_left_out = int(share * len(known))
+    if not num_left_out:
+        return gap_of(engine, trainer)
+    limit = known.kthvalue(len(known) - num_left_out).values
+    return gap_of(torch.where(size <= limit, engine, torch.nan), trainer)
+
+
+def _is_better(gap: Gap, before: Gap, left: Tensor, removed: Tensor, dtype: str) -> bool:
+    if gap.mean > _BETTER * before.mean:
+        return False
+    # In float32 a gap within the tolerance needs no explanation: rounding alone may make one of two the closer one.
+    return not TOLERANCES[dtype].allows(before) if dtype == "float32" else _z(left, removed) >= _MIN_Z
+
+
+def _z(left: Tensor, removed: Tensor) -> float:
+    """By how many standard errors the mean size of `left` is below that of `removed`.
+
+    Sizes are cut where they leave no doubt: otherwise a few far tokens decide both the mean and its error.
+    """
+    cut = _CLEARLY_OFF * TOLERANCES["bfloat16"].mean
+    better = removed.abs().clamp(max=cut) - left.abs().clamp(max=cut)
+    better = better[~better.isnan()]
+    spread = float(better.std()) if len(better) > 1 else 0.0
+    return float(better.mean()) * len(better) ** 0.5 / spread if spread > 0 else 0.0
+
+
 @dataclass(frozen=True)
-class Evidence:
+class ParityMeasurements:
     """All that `decide` rests on.
 
-    null: the recorded logprobs against the trainer's, all tokens.
+    baseline: the recorded logprobs against the trainer's, all tokens.
     trainer_head: the trainer's logprobs against a plain head in float64 on the same hidden states.
-    findings: in layer order.
-    refused: why the trainer refuses such records ("top-p", "penalties"); empty where it takes them.
-    engine_head: what says that the engine's logits are bfloat16 numbers; empty where nothing does.
+    judged: semantics first.
+    refused: why the trainer refuses such records ("top-p", "penalties"); empty if it accepts them.
+    engine_head: the sign that the engine's logits are bfloat16 numbers; empty without one.
     spread: the engine against itself on equal contexts.
-    sampling: what says that the tokens were drawn from another distribution than these logprobs; empty where nothing.
+    sampling: the sign that the tokens were drawn from another distribution than these logprobs; empty without one.
     """
 
     dtype: str
-    null: Gap
+    baseline: Gap
     trainer_head: Gap
-    findings: tuple[Finding, ...] = ()
+    judged: tuple[JudgedHypothesis, ...] = ()
     refused: str = ""
     engine_head: str = ""
     spread: Gap | None = None
     sampling: str = ""
-    layers: tuple[LayerGap, ...] = ()
 
 
-def decide(evidence: Evidence) -> Verdict:
-    """The verdict, by the first of these that holds: too few tokens, the trainer's own head, a reading that explains
-    the gap (semantics before inference), signs that need no gap, a layer, nothing found."""
-    null, tolerance = evidence.null, TOLERANCES[evidence.dtype]
-    if null.num_tokens < MIN_TOKENS:
+def decide(found: ParityMeasurements) -> Verdict:
+    """The verdict, by the first of these that holds: too few tokens; the trainer's own head is off; a hypothesis
+    explains the gap (semantics before inference); a sign that needs no gap; no explanation."""
+    baseline, tolerance = found.baseline, TOLERANCES[found.dtype]
+    if baseline.num_tokens < MIN_TOKENS:
         return Verdict(
             status="unclear",
             cause="too few tokens",
-            sentence=f"could not tell: {null.num_tokens} tokens to compare, at least {MIN_TOKENS} are needed",
+            sentence=f"could not tell: {baseline.num_tokens} tokens to compare, at least {MIN_TOKENS} are needed",
             advice="check more rollouts",
         )
-    if not passes(evidence.trainer_head, TOLERANCES["float32"]):
-        return _mismatch("trainer-head", null, evidence.trainer_head)
-    found = _explanation(evidence.findings)
-    if found is not None:
-        return _mismatch(found.hypothesis.name, found.baseline, found.hypothesis.gap, found.detail)
-    if passes(null, tolerance):
-        return _of_passing(evidence, tolerance)
-    if evidence.engine_head:
-        return _mismatch("engine-head", null, None, evidence.engine_head)
-    if _is_own_noise(evidence.spread, null, tolerance):
-        return _mismatch("engine-spread", null, evidence.spread)
-    return _layer(evidence, null) or _mismatch("unexplained", null, None)
-
-
-def _of_passing(evidence: Evidence, tolerance: Tolerance) -> Verdict:
-    null = evidence.null
-    if evidence.refused:
-        return _mismatch("whole-vocabulary" if evidence.refused == "top-p" else "without-penalties", null, None)
-    if evidence.engine_head:
-        return _mismatch("engine-head", null, None, evidence.engine_head)
-    if evidence.sampling:
-        return _mismatch("sampling", null, None, evidence.sampling)
-    return _layer(evidence, null) or Verdict(
+    if not TOLERANCES["float32"].allows(found.trainer_head):
+        return _mismatch("trainer-head", baseline, found.trainer_head)
+    best = _explanation(found.judged)
+    if best is not None:
+        return _mismatch(best.hypothesis.name, best.baseline, best.hypothesis.gap, best.detail)
+    is_within = tolerance.allows(baseline)
+    if is_within and found.refused:
+        return _mismatch("whole-vocabulary" if found.refused == "top-p" else "without-penalties", baseline)
+    if found.engine_head:
+        return _mismatch("engine-head", baseline, detail=found.engine_head)
+    if is_within and found.sampling:
+        return _mismatch("sampling", baseline, detail=found.sampling)
+    if not is_within and _is_own_noise(found.spread, baseline, tolerance):
+        return _mismatch("engine-spread", baseline, found.spread)
+    if not is_within:
+        return _mismatch("unexplained", baseline)
+    return Verdict(
         status="parity",
         cause="parity",
-        sentence=f"parity: mean |engine - trainer| is {null.mean:.1e} nats over {null.num_tokens:,} tokens "
-        f"(p99 {null.p99:.1e}, max {null.max:.1e}; {evidence.dtype} allows a mean of {tolerance.mean:.0e})",
+        sentence=f"parity: mean |engine - trainer| is {baseline.mean:.1e} nats over {baseline.num_tokens:,} tokens "
+        f"(p99 {baseline.p99:.1e}, max {baseline.max:.1e}; {found.dtype} allows a mean of {tolerance.mean:.0e})",
     )
 
 
 def with_layers(report: ParityReport, layers: tuple[LayerGap, ...]) -> ParityReport:
-    """The report with a comparison layer by layer, which names the first layer that is off unless something before the
-    layers explains the gap."""
-    verdict = report.verdict
-    if verdict.cause in ("parity", "unexplained"):
-        worst = _first_off(layers)
-        if worst is not None:
-            null = next(each.gap for each in report.hypotheses if each.name == "processed")
-            verdict = _of_layer(worst, null)
+    """The report with a comparison layer by layer. Its verdict names the first layer that is off unless a hypothesis
+    explains the gap."""
+    verdict, worst = report.verdict, next((layer for layer in layers if layer.is_off), None)
+    if verdict.cause in ("parity", "unexplained") and worst is not None:
+        verdict = _of_layer(worst, next(each.gap for each in report.hypotheses if each.name == "processed"))
     return msgspec.structs.replace(report, layers=layers, verdict=verdict)
 
 
-def _explanation(findings: tuple[Finding, ...]) -> Finding | None:
+def _explanation(judged: tuple[JudgedHypothesis, ...]) -> JudgedHypothesis | None:
     """The first that explains the gap, unless one of the same layer leaves far less of it."""
-    explaining = [finding for finding in findings if finding.explains]
+    explaining = [each for each in judged if each.explains]
     if not explaining:
         return None
-    same = [finding for finding in explaining if finding.hypothesis.layer == explaining[0].hypothesis.layer]
-    best = min(finding.hypothesis.gap.mean for finding in same)
-    return next(finding for finding in same if finding.hypothesis.gap.mean <= _DISTINCT * best)
+    same = [each for each in explaining if each.hypothesis.layer == explaining[0].hypothesis.layer]
+    best = min(each.hypothesis.gap.mean for each in same)
+    return next(each for each in same if each.hypothesis.gap.mean <= _DISTINCT * best)
 
 
-def _first_off(layers: tuple[LayerGap, ...]) -> LayerGap | None:
-    return next((layer for layer in layers if not layer.error <= layer.allowed), None)
-
-
-def _is_own_noise(spread: Gap | None, null: Gap, tolerance: Tolerance) -> bool:
+def _is_own_noise(spread: Gap | None, baseline: Gap, tolerance: Tolerance) -> bool:
     """Whether the engine's disagreement with itself is too large, and a good part of the gap."""
-    if spread is None or not spread.num_tokens or passes(spread, tolerance):
+    if spread is None or not spread.num_tokens or tolerance.allows(spread):
         return False
-    return spread.mean >= _OWN_NOISE * null.mean
-
-
-def _layer(evidence: Evidence, null: Gap) -> Verdict | None:
-    worst = _first_off(evidence.layers)
-    return None if worst is None else _of_layer(worst, null)
+    return spread.mean >= _OWN_NOISE * baseline.mean
 
 
 _LAYER_SAYS = {
@@ -156,10 +247,10 @@ _LAYER_SAYS = {
         "engine.args = {enforce_eager = true}",
     ),
 }
-"""By part: what is wrong and what to do, where it is not a layer of the body."""
+"""By part: what is wrong and what to do, for the parts that are no layer of the body."""
 
 
-def _of_layer(layer: LayerGap, null: Gap) -> Verdict:
+def _of_layer(layer: LayerGap, baseline: Gap) -> Verdict:
     opening, advice = _LAYER_SAYS.get(
         layer.name,
         (
@@ -173,138 +264,19 @@ def _of_layer(layer: LayerGap, null: Gap) -> Verdict:
         status="mismatch",
         cause="layer",
         sentence=f"{opening}: relative error {layer.error:.1e} {under}, {layer.allowed:.1e} is allowed; residual "
-        f"{null.mean:.1e} as processed",
+        f"{baseline.mean:.1e} as processed",
         advice=advice,
     )
 
 
-_SAYS = {
-    "raw": (
-        "these are raw logprobs",
-        "as raw",
-        'set engine.logprobs_mode = "processed_logprobs" (vLLM: logprobs_mode="processed_logprobs")',
-    ),
-    "temperature": (
-        "these are logprobs at another temperature than the recorded one",
-        "at the fitted one",
-        "record the temperature that the engine samples at: sampling.temperature in the run file, "
-        "sampling in each record",
-    ),
-    "whole-vocabulary": (
-        "these logprobs are normalised over the whole vocabulary, but top-k or top-p kept part of it",
-        "over the whole vocabulary",
-        "sample with top_p = 1.0 and top_k = 0, or take processed logprobs and record the sampling_mask",
-    ),
-    "kept-support": (
-        "these logprobs are normalised over what top-k and top-p kept, and the record lacks the sampling_mask",
-        "over the kept tokens",
-        "sample with top_p = 1.0 and top_k = 0, or record the sampling_mask (vLLM: return_sampling_mask=True)",
-    ),
-    "penalties": (
-        "these logprobs are of a distribution with penalties, which the trainer does not reproduce",
-        "with the recorded penalties",
-        "set presence_penalty = 0, frequency_penalty = 0 and repetition_penalty = 1",
-    ),
-    "without-penalties": (
-        "these logprobs leave out the penalties that the tokens were sampled with",
-        "without penalties",
-        "set presence_penalty = 0, frequency_penalty = 0 and repetition_penalty = 1",
-    ),
-    "log2": ("these are logarithms to base 2", "as log2", "record natural logarithms: multiply by ln 2"),
-    "log10": ("these are logarithms to base 10", "as log10", "record natural logarithms: multiply by ln 10"),
-    "probability": ("these are probabilities", "as probabilities", "record natural logarithms of them"),
-    "rounded": (
-        "these logprobs were rounded to bfloat16",
-        "rounded to bfloat16",
-        "keep logprobs in float32 from the engine to the record",
-    ),
-    "shifted+1": (
-        "each logprob stands one token too late",
-        "moved back by one",
-        "align behavior_logprobs with the sampled tokens: entry n is that of sampled token n",
-    ),
-    "shifted-1": (
-        "each logprob stands one token too early",
-        "moved on by one",
-        "align behavior_logprobs with the sampled tokens: entry n is that of sampled token n",
-    ),
-    "siblings": (
-        "logprobs stand with the wrong sibling of their group",
-        "put back",
-        "keep ids and logprobs of a completion together, by its index in the request's outputs",
-    ),
-    "retokenized": (
-        "these token ids were made again from text and are not the ones that were sampled",
-        "of the ids found again",
-        "record the ids that the engine returns; never encode its text anew",
-    ),
-    "weights": (
-        "the tokens were sampled by other weights than their version says",
-        "with other weights",
-        "check that an update is loaded before its version is announced (the engine's weight checksums, load_weights), "
-        "and that the label is set in the same step",
-    ),
-    "label-late": (
-        "version labels change too late: the first tokens of an update carry the old label",
-        "with the boundary moved",
-        "take the version at the step that samples the token, not when its output arrives (vLLM: weight_versions)",
-    ),
-    "label-early": (
-        "version labels change too early: the last tokens before an update carry the new label",
-        "with the boundary moved",
-        "set the version when the weights are in place, not when the update begins (vLLM: weight_versions)",
-    ),
-    "stale-prefix": (
-        "part of the context's keys and values come from older weights",
-        "with the older prefix",
-        "set engine.prefix_caching = false, or salt the cache by policy version",
-    ),
-    "recomputed-kv": (
-        "keys and values are computed anew at each weight update instead of kept",
-        "recomputed",
-        "harmless to training, but not the recipe: update with mode keep and clear_cache=False, or drain "
-        '(engine.update = "drained") and expect no mixed rows',
-    ),
-    "engine-head": (
-        "the engine's head computes in bfloat16, the trainer's in float32",
-        "with a bfloat16 head",
-        'set engine.head_dtype = "float32" (vLLM: hf_overrides={"head_dtype": "float32"})',
-    ),
-    "trainer-head": (
-        "the trainer's head is not the float32 head it should be",
-        "between it and a plain head on the same hidden states",
-        "the trainer must take logprobs from penstock.consumers.learning.head.selected_logprobs and leave torch's "
-        'float32 matmul precision at "highest"',
-    ),
-    "engine-spread": (
-        "the engine disagrees with itself: equal contexts give different logprobs in different batches",
-        "between its own answers",
-        "switch on batch invariance where the engine has it (vLLM on GPU: VLLM_BATCH_INVARIANT=1), or accept it as "
-        "the floor of the mismatch",
-    ),
-    "sampling": (
-        "the logprobs are the trainer's, but the tokens were not drawn from that distribution",
-        "",
-        "look for sampling settings that the record lacks (top_p, top_k, min_p, penalties of generation_config.json) "
-        'and set engine.logprobs_mode = "processed_logprobs"',
-    ),
-    "unexplained": (
-        "engine and trainer differ, and no reading explains it",
-        "",
-        "compare layer by layer: run penstock parity on the run file, which boots an engine and names the layer",
-    ),
-}
-"""By cause: what is wrong, what its residual is of, and what to do."""
-
-
-def _mismatch(cause: str, baseline: Gap, gap: Gap | None, detail: str = "") -> Verdict:
-    opening, under, advice = _SAYS["weights" if cause.startswith("weights") else cause]
+def _mismatch(name: str, baseline: Gap, gap: Gap | None = None, detail: str = "") -> Verdict:
+    cause = cause_of(name)
     residuals = f"residual {baseline.mean:.1e} as processed"
     if gap is not None:
-        residuals += f", {gap.mean:.1e} {under}"
+        residuals += f", {gap.mean:.1e} {cause.residual}"
     return Verdict(
         status="mismatch",
-        cause=cause,
-        sentence=f"{opening}{f' ({detail})' if detail else ''}: {residuals}; {advice}",
-        advice=advice,
+        cause=name,
+        sentence=f"{cause.opening}{f' ({detail})' if detail else ''}: {residuals}; {cause.advice}",
+        advice=cause.advice,
     )

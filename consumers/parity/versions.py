@@ -1,85 +1,83 @@
-"""Which weights sampled the tokens, and whose keys and values they saw: the labels put to the test."""
+"""Hypotheses on the weights behind the tokens: other versions, moved labels, keys and values of other versions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from penstock.consumers.parity.candidate import Candidate
-from penstock.consumers.parity.gaps import gap_of, passes
-from penstock.consumers.parity.policies import PolicyStore
 from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.report import TOLERANCES, Gap
-from penstock.consumers.parity.sample import Sample, SampleRow, evenly
+from penstock.consumers.parity.sample import SampleRow, evenly
+from penstock.consumers.parity.verdict import Candidate, gap_of
 from torch import Tensor
 
 TOKENS_PER_VERSION = 512
-"""Tokens that other weights are tried on, for each version whose tokens are off."""
+"""Tokens that other weights are tried on, for each version with a gap."""
 MIXED_TOKENS = 1024
 STALE_TOKENS = 16_384
 """Tokens, contexts included, of the rows that older prefixes are tried on; the worst rows come first."""
 MAX_MOVE = 8
-"""The farthest that a label's boundary is moved, in tokens."""
+"""The longest move of a label's boundary, in tokens."""
 _OLDER, _NEWER = 3, 1
 """Published policies before and after the labelled one that are tried."""
 _REACH = 16
-"""How far apart in version number two policies in a row may be."""
+"""The largest distance in version number between two successive policies."""
 _BLOCKS = (16, 32, 64, 128)
-"""Tokens in a block of a prefix cache; vLLM's are 16 on GPU and 128 on CPU unless block_size says otherwise."""
+"""Tokens in a block of a prefix cache; vLLM's default block_size is 16 on GPU and 128 on CPU."""
 
 
-class Versions:
-    """Puts other weights behind the tokens of a sample.
+class VersionHypotheses:
+    """Recomputes the tokens of a sample with other weights than their labels say.
 
-    null: [M] float64, logprobs as labelled.
+    baseline: [M] float64, as the trainer computes it. block_size: of the engine's prefix cache in tokens, if known.
     """
 
-    def __init__(self, sample: Sample, replay: Replay, policies: PolicyStore, null: Tensor) -> None:
-        self._sample, self._replay, self._policies, self._null = sample, replay, policies, null
-        self._tolerance = TOLERANCES[policies.dtype]
-        known = sorted({int(version) for version in sample.versions})
+    def __init__(self, replay: Replay, baseline: Tensor, block_size: int | None) -> None:
+        self._replay, self._sample, self._baseline = replay, replay.sample, baseline
+        self._blocks = (block_size,) if block_size else _BLOCKS
+        self._tolerance = TOLERANCES[replay.policies.dtype]
+        known = {int(version) for version in self._sample.versions}
         near = {version + step for version in known for step in range(-_REACH, _REACH + 1)}
-        self.notes: list[str] = []
-        self._published = sorted(version for version in near if policies.has(version))
+        self._published = sorted(version for version in near if replay.policies.has(version))
 
-    def weights(self) -> Iterator[Candidate]:
-        """For every version whose tokens are off, the policies published around it."""
+    def candidates(self) -> Iterator[Candidate]:
+        yield from self._weights()
+        yield from self._labels()
+        yield from self._stale_prefix()
+        yield from self._recomputed()
+
+    def _weights(self) -> Iterator[Candidate]:
+        """For every version with a gap, the policies published around it."""
         mapping: dict[int, int] = {}
         by_step: dict[int, Tensor] = {}
         examined: dict[int, SampleRow] = {}
         for version in sorted({int(v) for v in self._sample.versions}):
             rows = self._rows_with(version)
             tokens = self._sample.mask_of(rows) & torch.from_numpy(self._sample.versions == version)
-            now = self._relabelled(rows, mapping) if mapping else self._null
+            now = self._relabelled(rows, mapping) if mapping else self._baseline
             found = {version: self._gap(now, tokens)}
-            if passes(found[version], self._tolerance):
+            if self._tolerance.allows(found[version]):
                 continue
             examined |= {row.first: row for row in rows}
             for step, other in self._around(version):
                 tried = self._relabelled(rows, {**mapping, version: other})
                 found[other] = self._gap(tried, tokens)
-                filled = by_step.setdefault(step, torch.full_like(self._null, torch.nan))
+                filled = by_step.setdefault(step, torch.full_like(self._baseline, torch.nan))
                 filled[tokens] = tried[tokens]
             best = min(found, key=lambda other: found[other].mean)
-            if best != version and passes(found[best], self._tolerance):
+            if best != version and self._tolerance.allows(found[best]):
                 mapping[version] = best
         steps = {self._step(version, other) for version, other in mapping.items()}
         name = f"weights{steps.pop():+d}" if len(steps) == 1 else "weights-other"
         for step, filled in sorted(by_step.items(), key=lambda each: (each[0] > 0, -each[0])):
             if f"weights{step:+d}" != name:
-                yield Candidate("inference", f"weights{step:+d}", _step_in_words(step), filled, possible=False)
+                yield Candidate(f"weights{step:+d}", filled, says=_step_in_words(step), possible=False)
         if mapping:
             detail = ", ".join(f"labelled {v}, sampled by {other}" for v, other in sorted(mapping.items())[:4])
-            yield Candidate(
-                layer="inference",
-                name=name,
-                says="weights of another version than the labelled one",
-                trainer=self._relabelled(list(examined.values()), mapping),
-                note=detail,
-                detail=detail,
-            )
+            trainer = self._relabelled(list(examined.values()), mapping)
+            yield Candidate(name, trainer, note=detail, detail=detail)
 
-    def labels(self) -> Iterator[Candidate]:
+    def _labels(self) -> Iterator[Candidate]:
         """Rows of several policies with the boundaries between them moved."""
         rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
         if not rows:
@@ -92,14 +90,13 @@ class Versions:
             name = "label-late" if move > 0 else "label-early"
             if name not in best or gap.mean < best[name][0]:
                 best[name] = gap.mean, abs(move), tried
-            if passes(gap, self._tolerance):
+            if self._tolerance.allows(gap):
                 break
         for name, (_, move, tried) in best.items():
             by = f"by {move} token{'s' * (move > 1)}"
-            says = f"version labels {'late' if name == 'label-late' else 'early'} by some tokens"
-            yield Candidate("inference", name, says, tried, note=by, detail=by)
+            yield Candidate(name, tried, note=by, detail=by)
 
-    def recomputed(self) -> Iterator[Candidate]:
+    def _recomputed(self) -> Iterator[Candidate]:
         """Rows of several policies, each token with keys and values of its own policy."""
         rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
         plans = [
@@ -108,19 +105,15 @@ class Versions:
             for version in np.unique(row.versions).tolist()
         ]
         if plans:
-            says = "keys and values computed anew after each update"
-            yield Candidate("inference", "recomputed-kv", says, self._replay.logprobs(plans))
+            yield Candidate("recomputed-kv", self._replay.logprobs(plans))
 
-    def stale_prefix(self, block_size: int | None) -> Iterator[Candidate]:
-        """Rows that are off, with whole blocks of their context computed by older weights.
-
-        block_size: of the engine's prefix cache in tokens, where it is known.
-        """
+    def _stale_prefix(self) -> Iterator[Candidate]:
+        """Rows that are off, with whole blocks of their context computed by older weights."""
         rows = self._off(STALE_TOKENS)
         if not rows:
             return
-        found, used = self._null.clone(), set()
-        for trial in _trials(rows, self._sample.rows, (block_size,) if block_size else _BLOCKS):
+        found, used = self._baseline.clone(), set()
+        for trial in _prefix_trials(rows, self._sample.rows, self._blocks):
             left = [row for row in rows if self._mean(found, row.tokens) > self._tolerance.mean]
             plans = [
                 plan
@@ -136,24 +129,18 @@ class Versions:
                     used.add(trial.lengths[plan.row.first])
         found[~self._sample.mask_of(rows)] = torch.nan
         blocks = sorted(used)
-        yield Candidate(
-            layer="inference",
-            name="stale-prefix",
-            says="whole blocks of the context with keys and values of older weights",
-            trainer=found,
-            possible=bool(used),
-            note=f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else "",
-        )
+        note = f"prefixes of {', '.join(map(str, blocks[:6]))} tokens" if blocks else ""
+        yield Candidate("stale-prefix", found, possible=bool(used), note=note)
 
     def _rows_with(self, version: int) -> list[SampleRow]:
-        """Rows of this policy alone where there are any, else mixed ones that it has a part in."""
+        """Rows that this policy sampled alone; if there are none, those that it sampled a part of."""
         pure = [row for row in self._sample.rows if not row.is_mixed and row.versions[0] == version]
         some = pure or [row for row in self._sample.rows if (row.versions == version).any()]
         return [some[n] for n in evenly([len(row.sampled) for row in some], TOKENS_PER_VERSION)]
 
     def _worst(self, rows: Sequence[SampleRow], max_tokens: int) -> list[SampleRow]:
-        """Rows of the largest mean gap and, for the other half of the tokens, rows spread evenly."""
-        worst = sorted(rows, key=lambda row: -self._mean(self._null, row.tokens))
+        """Rows with the largest mean gap for half of the tokens, rows spread evenly for the other half."""
+        worst = sorted(rows, key=lambda row: -self._mean(self._baseline, row.tokens))
         chosen: dict[int, SampleRow] = {}
         held = 0
         for row in worst:
@@ -167,9 +154,9 @@ class Versions:
         return [chosen[first] for first in sorted(chosen)]
 
     def _off(self, max_tokens: int) -> list[SampleRow]:
-        """Rows whose mean gap is above the tolerance, the worst first; of at most `max_tokens` in all, or one row."""
-        off = [row for row in self._sample.rows if self._mean(self._null, row.tokens) > self._tolerance.mean]
-        off.sort(key=lambda row: -self._mean(self._null, row.tokens))
+        """Rows whose mean gap is above the tolerance, the worst first; at most `max_tokens` in all, or one row."""
+        off = [row for row in self._sample.rows if self._mean(self._baseline, row.tokens) > self._tolerance.mean]
+        off.sort(key=lambda row: -self._mean(self._baseline, row.tokens))
         total = np.cumsum([len(row.token_ids) for row in off])
         return off[: max(1, int((total <= max_tokens).sum()))]
 
@@ -212,16 +199,18 @@ def _with_older_prefix(row: SampleRow, older: int | None, length: int) -> Replay
     return ReplayPlan(row, ((older, 0, length), (version, length, end), *rest))
 
 
-class _Trial(NamedTuple):
-    """Stale prefixes to try at once. lengths: by a row's first token, in tokens. step: policies back."""
+class _PrefixTrial(NamedTuple):
+    """Stale prefixes to try at once. lengths: in tokens, by `SampleRow.first`. step: number of policies back."""
 
     lengths: dict[int, int]
     step: int
 
 
-def _trials(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Sequence[int]) -> Iterator[_Trial]:
-    """Of each row's context the whole blocks: all of it, and what it shares with the nearest and with every other
-    group's. No row gets one length twice."""
+def _prefix_trials(
+    rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Sequence[int]
+) -> Iterator[_PrefixTrial]:
+    """The whole blocks of each row's context, and of the part it shares with the nearest and with every other group's.
+    No row gets one length twice."""
     shared = _shared_prefixes(rows, all_rows)
     tried: set[tuple[int, int, int]] = set()
     for block in blocks:
@@ -234,12 +223,12 @@ def _trials(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow], blocks: Se
                         tried.add((row.first, length, step))
                         lengths[row.first] = length
                 if lengths:
-                    yield _Trial(lengths, step)
+                    yield _PrefixTrial(lengths, step)
 
 
 def _shared_prefixes(rows: Sequence[SampleRow], all_rows: Sequence[SampleRow]) -> dict[int, tuple[int, int]]:
-    """By group of `rows`, the tokens that its context shares with the nearest other group's and with every other's; 0
-    where there is no other."""
+    """For each group of `rows` the number of tokens that its context shares with the nearest other group's and with
+    every other's; 0 if there is no other."""
     contexts = {row.group: row.token_ids[: row.start] for row in all_rows}
     found = {}
     for group in {row.group for row in rows}:

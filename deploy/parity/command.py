@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+from penstock.consumers.parity.report import REPORT_FILE, Verdict
 from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, shipped_run_files
 from penstock.schemas.config import ConfigError, load_config
 from penstock.schemas.rollout_file import RolloutFileError, is_rollout_file
 
 if TYPE_CHECKING:
     from penstock.consumers.parity.report import ParityReport
-    from penstock.deploy.parity.material import Material
+    from penstock.deploy.parity.inputs import ParityInput
 
 Say = Callable[[str], None]
 
@@ -89,15 +90,14 @@ def _positive(text: str) -> int:
 
 
 class _Opened(NamedTuple):
-    """What is to be checked.
+    """An opened target.
 
-    out: folder of the results.
-    device: as `trainer.device`.
-    num_threads: beside a run as many as its trainer has; None takes what torch takes.
+    out: folder of the results. device: as `trainer.device`.
+    num_threads: beside a run as many as its trainer has; None leaves torch's default.
     capture: hidden states of a probe.
     """
 
-    material: "Material"
+    input: "ParityInput"
     out: Path
     device: str
     num_threads: int | None = None
@@ -105,11 +105,11 @@ class _Opened(NamedTuple):
 
 
 def _parity(arguments: argparse.Namespace) -> int:
-    """The verdict's exit status; 2 with one line on stderr where something is missing that the check needs."""
+    """The verdict's exit status; 2 with one line on stderr if the check cannot be made."""
     import redis
-    from penstock.consumers.parity.errors import ParityError
+    from penstock.consumers.parity.report import ParityError
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.parity.probe_run import progress
+    from penstock.deploy.parity.probe import progress
     from penstock.producers.interfaces import EngineError, WeightLoadError
 
     missing = (
@@ -129,7 +129,7 @@ def _parity(arguments: argparse.Namespace) -> int:
     except missing as error:
         print(f"penstock: {error}", file=sys.stderr)
         return _COULD_NOT_TELL
-    except Exception:  # a defect of the check: Python's own status 1 would say that a mismatch was found
+    except Exception:  # a defect of the check: Python's own status, 1, means a mismatch
         traceback.print_exc()
         return _COULD_NOT_TELL
 
@@ -151,7 +151,7 @@ def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opene
 
 
 def _is_shipped(arguments: argparse.Namespace) -> bool:
-    """True for the name of a shipped run file where no run has that name."""
+    """Whether this is the name of a shipped run file and of no run."""
     target = Path(arguments.target)
     is_run = target.exists() or (arguments.runs / target).exists() or "REDIS_URL" in os.environ
     return not is_run and arguments.target in shipped_run_files()
@@ -166,7 +166,7 @@ _ONLY = {
     "weights": ("rollout file", None),
     "dtype": ("rollout file", None),
 }
-"""Options that one kind of target takes, and what they are where nobody gives them."""
+"""Options for one kind of target, with their defaults."""
 
 
 def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
@@ -179,20 +179,20 @@ def _refuse_others(arguments: argparse.Namespace, kind: str) -> None:
 
 
 def _open_rollout_file(file: Path, arguments: argparse.Namespace, closing: ExitStack) -> _Opened:
-    from penstock.deploy.parity.recorded import load
+    from penstock.deploy.parity.inputs import from_rollout_file
 
-    material = load(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
-    closing.enter_context(material.weights)
-    return _Opened(material, arguments.out or file.parent, arguments.device or "auto")
+    found = from_rollout_file(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
+    closing.enter_context(found.weights)
+    return _Opened(found, arguments.out or file.parent, arguments.device or "auto")
 
 
 def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
     from penstock.deploy.launch.start_checks import check
-    from penstock.deploy.parity.probe_run import run_probe
+    from penstock.deploy.parity.probe import run_probe
     from penstock.producers.interfaces import EngineError
 
     config = check(load_config(file, arguments.set)).config
-    # Where the run would publish its weights there is room for a few policies of this model.
+    # The folder for published weights has room for a few policies of this model.
     shared = config.weights.folder
     if shared is not None:
         Path(shared).mkdir(parents=True, exist_ok=True)
@@ -203,14 +203,13 @@ def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: Ex
         probed = run_probe(config, folder, num_prompts=arguments.prompts, log=log, say=say)
     except EngineError as error:
         raise EngineError(f"{error} ({log} holds what the engine printed)") from error
-    closing.enter_context(probed.material.weights)
-    return _Opened(probed.material, out, arguments.device or config.trainer.device, capture=probed.capture)
+    closing.enter_context(probed.input.weights)
+    return _Opened(probed.input, out, arguments.device or config.trainer.device, capture=probed.capture)
 
 
 def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
     from penstock.deploy.operate.run_access import open_run
-    from penstock.deploy.parity.stream import read_run
-    from penstock.deploy.parity.weights import WeightVersions
+    from penstock.deploy.parity.inputs import WeightVersions, from_run
 
     run = closing.enter_context(open_run(arguments.target, arguments.runs))
     if run.config is None or run.folder is None:
@@ -219,9 +218,9 @@ def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _O
         )
     folder = Path(run.config.weights.folder) if run.config.weights.folder else run.folder / "weights"
     weights = closing.enter_context(WeightVersions(Path(run.config.model.path), folder))
-    material = read_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
+    found = from_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
     threads = run.config.trainer.num_threads
-    return _Opened(material, arguments.out or run.folder, arguments.device or "cpu", threads)
+    return _Opened(found, arguments.out or run.folder, arguments.device or "cpu", threads)
 
 
 def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
@@ -229,49 +228,47 @@ def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
     from penstock.consumers.learning.model import choose_device
     from penstock.consumers.parity.check import check_parity
     from penstock.consumers.parity.report import EXIT_STATUS
-    from penstock.deploy.parity.material import tokenizer_for
-    from penstock.deploy.parity.recorded import save
+    from penstock.deploy.parity.inputs import tokenizer_for
 
-    material = opened.material
+    found = opened.input
     if arguments.save is not None:
-        say(save(material, arguments.save))
-    tokenizer = None if arguments.no_tokenizer else tokenizer_for(material.config)
+        say(found.save(arguments.save))
+    tokenizer = None if arguments.no_tokenizer else tokenizer_for(found.config)
     if opened.num_threads is not None:
         torch.set_num_threads(opened.num_threads)
     device = choose_device(opened.device)
-    say(f"computing {sum(len(group.rollouts) for group in material.groups):,} rollouts again, by the trainer's code")
+    say(f"computing {sum(len(group.rollouts) for group in found.groups):,} rollouts again, by the trainer's code")
     report = check_parity(
-        material.groups,
-        config=material.config,
-        weights=material.weights,
-        lag_of=material.lag_of,
+        found.groups,
+        config=found.config,
+        weights=found.weights,
+        lag_of=found.lag_of,
         tokenizer=tokenizer,
         device=device,
         max_tokens=arguments.max_tokens,
     )
-    report = msgspec.structs.replace(report, notes=(*material.notes, *report.notes))
+    report = msgspec.structs.replace(report, notes=(*found.notes, *report.notes))
     if opened.capture is not None:
         say("comparing layer by layer")
-        report = _with_layers(report, material, opened.capture, device)
+        report = _with_layers(report, found, opened.capture, device)
     _tell(report, opened, arguments, say)
     return EXIT_STATUS[report.verdict.status]
 
 
-def _with_layers(report: "ParityReport", material: "Material", capture: Path, device: object) -> "ParityReport":
-    from penstock.consumers.parity.layers import captured_version, compare_layers
-    from penstock.consumers.parity.policies import PolicyStore
+def _with_layers(report: "ParityReport", found: "ParityInput", capture: Path, device: object) -> "ParityReport":
+    from penstock.consumers.parity.inference import captured_version, compare_layers
+    from penstock.consumers.parity.replay import PolicyStore
     from penstock.consumers.parity.verdict import with_layers
 
     try:
-        model = PolicyStore(material.config, material.weights, device).model(captured_version(capture))  # type: ignore[arg-type]
+        model = PolicyStore(found.config, found.weights, device).model(captured_version(capture))  # type: ignore[arg-type]
         return with_layers(report, compare_layers(model, capture))
     except ConfigError as error:
         return msgspec.structs.replace(report, notes=(*report.notes, f"layers were not compared: {error}"))
 
 
 def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: Say) -> None:
-    from penstock.deploy.parity.pictures import write_pictures
-    from penstock.deploy.parity.table import print_report
+    from penstock.deploy.parity.display import print_report, write_pictures
 
     say("drawing")
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
@@ -280,10 +277,47 @@ def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace
     if arguments.json:
         print(encoded.decode())
         return
-    print_report(report, opened.material.title)
+    print_report(report, opened.input.title)
     print(f"\npicture  {pictures[1]}\nreport   {opened.out / 'parity.json'}")
     if arguments.save is not None:
         print(f"rollouts {arguments.save}")
+
+
+class _GateReport(msgspec.Struct):
+    """The part of the gate's report that is read back; its numbers may hold null for NaN."""
+
+    verdict: Verdict
+    gate: str = ""
+
+
+def gate_refusal(run_folder: Path, since_s: float) -> Verdict | None:
+    """Why the trainer's gate refused to train; None if it did not since `since_s`, in seconds since the epoch."""
+    file = run_folder / REPORT_FILE
+    try:
+        if file.stat().st_mtime < since_s:
+            return None
+        report = msgspec.json.decode(file.read_bytes(), type=_GateReport)
+    except (OSError, msgspec.DecodeError):
+        return None  # the trainer's log, which is shown in any case, says why it ended
+    return report.verdict if report.gate == "refuse" and report.verdict.status != "parity" else None
+
+
+def print_gate_refusal(run_folder: Path, since_s: float) -> bool:
+    """Prints why the gate refused to train, and what to do; False if it did not."""
+    verdict = gate_refusal(run_folder, since_s)
+    if verdict is None:
+        return False
+    from penstock.deploy.launch.run_folder import RUN_FILE
+    from penstock.deploy.parity.display import print_verdict
+
+    print_verdict(verdict)
+    print(f"report    {run_folder / REPORT_FILE}")
+    print(
+        "penstock: the parity gate refuses to train, and nothing was trained. Mend it, then start under another name "
+        f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same",
+        file=sys.stderr,
+    )
+    return True
 
 
 COMMAND = Command(

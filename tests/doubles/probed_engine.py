@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
-from penstock.consumers.parity.layers import captured_version, compare_layers
+from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import LayerGap, ParityReport
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, probe
 from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig, TrainerConfig

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from penstock.consumers.parity.head import Contexts, engine_head_sign, equal_contexts, rounding_slope
+from penstock.consumers.parity.inference import EqualContexts, engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.report import Gap
 from penstock.consumers.parity.sample import Sample, read_sample
 from penstock.schemas.rollout import SamplingSettings
@@ -28,7 +28,7 @@ def test_first_logprobs_of_siblings_lie_on_the_grid_of_bfloat16_logits(bench, te
     found = equal_contexts(sample_of(bench.engine(head="bfloat16"), sampling))
     assert found.num_pairs > 20
     assert found.num_on_grid > 0.8 * found.num_pairs
-    assert found.is_grid
+    assert found.has_bfloat16_logits
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.7])
@@ -37,7 +37,7 @@ def test_those_of_a_float32_head_do_not(bench, temperature) -> None:
     found = equal_contexts(sample_of(bench.engine(), sampling, count=96))
     assert found.num_pairs > 100
     assert found.num_on_grid <= max(5, 4 * found.expected)
-    assert not found.is_grid
+    assert not found.has_bfloat16_logits
 
 
 def test_contexts_are_equal_token_by_token_until_siblings_part() -> None:
@@ -50,13 +50,13 @@ def test_contexts_are_equal_token_by_token_until_siblings_part() -> None:
     # After (1, 2): 3 and 9 differ, 3 was sampled twice. After (1, 2, 3): 4 and 5 differ. After (1, 2, 9): one only.
     assert (found.num_pairs, found.spread.num_tokens, found.spread.mean) == (2, 1, 0.5)
     # Every one of these logprobs is a multiple of 2^-10, and two pairs prove nothing.
-    assert (found.num_on_grid, found.is_grid) == (2, False)
+    assert (found.num_on_grid, found.has_bfloat16_logits) == (2, False)
 
 
 def test_chance_hits_are_no_sign() -> None:
-    assert not Contexts(num_pairs=1000, num_on_grid=14, expected=10.0).is_grid
-    assert not Contexts(num_pairs=6, num_on_grid=4, expected=0.06).is_grid
-    assert Contexts(num_pairs=6, num_on_grid=6, expected=0.06).is_grid
+    assert not EqualContexts(num_pairs=1000, num_on_grid=14, expected=10.0).has_bfloat16_logits
+    assert not EqualContexts(num_pairs=6, num_on_grid=4, expected=0.06).has_bfloat16_logits
+    assert EqualContexts(num_pairs=6, num_on_grid=6, expected=0.06).has_bfloat16_logits
 
 
 def test_the_slope_tells_rounding_from_noise() -> None:
@@ -66,12 +66,12 @@ def test_the_slope_tells_rounding_from_noise() -> None:
     noise = 2e-2 * torch.randn(4000, generator=random, dtype=torch.float64)
     beta, z = rounding_slope(rounded + noise, processed, rounded)
     assert beta == pytest.approx(1, abs=0.15)
-    assert "slope 1.0" in engine_head_sign(Contexts(), (beta, z)) or "slope 0.9" in engine_head_sign(
-        Contexts(), (beta, z)
+    assert "slope 1.0" in engine_head_sign(EqualContexts(), (beta, z)) or "slope 0.9" in engine_head_sign(
+        EqualContexts(), (beta, z)
     )
     beta, z = rounding_slope(processed + noise, processed, rounded)
     assert abs(z) < 4
-    assert engine_head_sign(Contexts(), (beta, z)) == ""
+    assert engine_head_sign(EqualContexts(), (beta, z)) == ""
 
 
 def test_an_engine_that_disagrees_with_itself_is_named(tmp_path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.parity.errors import ParityError
-from penstock.consumers.parity.layers import captured_version, compare_layers
+from penstock.consumers.parity.inference import captured_version, compare_layers
+from penstock.consumers.parity.report import ParityError
 from penstock.schemas import hidden_states as names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -41,7 +41,7 @@ def trainer_of(folder: Path, dtype: str = "float32") -> PackedModel:
 
 def off(gaps) -> list[str]:
     assert [gap.name for gap in gaps] == PARTS
-    return [gap.name for gap in gaps if not gap.error <= gap.allowed]
+    return [gap.name for gap in gaps if gap.is_off]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.parity.policies import LoadedPolicy
+from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import unpack_floats, unpack_ids
 

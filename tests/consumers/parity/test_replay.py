@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from penstock.consumers.learning.packing import pack, pack_segments
-from penstock.consumers.parity.policies import PolicyStore
-from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.replay import PolicyStore, Replay, ReplayPlan, as_labelled
 from penstock.consumers.parity.sample import read_sample
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
@@ -31,9 +30,8 @@ def test_kept_keys_are_those_of_the_models_own_attention(tmp_path, changes) -> N
 def replay_of(bench: ParityBench, budget: int = 8192):
     answers = bench.engine().generate(prompts(3, 9), 3, 12, version=1, sampling=COLD)
     sample = read_sample(groups_of(answers), 48, lambda version: True)
-    device = torch.device("cpu")
-    policies = PolicyStore(configuration(bench.folder), bench.files.get, device)
-    return sample, Replay(sample, policies, budget, device)
+    policies = PolicyStore(configuration(bench.folder), bench.files.get, torch.device("cpu"))
+    return sample, Replay(sample, policies, budget)
 
 
 def test_pieces_under_one_policy_are_the_whole(tmp_path) -> None:
@@ -52,7 +50,7 @@ def test_the_budget_of_a_pass_changes_nothing(tmp_path) -> None:
     found = []
     for budget in (1, 50, 8192):
         policies = PolicyStore(configuration(bench.folder), bench.files.get, torch.device("cpu"))
-        replay = Replay(sample, policies, budget, torch.device("cpu"))
+        replay = Replay(sample, policies, budget)
         found.append(replay.logprobs(as_labelled(row) for row in sample.rows))
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=5e-6)
     torch.testing.assert_close(found[1], found[2], rtol=0, atol=5e-6)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.consumers.parity.errors import ParityError
+from penstock.consumers.parity.report import ParityError
 from penstock.schemas.rollout import RolloutGroup
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast

@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from penstock.consumers.parity.errors import ParityError
-from penstock.consumers.parity.policies import PolicyStore
-from penstock.consumers.parity.replay import as_labelled
+from penstock.consumers.parity.replay import PolicyStore, as_labelled
+from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import evenly, read_sample
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RolloutGroup, Segment

@@ -1,7 +1,7 @@
 """The check is quick and small: a thousand rollouts in seconds, and never the logits of more than a chunk."""
 
 import pytest
-from penstock.consumers.parity import readings
+from penstock.consumers.parity import conventions
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
 
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
@@ -29,14 +29,14 @@ def test_a_thousand_rollouts_of_the_demo_model_take_seconds(tmp_path) -> None:
 @pytest.fixture
 def logits_held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     held: list[int] = []
-    made = readings._chunk
+    computed = conventions.plain_logits
 
-    def chunk(*arguments):
-        found = made(*arguments)
-        held.append(found.logits.numel())
-        return found
+    def plain_logits(*arguments):
+        logits = computed(*arguments)
+        held.append(logits.numel())
+        return logits
 
-    monkeypatch.setattr(readings, "_chunk", chunk)
+    monkeypatch.setattr(conventions, "plain_logits", plain_logits)
     return held
 
 
@@ -46,8 +46,8 @@ def test_logits_exist_for_a_chunk_at_a_time_and_chunks_change_nothing(tmp_path, 
     whole = bench.check(groups)
     assert max(logits_held) == 8 * 4 * 16 * 48
     logits_held.clear()
-    monkeypatch.setattr(readings, "_CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(readings, "_TILE_ELEMENTS", 64 * 7)
+    monkeypatch.setattr(conventions, "CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(conventions, "TILE_ELEMENTS", 64 * 7)
     parts = bench.check(groups)
     assert max(logits_held) <= 1000
     for one, other in zip(whole.hypotheses, parts.hypotheses, strict=True):
@@ -57,12 +57,12 @@ def test_logits_exist_for_a_chunk_at_a_time_and_chunks_change_nothing(tmp_path, 
 
 def test_a_large_sample_is_read_in_part_and_says_so(tmp_path, logits_held, monkeypatch) -> None:
     bench = ParityBench.make(tmp_path)
-    monkeypatch.setattr("penstock.consumers.parity.meanings.MAX_TOKENS", 200)
+    monkeypatch.setattr("penstock.consumers.parity.semantics.MAX_TOKENS", 200)
     groups = groups_of(bench.engine().generate(prompts(12, 6), 4, 16, sampling=COLD))
     groups[:1] = with_logprobs(groups[:1], lambda siblings: [[b - 1.0 for b in own] for own in siblings])
     report = bench.check(groups)
-    # Once as it is, once for the fit of a temperature, once at that temperature.
-    assert sum(logits_held) <= 3 * 200 * 48
+    # Once as it is, once by a bfloat16 head, once for the fit of a temperature, once at that temperature.
+    assert sum(logits_held) <= 4 * 200 * 48
     assert any("tried on 192 of 768 tokens" in note for note in report.notes)
     # The one group that is off is among the few that are read.
     raw = next(each for each in report.hypotheses if each.name == "raw")

@@ -14,8 +14,8 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport
 from penstock.deploy import cli
 from penstock.deploy.launch.redis_server import RedisServer
-from penstock.deploy.parity import pictures
-from penstock.deploy.parity.refusal import tell_refusal
+from penstock.deploy.parity import display
+from penstock.deploy.parity.command import print_gate_refusal
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
 from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
@@ -44,7 +44,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         folders.append(folder)
         return [folder / "parity.svg", folder / "parity.png"]
 
-    monkeypatch.setattr(pictures, "write_pictures", note)
+    monkeypatch.setattr(display, "write_pictures", note)
     return folders
 
 
@@ -182,11 +182,11 @@ def test_what_the_gate_could_not_compare_is_told_by_the_launcher_as_a_refusal(be
     began_s = time.time() - 1
     with pytest.raises(ParityRefusedError):
         Gate(config, tmp_path).check(wordless, model, 2, lambda version: 0)
-    assert tell_refusal(tmp_path, began_s)
+    assert print_gate_refusal(tmp_path, began_s)
     out, err = capsys.readouterr()
     assert "COULD NOT TELL  every behavior_logprob is 0" in out
     assert "the parity gate refuses to train" in err
-    assert not tell_refusal(tmp_path, time.time() + 60), "an earlier start's refusal"
+    assert not print_gate_refusal(tmp_path, time.time() + 60), "an earlier start's refusal"
 
 
 def test_a_live_run_is_waited_for(run, groups):

@@ -5,9 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from penstock.consumers.parity import verdict
-from penstock.consumers.parity.report import TOLERANCES, Gap, LayerGap
-from penstock.consumers.parity.verdict import Evidence, decide
+from penstock.consumers.parity.report import CAUSES, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
+from penstock.consumers.parity.verdict import ParityMeasurements, decide, with_layers
 from penstock.deploy import cli
 
 ROOT = Path(__file__).parents[3]
@@ -30,25 +29,30 @@ def test_each_command_on_the_page_is_one(command):
 def test_the_page_names_every_cause_and_no_other():
     rows = re.findall(r"^\| (`.*?) \|", TEXT.partition("## What it can name")[2].partition("| `model.dtype`")[0], re.M)
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    known = {"weights-1" if name == "weights" else name for name in verdict._SAYS}
+    known = {"weights-1" if name == "weights" else name for name in CAUSES}
     assert named == known | {"weights+1", "layer"}
 
 
 def test_each_cause_is_said_as_the_verdict_says_it():
     flat = " ".join(TEXT.split())
     for cause in ("raw", "temperature", "rounded", "siblings", "retokenized", "sampling", "weights", "stale-prefix"):
-        assert verdict._SAYS[cause][0] in flat, cause
+        assert CAUSES[cause].opening in flat, cause
 
 
 def test_what_a_wrong_layer_leads_to_is_shown_as_the_verdict_says_it():
-    shown = decide(
-        Evidence(
-            dtype="float32",
-            null=Gap(num_tokens=99, mean=1.1e-2, p99=1.0, max=1.0, chi2=0.0, ess_fraction=1.0),
-            trainer_head=Gap(num_tokens=99, mean=0.0, p99=0.0, max=0.0, chi2=0.0, ess_fraction=1.0),
-            layers=(LayerGap(name="layers.0.attention", error=0.33, allowed=1e-5),),
-        )
+    gap = Gap(num_tokens=99, mean=1.1e-2, p99=1.0, max=1.0, chi2=0.0, ess_fraction=1.0)
+    trainer_head = Gap(num_tokens=99, mean=0.0, p99=0.0, max=0.0, chi2=0.0, ess_fraction=1.0)
+    report = ParityReport(
+        verdict=decide(ParityMeasurements("float32", baseline=gap, trainer_head=trainer_head)),
+        dtype="float32",
+        tolerance=TOLERANCES["float32"],
+        num_groups=1,
+        num_rollouts=1,
+        num_tokens=99,
+        versions=(0,),
+        hypotheses=(Hypothesis(layer="semantics", name="processed", says="", gap=gap),),
     )
+    shown = with_layers(report, (LayerGap(name="layers.0.attention", error=0.33, allowed=1e-5),)).verdict
     assert f"MISMATCH  {shown.sentence}\n{shown.advice}\n" in TEXT
 
 

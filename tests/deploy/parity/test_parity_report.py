@@ -18,9 +18,8 @@ from penstock.consumers.parity.report import (
     ParityReport,
     Verdict,
 )
-from penstock.deploy.parity.pictures import draw, write_pictures
-from penstock.deploy.parity.refusal import refusal, tell_refusal
-from penstock.deploy.parity.table import print_report
+from penstock.deploy.parity.command import gate_refusal, print_gate_refusal
+from penstock.deploy.parity.display import draw, print_report, write_pictures
 from penstock.schemas.policy import make_version
 from rich.console import Console
 
@@ -158,7 +157,7 @@ def left_by_gate(folder: Path, **changes) -> Path:
 
 def test_a_refusal_is_found_in_the_run_s_folder_and_told(tmp_path, capsys):
     left_by_gate(tmp_path)
-    assert tell_refusal(tmp_path, since_s=0.0)
+    assert print_gate_refusal(tmp_path, since_s=0.0)
     out, err = capsys.readouterr()
     assert "MISMATCH  these are raw logprobs" in out and str(tmp_path / "parity.json") in out
     assert "the parity gate refuses to train" in err and f"penstock parity {tmp_path / 'run.toml'}" in err
@@ -169,14 +168,14 @@ def test_a_refusal_is_found_in_the_run_s_folder_and_told(tmp_path, capsys):
 )
 def test_what_was_no_refusal_is_not_told_as_one(tmp_path, changes, capsys):
     left_by_gate(tmp_path, **changes)
-    assert not tell_refusal(tmp_path, since_s=0.0)
+    assert not print_gate_refusal(tmp_path, since_s=0.0)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_refusal_of_an_earlier_start_or_a_torn_file_is_none(tmp_path):
-    assert refusal(tmp_path, 0.0) is None
+    assert gate_refusal(tmp_path, 0.0) is None
     file = left_by_gate(tmp_path)
     os.utime(file, (1000.0, 1000.0))
-    assert refusal(tmp_path, 999.0) == RAW and refusal(tmp_path, 1001.0) is None
+    assert gate_refusal(tmp_path, 999.0) == RAW and gate_refusal(tmp_path, 1001.0) is None
     file.write_text("{")
-    assert refusal(tmp_path, 0.0) is None
+    assert gate_refusal(tmp_path, 0.0) is None

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.deploy.parity.perturbed import CHANGE, make_policies
-from penstock.deploy.parity.weights import WeightVersions, with_neighbours
+from penstock.deploy.parity.inputs import WeightVersions, with_neighbours
+from penstock.deploy.parity.probe import CHANGE, make_policies
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.model_digest import model_digest

@@ -1,43 +1,162 @@
-"""Which layer is wrong: each part of the model run by the trainer on the input that the engine gave its own.
+"""The engine's forward pass: signs of a bfloat16 head in the record, and each part of the model against the trainer's.
 
-An error of one layer moves every layer after it. So the trainer's layers do not run on each other's outputs: hooks put
-the engine's residual stream in front of each attention, MLP and norm, and of the head, and what comes out of each is
-compared with what came out of the engine's. An error then shows where it arises and nowhere else.
+Under body noise of 1e-2 a gap does not show the head. But the logits of a bfloat16 head lie on a grid. For two
+different tokens after one context the log-normalizer cancels, so (b_i - b_j) T is a difference of two logits: a
+multiple of 2^-10 for all but the smallest ones, which a float32 head hits about once in a hundred times.
+
+An error of one layer moves every layer after it. So with captured hidden states the trainer's layers do not run on each
+other's outputs: hooks put the engine's residual stream in front of each attention, MLP and norm, and of the head, and
+the output of each is compared with the engine's. An error then shows where it arises and nowhere else.
 """
 
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from penstock.consumers.learning.attention import make_layout
-from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.head import GREEDY_TEMPERATURE, selected_logprobs
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.parity.errors import ParityError
-from penstock.consumers.parity.report import AS_SERVED, LayerGap
+from penstock.consumers.parity.report import AS_SERVED, Gap, LayerGap, ParityError
+from penstock.consumers.parity.sample import Sample, SampleRow
+from penstock.consumers.parity.verdict import NO_GAP, gap_of
 from penstock.schemas import hidden_states as names
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+_GRID = 2.0**-10
+_ROUNDING = 2.0**-22
+"""Error of a difference of recorded logprobs, relative to their sizes and those of their logits."""
+_TYPICAL_LOGIT = 8.0
+_MIN_HITS = 5
+_MIN_SHARE = 0.5
+"""Share of the differences that must lie on the grid."""
+_MAX_CHANCE = 1e-6
+"""Largest probability of the hits under a float32 head."""
+_MIN_BETA, _MIN_BETA_Z = 0.25, 6.0
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative error of one part's output, by the type that the trainer's body computes with."""
 ALLOWED_AS_SERVED = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""Of the whole body, in which the rounding errors of all layers have added up."""
+"""Relative error of the whole body, in which the rounding errors of all layers add up."""
 ALLOWED_HEAD = 1e-5
-"""Of the logprobs. The head computes in float32, whatever the body does: a bfloat16 head is off by 1e-4 and more."""
+"""Relative error of the logprobs. The head computes in float32 in any case: a bfloat16 head is off by 1e-4 and more."""
+
+
+@dataclass(frozen=True)
+class EqualContexts:
+    """Statistics of tokens sampled after equal contexts.
+
+    spread: the engine against itself, over pairs of siblings that sampled the same token after the same context.
+    num_pairs: differences of two different tokens after one context. num_on_grid: those that bfloat16 logits could
+        have. expected: the number of these by chance.
+    """
+
+    spread: Gap = NO_GAP
+    num_pairs: int = 0
+    num_on_grid: int = 0
+    expected: float = 0.0
+
+    @property
+    def has_bfloat16_logits(self) -> bool:
+        if self.num_on_grid < max(_MIN_HITS, _MIN_SHARE * self.num_pairs):
+            return False
+        # Markov's bound on exp(n) of independent hits (Chernoff): P(X >= k) <= exp(k - m - k ln(k / m)).
+        k, m = self.num_on_grid, max(self.expected, 1e-9)
+        return k - m - k * math.log(k / m) <= math.log(_MAX_CHANCE)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_on_grid} of {self.num_pairs} differences of first logprobs after one context are those of "
+            f"bfloat16 logits, {self.expected:.1f} would be by chance"
+        )
+
+
+def equal_contexts(sample: Sample) -> EqualContexts:
+    """The statistics of rows of one policy without penalties: signs of the engine's head and its batches."""
+    first, second, pairs, hits, expected = [], [], 0, 0, 0.0
+    for entries in _by_context(sample.rows):
+        by_target: dict[int, list[float]] = defaultdict(list)
+        for row, offset, target in entries:
+            by_target[target].append(float(sample.engine[row.first + offset]))
+        for values in by_target.values():
+            first += values[1:]
+            second += values[:1] * (len(values) - 1)
+        temperature = entries[0][0].sampling.temperature
+        temperature = 1.0 if temperature < GREEDY_TEMPERATURE else temperature
+        one, *others = (values[0] for values in by_target.values())
+        for other in others:
+            allowed = _ROUNDING * (_TYPICAL_LOGIT + (abs(one) + abs(other)) * temperature)
+            difference = (one - other) * temperature
+            pairs += 1
+            hits += abs(difference - _GRID * round(difference / _GRID)) <= allowed
+            expected += min(1.0, 2 * allowed / _GRID)
+    return EqualContexts(gap_of(torch.tensor(first), torch.tensor(second)), pairs, hits, expected)
+
+
+def _by_context(rows: Sequence[SampleRow]) -> list[list[tuple[SampleRow, int, int]]]:
+    """(row, offset, token id) of tokens with equal contexts in one group, two or more to a context."""
+    found: dict[tuple[int, int, bytes], list[tuple[SampleRow, int, int]]] = defaultdict(list)
+    by_group: dict[tuple[int, int], list[SampleRow]] = defaultdict(list)
+    for row in rows:
+        if not row.is_mixed and not row.sampling.has_penalties:
+            by_group[row.group, int(row.versions[0])].append(row)
+    for (group, version), members in by_group.items():
+        ids = {row.first: row.token_ids for row in members}
+        # After their first difference siblings never have equal contexts again.
+        alive = [(row, 0) for row in members]
+        while len(alive) > 1:
+            same: dict[bytes, list[tuple[SampleRow, int]]] = defaultdict(list)
+            for row, offset in alive:
+                same[row.segment.token_ids[: 4 * int(row.sampled[offset])]].append((row, offset))
+            alive = []
+            for context, entries in same.items():
+                if len(entries) > 1:
+                    found[group, version, context] = [
+                        (row, offset, int(ids[row.first][row.sampled[offset]])) for row, offset in entries
+                    ]
+                    alive += [(row, offset + 1) for row, offset in entries if offset + 1 < len(row.sampled)]
+    return list(found.values())
+
+
+def rounding_slope(engine: Tensor, processed: Tensor, rounded: Tensor) -> tuple[float, float]:
+    """The slope of (engine - processed) over (rounded - processed) through 0, and its standard errors from 0.
+
+    1 if the engine's head rounds as with the trainer's body, 0 if it does not round; body noise blurs it.
+    """
+    known = ~(engine.isnan() | processed.isnan() | rounded.isnan())
+    r, d = (engine - processed)[known], (rounded - processed)[known]
+    power = float(d.square().sum())
+    if len(d) < 2 or power == 0:
+        return 0.0, 0.0
+    beta = float((r * d).sum()) / power
+    error = float((r - beta * d).square().sum()) ** 0.5 / (power * (len(d) - 1)) ** 0.5
+    return beta, beta / error if error > 0 else 0.0
+
+
+def engine_head_sign(contexts: EqualContexts, slope: tuple[float, float]) -> str:
+    """The sign that the engine's head computes in bfloat16; empty without one."""
+    if contexts.has_bfloat16_logits:
+        return str(contexts)
+    beta, z = slope
+    if beta >= _MIN_BETA and z >= _MIN_BETA_Z:
+        return f"its residuals follow the rounding of bfloat16 logits with slope {beta:.2f}, z = {z:.0f}"
+    return ""
 
 
 @torch.no_grad()
 def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, ...]:
-    """How far engine and trainer are apart in each part of the model, on equal input; in the order of computation.
+    """The distance of engine and trainer in each part of the model, on equal input; in the order of computation.
 
     With e the engine's output and t the trainer's, over all tokens, the error is |e - t| / |t| (2-norms).
 
     Args:
         model: with the weights of the version that the capture names (`captured_version`).
-        capture: a file laid out as `penstock.schemas.hidden_states` says.
+        capture: a file in the format of `penstock.schemas.hidden_states`.
 
     Returns:
         "embedding"; "layers.<i>.attention" and "layers.<i>.mlp", each with the norm before it; "norm", the final one;
@@ -86,7 +205,7 @@ def captured_version(capture: Path | str) -> int:
 
 
 class _Replacement:
-    """Hooks on the trainer's model that swap inputs for the engine's and compare outputs, for one forward pass."""
+    """Hooks on the trainer's model that replace inputs by the engine's and compare outputs, for one forward pass."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -118,7 +237,7 @@ class _Replacement:
         add(body.norm.register_forward_pre_hook(self._swap(names.STREAM), with_kwargs=True))
 
     def _swap(self, name: str, compared_as: str | None = None) -> Callable[..., Any]:
-        """Puts the engine's tensor in the place of the module's hidden states, [1, N, H]."""
+        """Replaces the module's hidden states, [1, N, H], by the engine's."""
         theirs = self._tensors[name]
 
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

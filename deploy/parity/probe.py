@@ -1,4 +1,4 @@
-"""A run of one engine, made for the check: prompts sampled while weights change in flight, and what goes on inside."""
+"""The input of a check from one engine, booted for it: prompts sampled while weights change in flight."""
 
 import asyncio
 import os
@@ -9,47 +9,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.deploy.parity.material import Material
-from penstock.deploy.parity.perturbed import make_policies
-from penstock.deploy.parity.weights import WeightVersions
+import torch
+from penstock.deploy.parity.inputs import ParityInput, WeightVersions
+from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import CaptureError, EngineError, Environment
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.producers.rollout.probe import PosedPrompt, batch_dependence, pose, probe
+from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 NUM_UPDATES = 3
 MOST_TOKENS = 96
-"""Of a completion: enough for an update to find it in flight."""
+"""Tokens of a completion: enough for an update to find it in flight."""
+CHANGE = {"float32": 1e-2, "bfloat16": 3e-2}
+"""Relative change of every tensor from one policy to the next, by the type of the published weights: more than its
+noise, and too little for the model to become incoherent."""
 _CAPTURE = "hidden_states.safetensors"
 
 Say = Callable[[str], None]
 
 
 class Probed(NamedTuple):
-    """capture: the hidden states of one sequence; None where they could not be recorded, and a note then says why."""
+    """capture: the hidden states of one sequence; None if they could not be recorded, and a note says why."""
 
-    material: Material
+    input: ParityInput
     capture: Path | None
 
 
 def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, say: Say) -> Probed:
-    """Boots one engine as `config` has it and probes it; weights and hidden states lie in `folder`, what vLLM prints
-    in `log`.
+    """Boots one engine as `config` says and probes it. Weights and hidden states go to `folder`, its output to `log`.
 
     Raises:
         ConfigError: a prompt that the model has no room for, or an environment or a model that cannot be used.
         EngineError, WeightLoadError: the engine does not start or serve.
     """
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    tokenizer = load_tokenizer(config)
-    prompts = pose(environment, tokenizer, num_prompts)
+    prompts = pose(environment, load_tokenizer(config), num_prompts)
     with _output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))
     weights = WeightVersions(Path(config.model.path), folder)
     weights.hold()
-    material = Material(
+    found = ParityInput(
         title=f"a probe of {config.name}'s engine",
         config=config,
         groups=groups,
@@ -60,15 +64,14 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
         notes=notes,
     )
     capture = folder / _CAPTURE
-    return Probed(material, capture if capture.exists() else None)
+    return Probed(found, capture if capture.exists() else None)
 
 
 async def _sample(
     config: RunConfig, prompts: list[PosedPrompt], folder: Path, say: Say
 ) -> tuple[list[RolloutGroup], tuple[str, ...]]:
     say("booting vLLM")
-    engine_type = _engine_type()
-    engine = await engine_type.start(config)
+    engine = await _engine_type().start(config)
     try:
         sampling = _sampling(config, prompts, engine.max_model_len)
         say(f"making {NUM_UPDATES} policies")
@@ -81,11 +84,10 @@ async def _sample(
             str(await batch_dependence(engine, prompts, sampling.max_tokens)),
         ]
         say("recording hidden states")
-        sequence = max(
-            (rollout.segments[0] for group in groups for rollout in group.rollouts), key=lambda each: each.num_tokens
-        )
+        segments = (rollout.segments[0] for group in groups for rollout in group.rollouts)
+        longest = max(segments, key=lambda segment: segment.num_tokens)
         try:
-            await engine.capture(unpack_ids(sequence.token_ids).tolist(), str((folder / _CAPTURE).absolute()))
+            await engine.capture(unpack_ids(longest.token_ids).tolist(), str((folder / _CAPTURE).absolute()))
         except CaptureError as error:
             notes.append(f"layers were not compared: {error}")
         return groups, tuple(notes)
@@ -118,8 +120,52 @@ def _sampling(config: RunConfig, prompts: list[PosedPrompt], max_model_len: int)
     )
 
 
+def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[WeightUpdate]:
+    """Writes `v1.safetensors` and so on into `folder`: the base model's weights, each time changed a little at random.
+    Equal configurations make equal policies.
+
+    Raises:
+        EngineError: model.path holds no model with safetensors weights.
+        OSError: `folder` cannot be written.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in BaseModel(config.model.path).files:
+        weights |= load_file(file)
+    generator, dtype = torch.Generator().manual_seed(config.seed), config.model.dtype
+    updates = []
+    for version in range(1, num_updates + 1):
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                values = tensor.float()
+                noise = torch.randn(values.shape, generator=generator)
+                weights[name] = values + CHANGE[dtype] * values.square().mean().sqrt() * noise
+        updates.append(_write(version, weights, folder, dtype))
+    return updates
+
+
+def _write(version: int, weights: dict[str, Tensor], folder: Path, dtype: str) -> WeightUpdate:
+    published = {
+        name: tensor.to(getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in weights.items()
+    }
+    path = folder / f"v{version}.safetensors"
+    save_file(published, path)
+    manifest = WeightManifest(
+        version=version,
+        parent_version=version - 1,
+        file=path.name,
+        total_bytes=path.stat().st_size,
+        checksum="",  # for readers elsewhere; the engine checks names, shapes and types
+        tensors=tuple(
+            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in published.items()
+        ),
+    )
+    return WeightUpdate(manifest, str(path))
+
+
 def progress(is_wanted: bool) -> Say:
-    """Says on stderr what goes on, with the seconds since the start; on the one of now, wherever it leads later."""
+    """Prints progress to the stderr of now, with the seconds since the start, wherever stderr leads later."""
     began = time.monotonic()
     stderr = os.dup(2)
 
@@ -132,7 +178,7 @@ def progress(is_wanted: bool) -> Say:
 
 @contextmanager
 def _output_in(log: Path) -> Iterator[None]:
-    """What this process and those it starts print goes to a file: an engine prints much, and stdout is the report's."""
+    """Sends the output of this process and its children to a file: engines print much, and stdout is the report's."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

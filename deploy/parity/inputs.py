@@ -1,0 +1,328 @@
+"""The input of a check: rollouts and the weights they name, from a run's stream or from a rollout file."""
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import redis
+from penstock.consumers.parity.report import TOLERANCES, ParityError
+from penstock.consumers.stream.scripts import announced_of, forks_of
+from penstock.deploy.operate.run_access import OpenRun
+from penstock.producers.engines.weight_files import HeldFile
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
+from penstock.schemas.keys import Commit, Field, Keys, Kind
+from penstock.schemas.model_digest import model_digest
+from penstock.schemas.policy import lag
+from penstock.schemas.process.files import replacing
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
+from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
+
+_BEFORE, _AFTER = 2, 1
+"""Versions beside those that tokens name: an update that was skipped, or landed early, would have served them."""
+_ENTRIES = 16
+_BLOCK_MS = 500
+
+
+class WeightVersions:
+    """`weights(version)` is the file of a published version, or the base model's folder; None if it is gone.
+
+    Files are held open: they stay readable after the trainer deletes their names, and the disk gets the room back when
+    they are released.
+
+    Args:
+        base: folder of the base model, which is version 0.
+        folder: with `v<version>.safetensors` files; None if there are none.
+    """
+
+    def __init__(self, base: Path, folder: Path | None) -> None:
+        self._base = base
+        self.folder = folder
+        self._held: dict[int, HeldFile] = {}
+
+    def __enter__(self) -> "WeightVersions":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep_only(())
+
+    def __call__(self, version: int) -> Path | None:
+        held = self._held.get(version)
+        if held is not None:
+            return Path(held.path)
+        return self._base if version == 0 else None
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions whose files are held, ascending."""
+        return sorted(self._held)
+
+    def hold(self) -> None:
+        """Opens every version that is in the folder now."""
+        for file in self.folder.glob("v*.safetensors") if self.folder is not None else ():
+            number = file.stem[1:]
+            if not number.isdigit() or int(number) in self._held:
+                continue
+            try:
+                self._held[int(number)] = HeldFile(str(file))
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+
+    def keep_only(self, versions: Iterable[int]) -> None:
+        """Releases every other one."""
+        kept = set(versions)
+        for version in [version for version in self._held if version not in kept]:
+            self._held.pop(version).close()
+
+    def copy(self, versions: Iterable[int], folder: Path) -> list[Path]:
+        """Copies the held ones among `versions`, whole or not at all, under the names they have in a run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        copies = []
+        for version in sorted(set(versions) & set(self._held)):
+            copies.append(folder / f"v{version}.safetensors")
+            with replacing(copies[-1]) as partial:
+                shutil.copyfile(self._held[version].path, partial)
+        return copies
+
+
+def with_neighbours(versions: Iterable[int]) -> set[int]:
+    """`versions` and those just before and after each, whose weights a check tries in their place."""
+    return {neighbour for version in versions for neighbour in range(max(0, version - _BEFORE), version + _AFTER + 1)}
+
+
+@dataclass(frozen=True)
+class ParityInput:
+    """Rollouts, their weights and the run they belong to.
+
+    title: their origin, as in "run demo".
+    policy_version: the trainer's newest; -1 if unknown.
+    forks, announced: of the run, as `penstock.schemas.policy.lag` takes them.
+    notes: for the reader of the report, on how the rollouts were chosen.
+    """
+
+    title: str
+    config: RunConfig
+    groups: Sequence[RolloutGroup]
+    weights: WeightVersions
+    policy_version: int
+    forks: dict[int, int]
+    announced: dict[int, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lag_of(self) -> Callable[[int], int] | None:
+        """The lag of a version for the newest one; None if that is unknown."""
+        if self.policy_version < 0:
+            return None
+        return lambda version: lag(version, self.policy_version, self.forks, self.announced)
+
+    def save(self, file: Path) -> str:
+        """Writes the rollouts to `file` and the weights they name, with their neighbours, to `<file>.weights`.
+
+        Returns:
+            A line that says so.
+        """
+        folder = file.with_name(file.name + ".weights")
+        copies = self.weights.copy(with_neighbours(_versions_of(self.groups)), folder)
+        model = Path(self.config.model.path)
+        header = RolloutFileHeader(
+            run=self.config.name,
+            model=str(model.absolute()),
+            model_digest=model_digest(model),
+            dtype=self.config.model.dtype,
+            weights=folder.name,
+            policy_version=self.policy_version,
+            forks=self.forks,
+            announced=self.announced,
+        )
+        num_groups = write_rollout_file(file, header, self.groups)
+        return f"{file}: {num_groups} groups; {folder}: {len(copies)} versions"
+
+
+def _versions_of(groups: Iterable[RolloutGroup]) -> set[int]:
+    """Every policy version that sampled a token of `groups`."""
+    return {
+        span.version
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        for span in segment.version_spans
+    }
+
+
+def tokenizer_for(config: RunConfig) -> Any:
+    """The tokenizer in the model's folder.
+
+    Raises:
+        ParityError: there is none.
+    """
+    try:
+        return load_tokenizer(config)
+    except ConfigError as error:
+        raise ParityError(f"{error}; --no-tokenizer checks without one") from None
+
+
+def from_rollout_file(
+    file: Path, *, model: str | None = None, folder: Path | None = None, dtype: str | None = None
+) -> ParityInput:
+    """The rollouts of a rollout file. `model`, `folder` and `dtype` replace those in its header.
+
+    Raises:
+        ParityError: the base model or `folder` is not there, or the model is another one than the rollouts are of.
+        RolloutFileError: no whole rollout file.
+    """
+    header, groups = read_rollout_file(file)
+    path = Path(model or header.model)
+    if not (model or header.model):
+        raise ParityError(f"{file} does not say of which model its rollouts are; expected --model FOLDER")
+    if not (path / "config.json").is_file():
+        raise ParityError(
+            f"{file}: its rollouts are of the model in {path}, which is not there; expected --model FOLDER to name it"
+        )
+    if header.model_digest and model_digest(path) != header.model_digest:
+        raise ParityError(
+            f"{file}: its rollouts are of another model than the one in {path}: digest {model_digest(path)[:12]}, "
+            f"recorded {header.model_digest[:12]}; expected the base model of run {header.run!r} (--model FOLDER)"
+        )
+    dtype = dtype or header.dtype
+    if dtype not in TOLERANCES:
+        raise ParityError(f"{file}: dtype {dtype!r} of the published weights: expected one of {', '.join(TOLERANCES)}")
+    if folder is not None and not folder.is_dir():
+        raise ParityError(f"--weights {folder}: no such folder; expected one with v<version>.safetensors files")
+    if folder is None and header.weights:
+        folder = file.parent / header.weights
+    config = RunConfig(
+        name=header.run or "rollouts",
+        model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
+        environment=Plug(path="nobody:Needed"),
+    )
+    weights = WeightVersions(path, folder)
+    weights.hold()
+    return ParityInput(
+        title=f"rollout file {file.name}" + (f" of run {header.run}" if header.run else ""),
+        config=config,
+        groups=groups,
+        weights=weights,
+        policy_version=header.policy_version,
+        forks=header.forks,
+        announced=header.announced,
+        notes=(f"{len(groups)} groups in the rollout file",),
+    )
+
+
+class _NewestGroups:
+    """The newest groups of a rollout stream, at most `num_groups`, by XREAD: nothing is acknowledged or trimmed.
+
+    num_seen: groups read so far. num_refused: the ones that break the contract; `refusal` says what the last one broke.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, num_groups: int) -> None:
+        self._client, self._keys = client, keys
+        self._cursor = "0-0"
+        self.groups: deque[RolloutGroup] = deque(maxlen=num_groups)
+        self.num_seen = self.num_refused = 0
+        self.refusal = ""
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.groups) == self.groups.maxlen
+
+    def read(self, *, block: bool) -> None:
+        """Reads to the stream's end. With `block` it waits there for one more entry, `_BLOCK_MS` at most."""
+        while entries := self._read(None):
+            self._take(entries)
+        if block:
+            self._take(self._read(_BLOCK_MS))
+
+    def _read(self, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        found: Any = self._client.xread({self._keys.rollouts: self._cursor}, count=_ENTRIES, block=block_ms)
+        return found[0][1] if found else []
+
+    def _take(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        for entry_id, fields in entries:
+            self._cursor = entry_id.decode()
+            if fields.get(Field.KIND) != Kind.GROUP:
+                continue
+            self.num_seen += 1
+            try:
+                self.groups.append(decode_group(fields.get(Field.PAYLOAD, b"")))
+            except RecordError as error:
+                self.num_refused += 1
+                self.refusal = str(error)
+
+
+def from_run(
+    run: OpenRun,
+    config: RunConfig,
+    weights: WeightVersions,
+    *,
+    num_groups: int,
+    wait_s: float,
+    say: Callable[[str], None],
+) -> ParityInput:
+    """The newest groups of a run, with their weights held.
+
+    Waits while the run has producers and fewer than `num_groups` groups are on its stream; more groups, the end of the
+    run or the end of `wait_s` unblock it.
+
+    Raises:
+        ParityError: there are no rollouts.
+        ServerError: Redis cannot be reached.
+    """
+    client, keys = run.redis, run.keys
+    newest = _NewestGroups(client, keys, num_groups)
+    deadline = time.monotonic() + wait_s
+    while True:
+        weights.hold()
+        newest.read(block=False)
+        weights.hold()  # again: a version announced meanwhile may have sampled the last groups
+        recent = weights.versions[-config.weights.keep_versions :]
+        weights.keep_only(with_neighbours(_versions_of(newest.groups)).union(recent))
+        if newest.is_full or time.monotonic() >= deadline or not _is_alive(client, keys):
+            break
+        say(f"waiting for rollouts: {len(newest.groups)} of {num_groups}")
+        newest.read(block=True)
+    if not newest.groups:
+        raise ParityError(_why_empty(run, client, newest))
+    weights.keep_only(with_neighbours(_versions_of(newest.groups)))
+    commit: Any = client.hgetall(keys.commit)  # last, so that it knows every version that a token may name
+    notes = [f"the newest {len(newest.groups)} of {newest.num_seen} groups on the stream"]
+    if newest.num_refused:
+        notes.append(f"{newest.num_refused} groups break the contract, the last one so: {newest.refusal}")
+    return ParityInput(
+        title=f"run {run.name}",
+        config=config,
+        groups=list(newest.groups),
+        weights=weights,
+        policy_version=int(commit.get(Commit.VERSION, -1)),
+        forks=forks_of(commit),
+        announced=announced_of(commit),
+        notes=tuple(notes),
+    )
+
+
+def _is_alive(client: redis.Redis, keys: Keys) -> bool:
+    """Whether the run is not finished and a producer's heartbeat is there."""
+    if client.hget(keys.commit, Commit.FINISHED) == b"1":
+        return False
+    return next(client.scan_iter(match=keys.producer_pattern, count=1000), None) is not None
+
+
+def _why_empty(run: OpenRun, client: redis.Redis, newest: _NewestGroups) -> str:
+    if newest.num_refused:
+        return f"run {run.name}: none of the {newest.num_seen} groups on its stream can be read: {newest.refusal}"
+    where = f"run {run.name}: no rollouts on its stream"
+    if not client.exists(run.keys.commit):
+        return f"{where}: Redis knows nothing of this run"
+    finished = client.hget(run.keys.commit, Commit.FINISHED) == b"1"
+    state = "the run is finished" if finished else "no producer is at work"
+    return (
+        f"{where}: {state}, and the trainer trims what a checkpoint has settled. Check a run while it goes (`penstock "
+        f"parity {run.name}`, with --save FILE to keep the rollouts), or its engine by a probe of its own: `penstock "
+        f"parity {run.folder}/run.toml`"
+    )
