@@ -331,12 +331,12 @@ class ParityConfig(Section, frozen=True, kw_only=True):
 
 
 class RecordingConfig(Section, frozen=True, kw_only=True):
-    """How much of the record of rollouts is kept, where the run keeps one (`record`)."""
+    """How much of the record of rollouts is kept, if the run keeps one (`record`)."""
 
     max_mb: Positive = 4096
-    """Once the record is larger, its oldest segment is dropped, and the trainer's log says so."""
+    """Once the record is larger, its oldest file is dropped, and the trainer's log says so."""
     segment_mb: Positive = 64
-    """A segment file that has reached this size is closed and the next one begun."""
+    """A file of the record that has reached this size is closed and the next one begun."""
 
 
 class RedisConfig(Section, frozen=True, kw_only=True):

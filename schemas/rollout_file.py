@@ -20,7 +20,6 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup,
 
 MAGIC = b"PENSTOCK"
 FORMAT = 1
-SEGMENT_VERSION = 2
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 16
 

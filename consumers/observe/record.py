@@ -1,4 +1,4 @@
-"""Keeps what the trainer took and what it found, batch by batch. What is recorded the training does not depend on."""
+"""Records what the trainer took and what it found, batch by batch. Training does not depend on the record."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.learning.staleness import KnownLags, LagTable, known_lags, span_lags
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.observe.errors import RunFailedError
-from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.consumers.observe.record_files import RecordFiles
 from penstock.schemas.config import RunConfig
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.record import (
@@ -25,8 +25,8 @@ from penstock.schemas.record import (
     GroupEntry,
     Outcome,
     RecordedGroup,
+    RecordHeader,
     SegmentFindings,
-    SegmentHeader,
     encode_batch,
 )
 from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
@@ -35,9 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class Taken(NamedTuple):
-    """A batch that the trainer took. position: its number along the line of policies, from 0.
+    """A batch that the trainer took.
 
-    num_batches: updates made before it. lag_of: as it was then."""
+    position: its number along the line of policies, from 0.
+    num_batches: updates made before it.
+    lag_of: as it was then.
+    """
 
     position: int
     num_batches: int
@@ -48,12 +51,10 @@ class Taken(NamedTuple):
 
 
 class RolloutRecorder:
-    """Writes the record of one trainer epoch (`penstock.schemas.record`).
+    """Writes the record of one trainer epoch (`penstock.schemas.record`), and where earlier epochs were cut.
 
-    Compressing and writing go on in a thread while the trainer goes on; it waits only where one batch is not written
-    yet when the next one comes, and in `sync`.
-
-    One who begins, records nothing and only syncs has noted where the epochs before were cut.
+    A thread encodes and writes a batch while the next one is trained. `add` waits for the batch before, `sync` for the
+    last one; the end of the write unblocks both.
 
     taken: the positions at which the epochs before this one were cut, by epoch.
     """
@@ -67,23 +68,22 @@ class RolloutRecorder:
         lag_of: LagTable,
     ) -> None:
         self._config = config
-        header = SegmentHeader(
+        header = RecordHeader(
             run=config.name,
             epoch=epoch,
-            number=0,
             line=dict(taken),
             forks=lag_of.forks,
             announced=lag_of.announced,
             config=msgspec.to_builtins(config),
             model_digest=model_digest(Path(config.model.path)),
         )
-        self._files = SegmentFiles(run_folder / FOLDER, header, config.recording)
+        self._files = RecordFiles(run_folder / FOLDER, header, config.recording)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._writing: Future[None] | None = None
         self._failure: RunFailedError | None = None
 
     def add(self, taken: Taken) -> None:
-        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer goes on.
+        """Records a batch. It counts once a checkpoint is committed behind it, or the trainer continues.
 
         Raises:
             RunFailedError: the batch before it cannot be recorded, room or not.
@@ -93,12 +93,12 @@ class RolloutRecorder:
         self._writing = self._thread.submit(self._append, taken._replace(lag_of=lag_of))
 
     def sync(self) -> None:
-        """Returns once everything is on the disk. Raises OSError where it cannot be, RunFailedError as `add` does."""
+        """Returns once everything is on the disk. Raises OSError if it cannot be written, RunFailedError as `add`."""
         self._wait()
         self._files.sync()
 
     def close(self) -> None:
-        """Raises nothing: it may be an error that ends the run, and is not to be hidden by another."""
+        """Raises nothing: an error that ends the run must not be hidden by another."""
         try:
             if self._writing is not None:
                 self._wait()
@@ -127,11 +127,11 @@ class RolloutRecorder:
             raise self._failure
 
     def _append(self, taken: Taken) -> None:
-        self._files.append(*encode_batch(*records_of(taken, self._config)))
+        self._files.append(encode_batch(*records_of(taken, self._config)))
 
 
 def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[RecordedGroup]]:
-    """What is recorded of a batch, its groups in their order. Of one that made no update only the dead ones are."""
+    """A batch as it is recorded, its groups in their order; without an update only the dead ones."""
     report = taken.report
     counts = report.skipped_reason in (None, NOTHING_TO_TRAIN)
     groups = [group for group in taken.groups if counts or group.index in report.failed]
@@ -157,7 +157,7 @@ def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[Recorde
 
 
 class _Scores(NamedTuple):
-    """Of one segment's sampled tokens."""
+    """Bytes of one segment's sampled tokens."""
 
     proximal: bytes
     weights: bytes
@@ -165,7 +165,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(taken: Taken) -> dict[Place, _Scores]:
-    """What the learner found, by segment."""
+    """The learner's findings by segment."""
     rollouts = {group.index: group.rollouts for group in taken.groups}
     found: dict[Place, _Scores] = {}
     for n, minibatch in enumerate(taken.batch.minibatches):

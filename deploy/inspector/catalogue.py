@@ -12,7 +12,7 @@ from penstock.deploy.inspector.rows import InspectedRow, RowQuery, facets, selec
 from penstock.deploy.inspector.searching import TextSearch
 from penstock.deploy.inspector.sources import Source
 from penstock.deploy.inspector.tokens import TokenTexts
-from penstock.schemas.rollout_file import RolloutFileError
+from penstock.schemas.record import RecordReadError
 
 _LOOK_S = 0.5
 _SEARCH_S = 1.0
@@ -64,7 +64,7 @@ class Catalogue:
         }
 
     def group(self, key: str) -> dict[str, Any]:
-        """Raises KeyError and RolloutFileError as `Source.look` does."""
+        """Raises KeyError and RecordReadError as `Source.look` does."""
         return group_fields(self._source.look(key), self._texts)
 
     def export(self, query: RowQuery) -> Iterator[dict[str, Any]]:
@@ -73,7 +73,7 @@ class Catalogue:
         for row in found:
             try:
                 yield self.group(row.key)
-            except (KeyError, RolloutFileError) as error:
+            except (KeyError, RecordReadError) as error:
                 yield row_fields(row) | {"problem": f"cannot be read any more: {error}"}
 
     def _refresh(self) -> None:
@@ -83,7 +83,7 @@ class Catalogue:
         try:
             self._source.refresh()
             self._problem = ""
-        except (RolloutFileError, redis.RedisError, OSError) as error:
+        except (RecordReadError, redis.RedisError, OSError) as error:
             self._problem = f"what came since cannot be read now: {error}"
         if self._source.revision != before:
             self._search.keep(self._source.rows)
@@ -101,5 +101,5 @@ class Catalogue:
     def _text_of(self, row: InspectedRow) -> str:
         try:
             return searched_text(self._source.look(row.key).group)
-        except (KeyError, RolloutFileError):
+        except (KeyError, RecordReadError):
             return ""

@@ -61,15 +61,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _record(folder: Path | None) -> "RecordSource | None":
     """The run's record; None where it has none."""
     from penstock.deploy.inspector.sources import RecordSource
-    from penstock.schemas.record import FOLDER
+    from penstock.schemas.record import FOLDER, RecordReadError
     from penstock.schemas.record_reader import Record
-    from penstock.schemas.rollout_file import RolloutFileError
 
     if folder is None or not any((folder / FOLDER).glob("*")):
         return None
     try:
         return RecordSource(Record(folder))
-    except RolloutFileError as error:
+    except RecordReadError as error:
         raise ConfigError(str(error)) from None
 
 

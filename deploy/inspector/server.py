@@ -12,7 +12,7 @@ import redis
 from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.rows import QueryError, parse_query
 from penstock.schemas.config import ConfigError
-from penstock.schemas.rollout_file import RolloutFileError
+from penstock.schemas.record import RecordReadError
 
 HOST = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(parts.path, dict(parse_qsl(parts.query)))
         except QueryError as error:
             self._send_problem(HTTPStatus.BAD_REQUEST, str(error))
-        except (KeyError, RolloutFileError) as error:
+        except (KeyError, RecordReadError) as error:
             what = "no such group here" if isinstance(error, KeyError) else str(error)
             self._send_problem(HTTPStatus.NOT_FOUND, what)
         except redis.RedisError as error:

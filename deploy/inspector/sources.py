@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.deploy.inspector.rows import InspectedRow
-from penstock.schemas.record import BatchHead, SegmentFindings
+from penstock.schemas.record import BatchHead, RecordReadError, SegmentFindings
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RolloutGroup
-from penstock.schemas.rollout_file import RolloutFileError
 
 
 class Looked(NamedTuple):
@@ -48,17 +47,17 @@ class Source(Protocol):
     def notes(self) -> Sequence[str]: ...
 
     def refresh(self) -> None:
-        """Takes in what was written since the last look. Raises RolloutFileError or redis.RedisError."""
+        """Takes in what was written since the last look. Raises RecordReadError or redis.RedisError."""
 
     def look(self, key: str) -> Looked:
-        """Raises KeyError where no group has this key, RolloutFileError where it cannot be read any more."""
+        """Raises KeyError where no group has this key, RecordReadError where it cannot be read any more."""
 
 
 class RecordSource:
     """A run's record, followed while it is written.
 
-    Keys are `<trainer's epoch>-<batch's position>-<place in it>`: what is done again after a rollback has the positions
-    of what it undid.
+    Keys are `<trainer's epoch>-<batch's position>-<place in it>`: a batch that is done again after a rollback has the
+    position of the one that it replaces.
     """
 
     kind = "record"
@@ -68,10 +67,9 @@ class RecordSource:
         self.rows: list[InspectedRow] = []
         self.revision = 0
         self.notes: list[str] = []
-        self._known: dict[tuple[str, int], list[InspectedRow]] = {}
-        self._places: dict[tuple[int, int], BatchAt] = {}
-        """By epoch and position."""
-        self._undone: set[tuple[int, int]] = set()
+        self._known: dict[_Batch, list[InspectedRow]] = {}
+        self._places: dict[_Batch, BatchAt] = {}
+        self._undone: set[_Batch] = set()
         self._take()
 
     def refresh(self) -> None:
@@ -84,13 +82,13 @@ class RecordSource:
             raise KeyError(key)
         epoch, position, place = map(int, match.groups())
         if (epoch, position) in self._undone:
-            raise RolloutFileError(f"batch {position} of trainer {epoch} was undone by a rollback")
+            raise RecordReadError(f"batch {position} of trainer {epoch} was undone by a rollback")
         at = self._places[epoch, position]
         head = self._record.head(at)
         if place >= len(head.groups):
             raise KeyError(key)
         recorded = self._record.group(GroupAt(at, head, place))
-        row = self._known[_name(at)][place]
+        row = self._known[epoch, position][place]
         remark = f"lags are counted from policy {head.policy_version}, the trainer's when it took the batch"
         try:
             return Looked(row, recorded.decode(), recorded.findings, head, remark)
@@ -98,27 +96,23 @@ class RecordSource:
             return Looked(row, None, (), head, remark, str(error))
 
     def _take(self) -> None:
-        known: dict[tuple[str, int], list[InspectedRow]] = {}
-        places: dict[tuple[int, int], BatchAt] = {}
+        known: dict[_Batch, list[InspectedRow]] = {}
         self.notes = list(self._record.notes)
-        for at in self._record.batches:
-            name = _name(at)
+        self._places = {_name(at): at for at in self._record.batches}
+        for name, at in self._places.items():
             try:
                 known[name] = self._known.get(name) or self._rows_of(at)
-            except RolloutFileError as error:  # one batch that was altered or dropped does not hide the others
+            except RecordReadError as error:  # one batch that was altered or dropped does not hide the others
                 self.notes.append(str(error))
-                continue
-            places[_place(at)] = at
         if known.keys() != self._known.keys():
             self.rows = [row for rows in known.values() for row in rows]
             self.revision += 1
-        written = {_place(BatchAt(each, entry)) for each in self._record.segments for entry in each.entries}
-        self._known, self._places = known, places
-        self._undone = written.difference(map(_place, self._record.batches))
+        self._known = known
+        self._undone = set(map(_name, self._record.undone))
 
     def _rows_of(self, at: BatchAt) -> list[InspectedRow]:
         head = self._record.head(at)
-        epoch, position = _place(at)
+        epoch, position = _name(at)
         return [
             InspectedRow(
                 f"{epoch}-{position}-{place}", position * _MAX_GROUPS + place, entry.outcome, head.update, entry
@@ -130,11 +124,9 @@ class RecordSource:
 _MAX_GROUPS = 10**6
 """In a batch; keeps the rows' numbers growing."""
 _KEY = re.compile(r"([0-9]{1,15})-([0-9]{1,15})-([0-9]{1,15})")
+_Batch = tuple[int, int]
+"""The trainer's epoch and the batch's position."""
 
 
-def _name(at: BatchAt) -> tuple[str, int]:
-    return at.segment.file.name, at.entry.offset
-
-
-def _place(at: BatchAt) -> tuple[int, int]:
-    return at.segment.header.epoch, at.entry.position
+def _name(at: BatchAt) -> _Batch:
+    return at.file.header.epoch, at.position

@@ -9,8 +9,8 @@ from penstock.deploy.launch.command_line import Command, add_runs, limit_threads
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
+from penstock.schemas.record import RecordReadError
 from penstock.schemas.record_reader import Record
-from penstock.schemas.rollout_file import RolloutFileError
 
 if TYPE_CHECKING:
     from penstock.deploy.replay.player import Played, Start
@@ -65,7 +65,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         # Before torch is imported: equal thread counts make equal sums.
         limit_threads(next(iter(configs.values())).trainer.num_threads)
         return _play_all(arguments, run_folder, results, record, configs)
-    except RolloutFileError as error:
+    except RecordReadError as error:
         raise ConfigError(str(error)) from None
 
 
@@ -99,7 +99,7 @@ def _play_all(
         try:
             shown = track(steps, variant.name, len(batches), console=progress, transient=True, disable=is_quiet)
             played += list(shown)
-        except (ConfigError, RolloutFileError) as error:
+        except (ConfigError, RecordReadError) as error:
             kept = f"; what was played before it is in {results / 'updates.jsonl'}" if num_written else ""
             raise ConfigError(f"variant {variant.name!r}: {error}{kept}") from None
         append_lines(results, played[num_written:])  # at once: a later variant may fail
@@ -137,7 +137,7 @@ def _about(
     return {
         "run": record.header.run,
         "from": start.checkpoint.name if start.checkpoint is not None else "base model",
-        "updates": [batches[0].entry.update, batches[-1].entry.update],
+        "updates": [batches[0].update, batches[-1].update],
         "model_digest": record.header.model_digest,
         "torch": str(torch.__version__),
         "notes": record.notes,

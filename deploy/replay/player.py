@@ -13,10 +13,9 @@ from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoi
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest
-from penstock.schemas.record import BatchHead
+from penstock.schemas.record import BatchHead, RecordReadError
 from penstock.schemas.record_reader import BatchAt, Record
 from penstock.schemas.rollout import RecordError
-from penstock.schemas.rollout_file import RolloutFileError
 
 
 class Start(NamedTuple):
@@ -68,10 +67,10 @@ def batches_from(record: Record, start: Start, num_updates: int | None) -> list[
     Raises:
         ConfigError: some of them are missing, or there are none.
     """
-    batches = [at for at in record.batches if at.entry.position >= start.position]
+    batches = [at for at in record.batches if at.position >= start.position]
     if not batches:
         raise ConfigError(f"{record.folder}: no batch from position {start.position} on; nothing to replay")
-    first = record.head(batches[0])
+    first = batches[0]
     begins_late = first.position > start.position or (start.checkpoint is None and first.update > first.counts)
     if begins_late:
         raise ConfigError(
@@ -83,13 +82,13 @@ def batches_from(record: Record, start: Start, num_updates: int | None) -> list[
     for at in batches:
         if num_updates is not None and len(played) == num_updates:
             break
-        if at.entry.position != position:
+        if at.position != position:
             raise ConfigError(
-                f"{record.folder}: batches {position} to {at.entry.position - 1} are missing; expected --updates of "
+                f"{record.folder}: batches {position} to {at.position - 1} are missing; expected --updates of "
                 f"at most {len(played)}"
             )
         position += 1
-        if record.head(at).counts:
+        if at.counts:
             played.append(at)
     if not played:
         raise ConfigError(f"{record.folder}: holds no update; nothing to replay")
@@ -119,11 +118,11 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
 
     Raises:
         ConfigError: settings that do not fit, or the checkpoint to begin with is not whole any more.
-        RolloutFileError: a batch cannot be read.
+        RecordReadError: a batch cannot be read.
     """
     learner: Learner | None = None
     for at in batches:
-        header = at.segment.header
+        header = at.file.header
         config = variant.config(header.config, record.folder)
         if learner is None:
             learner = Learner(config)
@@ -136,7 +135,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
         try:
             groups = [each.decode() for each in recorded]
         except RecordError as error:
-            raise RolloutFileError(f"{at.segment.file}: batch {head.position}: {error}") from error
+            raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
         report = learner.step(pack(groups, lag_of, config))
         yield Played(
             variant=variant.name,

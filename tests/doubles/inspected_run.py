@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import msgspec
-from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
 from penstock.schemas.prompt import Message, Prompt, Reward
@@ -162,7 +162,7 @@ def entry_of(group: RolloutGroup, outcome: str, *, lags: tuple[int, int], **scor
     return msgspec.convert(fields | scores, GroupEntry)
 
 
-def write_batch(files: SegmentFiles, position: int, groups: list) -> None:
+def write_batch(files: RecordFiles, position: int, groups: list) -> None:
     head = BatchHead(
         position=position,
         update=position + 1,
@@ -172,7 +172,7 @@ def write_batch(files: SegmentFiles, position: int, groups: list) -> None:
         metrics={"loss": 0.5},
         groups=tuple(entry for _, _, entry in groups),
     )
-    files.append(*encode_batch(head, [RecordedGroup(encode_group(group), found) for group, found, _ in groups]))
+    files.append(encode_batch(head, [RecordedGroup(encode_group(group), found) for group, found, _ in groups]))
 
 
 def settings(runs: Path) -> RunConfig:
@@ -182,13 +182,13 @@ def settings(runs: Path) -> RunConfig:
     )
 
 
-def trainer_files(runs: Path, epoch: int = 0, line: dict[int, int] | None = None) -> SegmentFiles:
+def trainer_files(runs: Path, epoch: int = 0, line: dict[int, int] | None = None) -> RecordFiles:
     """Those of a trainer that begins now."""
     begun = msgspec.structs.replace(header(epoch, line), run=NAME)
-    return SegmentFiles(runs / NAME / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
+    return RecordFiles(runs / NAME / FOLDER, begun, RecordingConfig(max_mb=20, segment_mb=10))
 
 
-def inspected_run(runs: Path, *, close: bool = True) -> SegmentFiles:
+def inspected_run(runs: Path, *, close: bool = True) -> RecordFiles:
     """Writes the run's folder `runs / NAME`."""
     save_run_file(settings(runs), runs / NAME)
     files = trainer_files(runs)

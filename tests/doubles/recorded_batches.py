@@ -1,17 +1,18 @@
-"""Batches as a trainer would record them, and the segments that hold them: no trainer, no model."""
+"""Batches as a trainer would record them, and the files that hold them: no trainer, no model."""
 
 import random
 from pathlib import Path
 
-from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.consumers.observe.record_files import RecordFiles
 from penstock.schemas.config import RecordingConfig
 from penstock.schemas.record import (
     FOLDER,
     BatchHead,
     GroupEntry,
     RecordedGroup,
+    RecordHeader,
+    Rows,
     SegmentFindings,
-    SegmentHeader,
     encode_batch,
 )
 from penstock.schemas.rollout import encode_group, pack_floats
@@ -21,8 +22,8 @@ import wire_examples
 SMALLEST = RecordingConfig(max_mb=2, segment_mb=1)
 
 
-def header(epoch: int = 0, line: dict[int, int] | None = None) -> SegmentHeader:
-    return SegmentHeader(run="run-1", epoch=epoch, number=0, line=line or {}, config={"name": "run-1"})
+def header(epoch: int = 0, line: dict[int, int] | None = None) -> RecordHeader:
+    return RecordHeader(run="run-1", epoch=epoch, line=line or {}, config={"name": "run-1"})
 
 
 def batch(position: int, *, num_groups: int = 2, padding: int = 0) -> tuple[BatchHead, list[RecordedGroup]]:
@@ -36,7 +37,15 @@ def batch(position: int, *, num_groups: int = 2, padding: int = 0) -> tuple[Batc
         )
         groups.append(RecordedGroup(encode_group(group) + noise(padding, position + n), findings))
     entries = tuple(
-        GroupEntry(index=10 * position + n + 1, outcome="trained", rewards=(1.0, 0.0)) for n in range(num_groups)
+        GroupEntry(
+            index=10 * position + n + 1,
+            outcome="trained",
+            rewards=(1.0, 0.0),
+            advantages=(0.5, -0.5),
+            finish_reasons=("stop", "length"),
+            num_sampled_tokens=(3, 4),
+        )
+        for n in range(num_groups)
     )
     head = BatchHead(
         position=position,
@@ -49,11 +58,15 @@ def batch(position: int, *, num_groups: int = 2, padding: int = 0) -> tuple[Batc
     return head, groups
 
 
+def rows(position: int, *, padding: int = 0) -> dict[str, Rows]:
+    return encode_batch(*batch(position, padding=padding))
+
+
 def noise(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def write_segments(
+def write_record(
     run_folder: Path,
     positions: range,
     *,
@@ -62,10 +75,10 @@ def write_segments(
     close: bool = True,
     padding: int = 0,
     config: RecordingConfig = SMALLEST,
-) -> SegmentFiles:
-    files = SegmentFiles(run_folder / FOLDER, header(epoch, line), config)
+) -> RecordFiles:
+    files = RecordFiles(run_folder / FOLDER, header(epoch, line), config)
     for position in positions:
-        files.append(*encode_batch(*batch(position, padding=padding)))
+        files.append(rows(position, padding=padding))
     if close:
         files.close()
     return files

@@ -122,7 +122,7 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(run: Run) -> None:
     with run.inspected() as url:
         head = ask(url, "/api/run")
         assert (head["kind"], head["num_groups"], head["notes"]) == ("record", 32 * NUM_UPDATES, [])
-        shown = ask(url, f"/api/groups/0-{at.batch.entry.position}-{at.place}")
+        shown = ask(url, f"/api/groups/0-{at.batch.position}-{at.place}")
         stale = ask(url, f"/api/groups?outcome=trained&lag_min={at.entry.max_lag}&size=200")
     assert shown["index"] == group.index and shown["answer"] == group.prompt.answer
     assert {row["lags"][1] for row in stale["rows"]} == {at.entry.max_lag}

@@ -92,14 +92,14 @@ def test_the_record_of_a_killed_and_continued_demo_gives_its_losses_again(demo):
 
     record = Record(demo.folder)
     # Three were taken behind the checkpoint at least; the last one's record may have been under way.
-    assert record.num_undone >= 2 and record.missing == []
+    assert len(record.undone) >= 2 and record.missing == []
     heads = [record.head(at) for at in record.batches]
     assert [head.update for head in heads] == list(range(1, NUM_UPDATES + 1))
     indexes = [group.entry.index for group in record.groups()]
-    books = json.loads((demo.folder / "trainer.json").read_text())
-    assert len(set(indexes)) == len(indexes) == books["num_groups_trained"] + books["num_groups_skipped"]
+    ledger = json.loads((demo.folder / "trainer.json").read_text())
+    assert len(set(indexes)) == len(indexes) == ledger["num_groups_trained"] + ledger["num_groups_skipped"]
     trained = [group for group in record.groups() if group.entry.outcome == "trained"]
-    assert len(trained) == books["num_groups_trained"]
+    assert len(trained) == ledger["num_groups_trained"]
     gaps = []
     for group in trained[:100]:
         recorded = record.group(group)

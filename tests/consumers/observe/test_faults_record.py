@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from penstock.consumers.observe.errors import RunFailedError
-from penstock.consumers.observe.record_files import SegmentFiles
+from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW
 from penstock.schemas.record_reader import Record
@@ -22,11 +22,11 @@ from waiting import wait_for
 pytestmark = pytest.mark.redis
 
 PLACES = {
-    "before the record is on the disk": (SegmentFiles, "sync", "before"),
-    "between record and checkpoint": (SegmentFiles, "sync", "after"),
+    "before the record is on the disk": (RecordFiles, "sync", "before"),
+    "between record and checkpoint": (RecordFiles, "sync", "after"),
     "between checkpoint and commit": (Checkpoints, "write", "after"),
     "after the commit": (Checkpoints, "committed", "before"),
-    "in the middle of a batch": (SegmentFiles, "append", "before"),
+    "in the middle of a batch": (RecordFiles, "append", "before"),
 }
 
 
@@ -40,7 +40,7 @@ def assert_recorded_once(bench, client) -> Record:
     record = Record(bench.folder)
     assert recorded(record) == bench.saved_training(client)
     assert record.missing == []
-    assert [at.entry.position for at in record.batches] == list(range(len(record.batches)))
+    assert [at.position for at in record.batches] == list(range(len(record.batches)))
     updates = [head.update for head in map(record.head, record.batches) if head.counts]
     assert updates == list(range(1, len(updates) + 1))
     for group in record.groups():
@@ -79,7 +79,7 @@ def test_a_trainer_killed_around_a_commit_leaves_each_trained_group_once(bench, 
     assert len(record.batches) == 12
 
 
-OFTEN_A_NEW_SEGMENT = with_learner("""
+OFTEN_A_NEW_FILE = with_learner("""
 import random
 import penstock.consumers.observe.record_files
 penstock.consumers.observe.record_files._MB = 4_000
@@ -92,13 +92,13 @@ class Learner(ScriptedLearner):
 
 @pytest.mark.slow
 def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_client, processes):
-    # kill -9 at any moment, in a segment of four kilobytes, a checkpoint every third update.
+    # kill -9 at any moment, in files of four kilobytes, one batch each, a checkpoint every third update.
     rng = random.Random(3)
     bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=60", "checkpoint.every=3"]
     bench.overrides += ["evaluation.num_prompts=0"]
     bench.hardy_producer()
     for life in range(4):
-        process = processes.start("trainer", *(["--resume"] if life else []), program=OFTEN_A_NEW_SEGMENT)
+        process = processes.start("trainer", *(["--resume"] if life else []), program=OFTEN_A_NEW_FILE)
         is_last = life == 3
         if is_last:
             assert process.wait(120) == 0, processes.log("trainer")
@@ -114,37 +114,38 @@ def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_
     assert_settled_once(bench, redis_client)
     record = assert_recorded_once(bench, redis_client)
     assert len(record.batches) == 60
-    assert len(record.segments) > 20
-    assert record.num_undone > 0, "some kill fell between two checkpoints"
+    assert len(record.files) > 20
+    assert len(record.undone) > 0, "some kill fell between two checkpoints"
 
 
 DIES_WRITING_THE_SEVENTH_BATCH = with_learner("""
-write, calls = os.write, []
-def write_half(descriptor, data):
-    if isinstance(data, memoryview):  # as the record writes; the first is the header
-        calls.append(data)
-        if len(calls) == 8:
-            write(descriptor, data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-    return write(descriptor, data)
-os.write = write_half
+import sqlite3
+class Connection(sqlite3.Connection):
+    num_commits = 0
+    def execute(self, statement, *arguments):
+        if "INTO contents" in statement:
+            Connection.num_commits += 1
+            if Connection.num_commits == 4 * 6 + 2:  # the seventh batch's second group: half of it is written
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(statement, *arguments)
+connect = sqlite3.connect
+sqlite3.connect = lambda *args, **named: connect(*args, factory=Connection, **named)
 Learner = ScriptedLearner
 """)
 
 
-def test_a_batch_half_written_when_the_trainer_was_killed_is_said_and_done_again(bench, redis_client, processes):
+def test_a_batch_half_written_when_the_trainer_was_killed_is_done_again(bench, redis_client, processes):
     bench.overrides = ["record=true"]
     bench.hardy_producer()
     process = processes.start("first", program=DIES_WRITING_THE_SEVENTH_BATCH)
     assert process.wait(60) == -signal.SIGKILL, processes.log("first")
-    torn = Record(bench.folder)
-    assert len(torn.batches) == 6
-    assert "after batch 6 of the segment are no whole one" in torn.notes[0] and "cut off by a kill" in torn.notes[0]
+    cut = Record(bench.folder)
+    assert len(cut.batches) == 6 and cut.notes == []
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4
     assert second.run()
     record = assert_recorded_once(bench, redis_client)
-    assert len(record.batches) == 12 and record.num_undone == 2
+    assert len(record.batches) == 12 and len(record.undone) == 2
 
 
 def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
@@ -160,11 +161,11 @@ def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4
     between = Record(bench.folder)
-    assert len(between.batches) == 4 and between.num_undone == 3, "said before the first new batch"
+    assert len(between.batches) == 4 and len(between.undone) == 3, "said before the first new batch"
     assert second.run()
     record = assert_recorded_once(bench, redis_client)
-    assert record.num_undone == 3
-    assert [at.segment.header.epoch for at in record.batches] == [0] * 4 + [1] * 8
+    assert len(record.undone) == 3
+    assert [at.file.header.epoch for at in record.batches] == [0] * 4 + [1] * 8
     assert record.header.forks == {1: 4} and record.header.line == {0: 4}
 
 
@@ -212,14 +213,14 @@ def test_a_run_that_is_given_up_has_recorded_what_it_books(bench, redis_client):
     record = Record(bench.folder)
     assert sorted(recorded(record, outcome="dead")) == list(trainer._ledger.by_outcome["dead"])
     assert len(record.batches) == 2 + MAX_FAILED_STEPS_IN_A_ROW
-    assert record.segments[0].is_closed
+    assert [file.suffix for file in (bench.folder / "record").iterdir()] == [".sqlite"], "closed"
 
 
 def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client, monkeypatch, caplog):
     bench.overrides = ["record=true"]
     bench.hardy_producer()
     trainer = bench.trainer()
-    sync, left = SegmentFiles.sync, [1]
+    sync, left = RecordFiles.sync, [1]
 
     def full(self) -> None:
         if left[0]:
@@ -228,7 +229,7 @@ def test_nothing_is_committed_that_the_record_does_not_hold(bench, redis_client,
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(self)
 
-    monkeypatch.setattr(SegmentFiles, "sync", full)
+    monkeypatch.setattr(RecordFiles, "sync", full)
     assert trainer.run()
     said = [record.message for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(said) == 1 and "the record of rollouts cannot be written" in said[0]
@@ -263,11 +264,11 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
 
         def refuse_from_now_on() -> None:
             first._recorder._wait()  # the batch before is written in a thread
-            patch.setattr(penstock.schemas.record, "MAX_FRAME_BYTES", 100)
+            patch.setattr(penstock.schemas.record, "MAX_UNPACKED_BYTES", 100)
 
         at_step(first, 5, refuse_from_now_on)
         with pytest.raises(
-            RunFailedError, match=r"a batch cannot be recorded: ValueError: batch 5: .* at most 100; cont"
+            RunFailedError, match=r"a batch cannot be recorded: ValueError: a group of .* at most 100; cont"
         ):
             first.run()
         first.close()
@@ -288,7 +289,7 @@ def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redi
         raise ValueError("no such file")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentFiles, "close", fail)
+        patch.setattr(RecordFiles, "close", fail)
         trainer.close()
     assert "a batch cannot be recorded: ZeroDivisionError" in caplog.text
     assert "the record of rollouts is not closed: no such file" in caplog.text
@@ -310,10 +311,10 @@ def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(b
     with pytest.raises(KilledError):
         second.run()
     record = Record(bench.folder)
-    assert len(record.batches) == 4 and record.num_undone == 3 and record.header.epoch == 1
+    assert len(record.batches) == 4 and len(record.undone) == 3 and record.header.epoch == 1
     assert recorded(record) == bench.saved_training(redis_client)[:16]
     bench.overrides = ["record=true"]
     assert bench.trainer(resume=True).run()
     record = Record(bench.folder)
-    assert record.missing == [(4, 8)] and [at.entry.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert record.missing == [(4, 8)] and [at.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
     assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,9 @@ from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.policy import make_version
-from penstock.schemas.record import GroupEntry
+from penstock.schemas.record import GroupEntry, RecordReadError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
-from penstock.schemas.rollout_file import RolloutFileError
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -236,7 +236,7 @@ def test_what_a_rollback_undid_is_told_from_what_was_done_instead(tmp_path):
     (row,) = catalogue.page(RowQuery(size=1))["rows"]
     assert row["key"] != KNOWN_KEY and catalogue.group(row["key"])["prompt"]["text"] == "201+201="
     for key in (KNOWN_KEY, TURNS_KEY):
-        with pytest.raises(RolloutFileError, match="batch 10 of trainer 0 was undone by a rollback"):
+        with pytest.raises(RecordReadError, match="batch 10 of trainer 0 was undone by a rollback"):
             catalogue.group(key)
     assert catalogue.group("0-9-6")["index"] == NUM_PLAIN, "what was before the fork keeps its name"
     files.close()
@@ -484,18 +484,16 @@ def test_the_filtered_groups_are_exported_whole(server):
 def test_an_export_says_which_group_was_dropped_meanwhile(tmp_path):
     inspected_run(tmp_path)
     catalogue = Catalogue(NAME, RecordSource(Record(tmp_path / NAME)), None)
-    next((tmp_path / NAME / "record").glob("*.segment")).unlink()
+    next((tmp_path / NAME / "record").glob("*.sqlite")).unlink()
     lines = list(catalogue.export(RowQuery()))
     assert len(lines) == NUM_PLAIN + 5 and all("dropped from the record" in line["problem"] for line in lines)
 
 
 def test_a_batch_that_was_altered_is_named_and_hides_no_other(tmp_path):
     inspected_run(tmp_path)
-    record = Record(tmp_path / NAME)
-    entry = record.batches[3].entry
-    with next((tmp_path / NAME / "record").glob("*.segment")).open("r+b") as file:
-        file.seek(entry.offset + 8)
-        file.write(bytes(30))
+    with closing(sqlite3.connect(next((tmp_path / NAME / "record").glob("*.sqlite")))) as connection:
+        connection.execute("UPDATE batches SET metrics = '{' WHERE position = 3")
+        connection.commit()
     source = RecordSource(Record(tmp_path / NAME))
     assert len(source.rows) == NUM_PLAIN + 5 - 7
     assert any("altered since it was written" in note for note in source.notes)

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -179,10 +181,9 @@ def test_a_name_that_is_taken_is_refused(training, capsys):
     assert status == 2 and "exists already; choose another name" in err
 
 
-def test_a_record_that_has_lost_its_oldest_segments_is_played_from_a_checkpoint_only(training, model, capsys):
+def test_a_record_that_has_lost_its_oldest_files_is_played_from_a_checkpoint_only(training, model, capsys):
     training.train(2, config=settings(model, recording=RecordingConfig(max_mb=2, segment_mb=1)))
-    oldest = min((training.folder / "record").iterdir())
-    oldest.unlink()
+    min((training.folder / "record").iterdir()).unlink()
     assert Record(training.folder).missing == [(0, 4)]
     said = refused(capsys, training)
     assert "its first batch is of update 5: the oldest were dropped" in said and "--from a checkpoint" in said
@@ -192,8 +193,7 @@ def test_a_record_that_has_lost_its_oldest_segments_is_played_from_a_checkpoint_
 def test_a_gap_is_named_with_the_updates_before_it(training, model, capsys):
     training.train(2)
     training.train(1)
-    segments = sorted((training.folder / "record").iterdir())
-    segments[1].unlink()
+    sorted((training.folder / "record").iterdir())[1].unlink()
     assert "batches 4 to 5 are missing; expected --updates of at most 4" in refused(capsys, training)
     assert replay(capsys, training, "--updates", "4")[0] == 0
 
@@ -235,8 +235,9 @@ def test_what_finished_before_the_record_broke_is_kept(training, capsys, monkeyp
 
     def break_before_the_second(record, batches, start, variant):
         if variant.name == "second":
-            segment = batches[-1].segment.file
-            segment.write_bytes(segment.read_bytes()[: batches[-1].entry.offset + 20])
+            with closing(sqlite3.connect(batches[-1].file.path)) as connection:
+                connection.execute("UPDATE contents SET payload = x'00' WHERE position = 3")
+                connection.commit()
         return play(record, batches, start, variant)
 
     monkeypatch.setattr(player, "play", break_before_the_second)
