@@ -1,12 +1,15 @@
 """The pages for readers: links lead somewhere, and what they name, quote and show as code is there and works."""
 
+import argparse
 import ast
+import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.deploy.cli import COMMANDS
+from penstock.deploy.cli import COMMANDS, add_commands
 
 from docs import configuration
 
@@ -82,6 +85,42 @@ def test_the_page_of_commands_has_every_make_target() -> None:
         "venv-dev",
         "venv-peers",
     }
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The arguments of every `penstock` command that a page shows, in a block or in a line."""
+    text = text_of(page).replace("\\\n", " ")
+    shown = re.findall(r"`(penstock [a-z][^`\n]*)`", text)
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
+        shown += block.splitlines()
+    for line in shown:
+        if found := re.search(r"(?:^|^\$ |--rm |-- )penstock ([a-z][^#|]*)", line):
+            yield found[1].replace("INDEX", "7").strip().removesuffix("...").strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_penstock_command_of_a_page_is_one_that_is_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names what is no more
+    parser = argparse.ArgumentParser(prog="penstock", exit_on_error=False)
+    add_commands(parser, COMMANDS)
+    refused = []
+    for shown in commands(page):
+        try:
+            parser.parse_args(shlex.split(shown))
+        except (SystemExit, argparse.ArgumentError):
+            if "arguments are required" not in (said := capsys.readouterr().err):
+                refused.append((shown, said.strip().splitlines()[-1:]))
+    assert refused == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_and_make_target_that_a_page_runs_is_there(page: Path) -> None:
+    text = text_of(page)
+    modules = set(re.findall(r"python -m ([\w.]+)", text)) - {"pip", "pytest", "ruff", "venv"}
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    targets = re.findall(r"`make ([a-z-]+)[^`]*`", text)
+    assert [target for target in targets if not re.search(rf"^{target}:", text_of(ROOT / "Makefile"), re.M)] == []
 
 
 def test_each_named_failure_has_tests_that_are_there() -> None:
