@@ -23,6 +23,7 @@ from penstock.deploy.launch.command_line import (
 from penstock.deploy.operate import commands as operate
 from penstock.deploy.parity import command as parity
 from penstock.deploy.prometheus import command as prometheus
+from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
 from penstock.deploy.watch import command as watch
 from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
@@ -314,11 +315,15 @@ COMMANDS = (
     *operate.COMMANDS,
     parity.COMMAND,
     prometheus.COMMAND,
+    record.COMMAND,
     replay.COMMAND,
     watch.COMMAND,
     inspector.COMMAND,
 )
-GROUPS = {"dead": "list, show or requeue the dead letters of a run"}
+GROUPS = {
+    "dead": "list, show or requeue the dead letters of a run",
+    "record": "export the record of a run's rollouts",
+}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.updates is not None and arguments.updates < 1:
         raise ConfigError(f"--updates {arguments.updates}: expected 1 or more")
     variants = variants_of(arguments.objective, arguments.set, arguments.variant)
-    run_folder = _run_folder(arguments.run, arguments.runs)
+    run_folder = find_run_folder(arguments.run, arguments.runs)
     results = _results_folder(run_folder, arguments.name)
     try:
         record = Record(run_folder)
@@ -145,7 +145,8 @@ def _about(
     }
 
 
-def _run_folder(run: str, runs: Path) -> Path:
+def find_run_folder(run: str, runs: Path) -> Path:
+    """The folder of a run by its name in `runs`, or by itself. Raises ConfigError if there is none."""
     folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
     if not folders:
         raise ConfigError(f"{run}: neither a folder nor a run in {runs}")

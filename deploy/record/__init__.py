@@ -1,0 +1,1 @@
+"""`penstock record export`: a run's record as a Parquet file. Imported through `command`."""

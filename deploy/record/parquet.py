@@ -1,0 +1,122 @@
+"""The record as a table: a row per segment of a rollout, its tokens in list columns."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from penstock.schemas.record import RecordedGroup, RecordReadError, sampled_tokens
+from penstock.schemas.record_reader import BatchAt, GroupAt, Record
+from penstock.schemas.rollout import RecordError, unpack_ids
+
+COLUMNS = pa.schema(
+    {
+        "epoch": pa.int64(),
+        "position": pa.int64(),
+        "update": pa.int64(),
+        "policy_version": pa.int64(),
+        "time_s": pa.float64(),
+        "index": pa.int64(),
+        "outcome": pa.string(),
+        "reason": pa.string(),
+        "producer_id": pa.string(),
+        "ess_fraction": pa.float64(),
+        "rollout": pa.int32(),
+        "segment": pa.int32(),
+        "prompt": pa.string(),
+        "messages": pa.string(),
+        "answer": pa.string(),
+        "metadata": pa.map_(pa.string(), pa.string()),
+        "reward": pa.float64(),
+        "reward_parts": pa.map_(pa.string(), pa.float64()),
+        "advantage": pa.float64(),
+        "finish_reason": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "positions": pa.list_(pa.int32()),
+        "versions": pa.list_(pa.int64()),
+        "lags": pa.list_(pa.int32()),
+        "behavior_logprobs": pa.list_(pa.float32()),
+        "proximal_logprobs": pa.list_(pa.float32()),
+        "importance_weights": pa.list_(pa.float32()),
+        "kept": pa.list_(pa.bool_()),
+    }
+)
+"""`token_ids` are all tokens of a segment; the lists behind it have one value per sampled token, at `positions`."""
+
+
+def write_parquet(record: Record, file: Path) -> int:
+    """Writes the file, whole or not at all, one row group per batch; returns the number of rows.
+
+    Raises:
+        RecordReadError: a batch cannot be read.
+        OSError: the file cannot be written.
+    """
+    partial = file.with_name(file.name + ".partial")
+    num_rows = 0
+    try:
+        with pq.ParquetWriter(partial, COLUMNS, compression="zstd") as writer:
+            for at in record.batches:
+                table = pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
+                writer.write_table(table)
+                num_rows += table.num_rows
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return num_rows
+
+
+def _rows(record: Record, at: BatchAt) -> Iterator[dict[str, Any]]:
+    head, groups = record.batch(at)
+    fields = {
+        "epoch": at.file.header.epoch,
+        "position": head.position,
+        "update": head.update,
+        "policy_version": head.policy_version,
+        "time_s": head.time_s,
+    }
+    for place, recorded in enumerate(groups):
+        try:
+            yield from (fields | row for row in _rows_of_group(GroupAt(at, head, place), recorded))
+        except RecordError as error:
+            raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
+
+
+def _rows_of_group(at: GroupAt, recorded: RecordedGroup) -> Iterator[dict[str, Any]]:
+    group, entry = recorded.decode(), at.entry
+    messages = group.prompt.messages
+    fields = {
+        "index": entry.index,
+        "outcome": entry.outcome,
+        "reason": entry.reason or None,
+        "producer_id": entry.producer_id,
+        "ess_fraction": entry.ess_fraction,
+        "prompt": group.prompt.text,
+        "messages": None if messages is None else msgspec.json.encode(messages).decode(),
+        "answer": group.prompt.answer,
+        "metadata": list(group.prompt.metadata.items()),
+    }
+    for r, (rollout, found) in enumerate(zip(group.rollouts, recorded.findings, strict=True)):
+        reward = rollout.reward
+        parts = {"reward": reward.value, "reward_parts": list(reward.parts.items()), "advantage": entry.advantages[r]}
+        for s, (segment, findings) in enumerate(zip(rollout.segments, found, strict=True)):
+            tokens = sampled_tokens(segment, findings)
+            is_scored = bool(findings.kept)
+            yield (
+                fields
+                | parts
+                | {
+                    "rollout": r,
+                    "segment": s,
+                    "finish_reason": segment.finish_reason,
+                    "token_ids": unpack_ids(segment.token_ids),
+                    "positions": [token.position for token in tokens],
+                    "versions": [token.version for token in tokens],
+                    "lags": [token.lag for token in tokens],
+                    "behavior_logprobs": [token.behavior_logprob for token in tokens],
+                    "proximal_logprobs": [token.proximal_logprob for token in tokens] if is_scored else None,
+                    "importance_weights": [token.importance_weight for token in tokens] if is_scored else None,
+                    "kept": [token.is_kept for token in tokens] if is_scored else None,
+                }
+            )
