@@ -1,4 +1,4 @@
-"""Every sink of a run, fed without a wait."""
+"""Every sink of a run, fed without holding up training."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,7 @@ from penstock.schemas.config import ConfigError, MetricsConfig, RunConfig, Wandb
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""Points kept for a sink that is slower than training; what does not fit is dropped and counted."""
+"""Points kept for a sink that is slower than training; further ones are dropped and counted."""
 CLOSE_S = 30.0
 """How long the end of a trainer waits for a sink."""
 FIRST_RETRY_S = 30.0
@@ -37,10 +37,10 @@ def check_sinks(config: MetricsConfig) -> None:
 
 
 class Sinks:
-    """Every sink of the run file, each fed by a thread of its own. One that fails is logged once, and counted; it is
-    opened again later, and what comes meanwhile is dropped and counted.
+    """Every sink of the run file, each fed by a thread of its own. The first failure of one is logged, all are counted;
+    it is opened again later, and points that come meanwhile are dropped and counted.
 
-    start: the update that this trainer continues after; what a sink already has of later ones is not there any more.
+    start: the update that this trainer continues after; what a sink already has of later ones is void.
     on_error: called with the sink's name at each failure and at each point dropped.
 
     Raises:
@@ -55,14 +55,14 @@ class Sinks:
         if metrics.tensorboard:
             folder = run_folder / "tensorboard"
             self._feeders.append(
-                _Feeder("tensorboard", lambda again: _tensorboard(folder, None if again else start), on_error)
+                _Feeder("tensorboard", lambda reopened: _tensorboard(folder, None if reopened else start), on_error)
             )
         if metrics.wandb is not None:
             wandb = metrics.wandb
             self._feeders.append(_Feeder("wandb", lambda _: _wandb(wandb, config, run_folder), on_error))
 
     def update(self, line: Mapping[str, Any]) -> None:
-        """Takes a line of updates.jsonl. One of a batch that made no update repeats a number, and is passed over."""
+        """Takes a line of updates.jsonl. A batch that made no update repeats a number: its line is passed over."""
         if line["update"] > self._last_update:
             self._last_update = line["update"]
             self._feed("updates", line)
@@ -71,7 +71,7 @@ class Sinks:
         self._feed("evaluations", line)
 
     def close(self) -> None:
-        """Waits until everything is written, for `CLOSE_S` at most. More than once is once."""
+        """Waits until everything is written, for `CLOSE_S` at most. A second call does nothing."""
         for feeder in self._feeders:
             feeder.end()
         for feeder in self._feeders:
@@ -86,33 +86,32 @@ class Sinks:
 
 
 class _Feeder:
-    """Opens a sink and hands it points, in a thread of its own: waits for a point, `put` or `end` unblocks it.
+    """Opens a sink and writes points to it, in a thread that waits for a point: `put` or `end` unblocks it.
 
-    open_sink: gets whether this feeder has had it open before.
+    open_sink: called with `reopened`, True after the first open.
     """
 
     def __init__(self, name: str, open_sink: Callable[[bool], Sink], on_error: Callable[[str], None]) -> None:
         self._name = name
         self._open_sink = open_sink
+        self._on_error = on_error
         self._sink: Sink | None = None
-        self._has_opened = False
+        self._has_opened = self._has_told = self._is_ending = False
         self._retry_s = FIRST_RETRY_S
         self._next_try_s = 0.0
-        self._on_error = on_error
-        self._has_told = False
-        self._points: queue.Queue[SinkPoint | None] = queue.Queue(MAX_WAITING)
-        self._ended = threading.Event()
+        self._points: queue.SimpleQueue[SinkPoint | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def put(self, point: SinkPoint) -> None:
-        try:
-            self._points.put_nowait(point)
-        except queue.Full:
+        if self._points.qsize() < MAX_WAITING:
+            self._points.put(point)
+        else:
             self._failed("it does not keep up, points are dropped")
 
     def end(self) -> None:
-        self._ended.set()
+        self._is_ending = True
+        self._points.put(None)
 
     def join(self) -> None:
         self._thread.join(CLOSE_S)
@@ -121,8 +120,8 @@ class _Feeder:
 
     def _run(self) -> None:
         self._open()
-        while (point := self._next()) is not None:
-            if self._sink is None and time.monotonic() >= self._next_try_s and not self._ended.is_set():
+        while (point := self._points.get()) is not None:
+            if self._sink is None and time.monotonic() >= self._next_try_s and not self._is_ending:
                 self._open()
             if self._sink is None:
                 self._failed("points are dropped until it is open again")
@@ -138,34 +137,23 @@ class _Feeder:
         try:
             self._sink = self._open_sink(self._has_opened)
             self._has_opened = True
-        except Exception as error:  # the isolation boundary: what a sink does never reaches training
-            self._failed(f"it cannot be opened: {type(error).__name__}: {error}")
-            self._leave_alone()
+        except Exception as error:  # the isolation boundary: a sink's failure never reaches training
+            self._leave_alone(f"it cannot be opened: {type(error).__name__}: {error}")
 
     def _write(self, sink: Sink, point: SinkPoint) -> None:
         try:
             sink.write(point)
             self._retry_s = FIRST_RETRY_S
         except Exception as error:
-            self._failed(f"{type(error).__name__}: {error}")
             self._sink = None
-            with contextlib.suppress(Exception):  # counted already
+            with contextlib.suppress(Exception):  # counted below
                 sink.close()
-            self._leave_alone()
+            self._leave_alone(f"{type(error).__name__}: {error}")
 
-    def _leave_alone(self) -> None:
+    def _leave_alone(self, why: str) -> None:
         self._next_try_s = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
-
-    def _next(self) -> SinkPoint | None:
-        """The next point; None once there is none and no more will come."""
-        while True:
-            is_last = self._ended.is_set()
-            try:
-                return self._points.get(timeout=0 if is_last else 0.2)
-            except queue.Empty:
-                if is_last:
-                    return None
+        self._failed(why)
 
     def _failed(self, why: str) -> None:
         self._on_error(self._name)

@@ -1,4 +1,4 @@
-"""What a sink gets."""
+"""The points that a sink is fed with."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,7 @@ class SinkPoint(NamedTuple):
 
 
 class Sink(Protocol):
-    """Used by one thread. Every method may take its time and may raise anything."""
+    """Used by one thread. Every method may block and may raise anything."""
 
     def write(self, point: SinkPoint) -> None: ...
 

@@ -1,5 +1,6 @@
 """TensorBoard event files of a run."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.consumers.observe.sinks.points import SinkPoint
@@ -15,19 +16,18 @@ class TensorBoard:
     point comes again.
 
     Raises:
-        OSError: of the files, by any method. `write` may tell of points given before, up to `_FLUSH_S` old.
+        OSError: from any method, if the files cannot be written. `write` may report points up to `_FLUSH_S` old.
     """
 
     def __init__(self, folder: Path, start: int | None) -> None:
         first_step = {"updates": None if start is None else start + 1, "evaluations": start}
         self._writers: dict[str, SummaryWriter] = {}
-        try:
+        with ExitStack() as opened:
             for kind, step in first_step.items():
                 self._writers[kind] = SummaryWriter(str(folder / kind), purge_step=step, flush_secs=_FLUSH_S)
-                self._writers[kind].flush()  # what is purged is purged for good, and need not be again
-        except BaseException:
-            self._close()
-            raise
+                opened.callback(self._writers[kind].close)
+                self._writers[kind].flush()  # the purge is on the disk, and need not be repeated
+            self._opened = opened.pop_all()
 
     def write(self, point: SinkPoint) -> None:
         writer = self._writers[point.kind]
@@ -35,16 +35,5 @@ class TensorBoard:
             writer.add_scalar(name, value, point.update, walltime=point.time_s)
 
     def close(self) -> None:
-        problems = self._close()
-        if problems:
-            raise problems[0]
-
-    def _close(self) -> list[Exception]:
-        """What one cannot write is no reason to leave the other's last points unwritten."""
-        problems = []
-        for writer in self._writers.values():
-            try:
-                writer.close()
-            except Exception as error:
-                problems.append(error)
-        return problems
+        """Closes both writers, though one of them fails."""
+        self._opened.close()

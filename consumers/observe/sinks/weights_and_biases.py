@@ -1,7 +1,7 @@
-"""A run at Weights & Biases, by a process of its own.
+"""A run at Weights & Biases, in a process of its own.
 
-The package changes what the process around it does when it ends: hooks around `sys.exit`, a wait without a limit for
-a server that is away. A trainer is to end when it has ended.
+The package changes how the process around it ends: hooks around `sys.exit`, and an unlimited wait for an unreachable
+server. A trainer must not wait for either.
 """
 
 import json
@@ -26,14 +26,14 @@ FINISH_S = 30.0
 
 
 class WandbError(RuntimeError):
-    """What W&B's process could not do."""
+    """A failure in W&B's process."""
 
 
 class WeightsAndBiases:
     """One W&B run for the whole life of a run: its id is kept in `wandb.json`. The step is the update.
 
-    Online, W&B keeps what it has: updates that a resume repeats are not sent again. Offline nobody knows what it has:
-    every trainer leaves a folder of its own under `wandb/`, all with one id, which hold repeated updates each.
+    Online, updates that W&B has already are not sent again after a resume. Offline nobody knows what the server has:
+    each trainer leaves a folder of its own under `wandb/`, all with one id, and a repeated update is in several.
 
     Raises:
         WandbError: no key, no server.
@@ -44,7 +44,7 @@ class WeightsAndBiases:
         logs.hand_down()
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
-        # A daemon is ended with this process at the latest.
+        # A daemon ends with this process at the latest.
         self._process = context.Process(
             target=_serve, args=(far_end, wandb, config, run_folder, run_id, FINISH_S), daemon=True
         )
@@ -64,7 +64,7 @@ class WeightsAndBiases:
         self._answer()
 
     def _answer(self) -> None:
-        """Waits for what came of the last message; that, or the end of the process, unblocks it."""
+        """Waits for the answer to the last message; the answer, or the end of the process, unblocks it."""
         try:
             problem = self._connection.recv()
         except EOFError:
@@ -87,11 +87,14 @@ def _run_id(file: Path) -> str:
 def _serve(
     connection: Connection, wandb: WandbConfig, config: RunConfig, run_folder: Path, run_id: str, finish_s: float
 ) -> None:
-    """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Each message is
-    answered: None, or what went wrong. Ends `finish_s` after the trainer at the latest."""
+    """Opens the W&B run and logs points until None or the end of the other side, then finishes it. Answers each message
+    with None or an error. Ends `finish_s` after the trainer at the latest.
+
+    It waits for a message; one, or the trainer's end, unblocks it.
+    """
     threading.Thread(target=_end_after_parent, args=(finish_s,), name="parent", daemon=True).start()
     os.environ["WANDB_SILENT"] = "true"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then says that it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes this sink
     logs.inherit("wandb")
     try:
         run = _Run(wandb, config, run_folder, run_id)
@@ -107,7 +110,7 @@ def _serve(
 
 
 def _end_after_parent(finish_s: float) -> None:
-    """Waits for the end of the trainer. W&B waits for a server that is away without a limit, and nobody is left to
+    """Waits for the end of the trainer: W&B waits for an unreachable server without a limit, and nobody else is left to
     end this process."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
@@ -120,7 +123,7 @@ def _next(connection: Connection) -> SinkPoint | None:
     try:
         point: SinkPoint | None = connection.recv()
         return point
-    except EOFError:  # the trainer was killed; what W&B has taken is its own by now
+    except EOFError:  # the trainer was killed; W&B has what was sent before
         connection.close()
         return None
 
@@ -152,13 +155,13 @@ class _Run:
         )
         self._run.define_metric("evaluation/*", step_metric="evaluation/update")
         self._step: int = self._run.step
-        """W&B takes no step below it."""
+        """W&B drops rows of an earlier step."""
         self._last_update = self._step - 1
-        """The last update that W&B has."""
+        """The last update that the server has."""
 
     def write(self, point: SinkPoint) -> None:
         if point.kind == "evaluations":
-            # It comes in later than its update's own line, and W&B takes steps in order: it has an axis of its own.
+            # It comes after its update's own line, and W&B takes steps in order: it has an axis of its own.
             named = {f"evaluation/{name}": value for name, value in point.numbers.items()}
             self._log({**named, "evaluation/update": point.update}, point.update)
         elif point.update > self._last_update:

@@ -354,24 +354,28 @@ def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwa
 
 def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_points(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    from penstock.consumers.observe.sinks.tensorboard import TensorBoard
+    from penstock.consumers.observe.sinks import tensorboard
 
-    sink = TensorBoard(tmp_path, 0)
+    close = tensorboard.SummaryWriter.close
 
-    def fail() -> None:
-        raise OSError("no room")
+    def fail_for(kind: str) -> Callable[[Any], None]:
+        def close_and_fail(writer: Any) -> None:
+            close(writer)
+            if writer.log_dir.endswith(kind):
+                raise OSError("no room")
 
-    closed: list[str] = []
-    close = sink._writers["evaluations"].close
-    monkeypatch.setattr(sink._writers["updates"], "close", fail)
-    monkeypatch.setattr(sink._writers["evaluations"], "close", lambda: (close(), closed.append("evaluations")))
-    sink.write(SinkPoint("evaluations", 3, 1003.0, {"accuracy": 0.5}))
-    with pytest.raises(OSError, match="no room"):
-        sink.close()
-    assert closed == ["evaluations"]
-    assert read_tensorboard(tmp_path / "evaluations", "accuracy") == [(3, 0.5, 1003.0)]
-    monkeypatch.undo()
-    sink.close()
+        return close_and_fail
+
+    sinks = tmp_path / "sinks"
+    for failing in ("updates", "evaluations"):
+        monkeypatch.setattr(tensorboard.SummaryWriter, "close", fail_for(failing))
+        sink = tensorboard.TensorBoard(sinks / failing, 0)
+        for kind in ("updates", "evaluations"):
+            sink.write(SinkPoint(kind, 3, 1003.0, {"accuracy": 0.5}))
+        with pytest.raises(OSError, match="no room"):
+            sink.close()
+        for kind in ("updates", "evaluations"):
+            assert read_tensorboard(sinks / failing / kind, "accuracy") == [(3, 0.5, 1003.0)]
 
 
 def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
@@ -387,7 +391,7 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_pa
     opened.close()
     opened.close()
     release.set()
-    assert 15 <= len(errors) <= 16, "all but those that wait and the one in hand, and the last wait"
+    assert 15 <= len(errors) <= 16, "all but those that wait and the one being written, and the last wait"
     assert len(caplog.records) == 1 and "does not keep up" in caplog.text
 
 
