@@ -1,10 +1,12 @@
 """Writes docs/configuration.md, every field of a run file, from schemas/config.py: `python docs/configuration.py`."""
 
 import ast
+import functools
 import inspect
 import itertools
 import json
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,16 +41,21 @@ class Field(NamedTuple):
     help: str
 
 
+@functools.cache
+def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of each class of a module, by its name."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def helps(struct: type) -> dict[str, str]:
     """The strings below the fields of a class and of its bases, by field."""
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
-        if not base.__module__.startswith("penstock."):
-            continue
-        body = ast.parse(inspect.getsource(base)).body[0].body
-        for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[field.target.id] = as_markdown(ast.literal_eval(below.value))
+        if base.__module__.startswith("penstock."):
+            for field, below in itertools.pairwise(class_bodies(base.__module__)[base.__name__]):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    found[field.target.id] = as_markdown(ast.literal_eval(below.value))
     return found
 
 
