@@ -62,6 +62,32 @@ class LogitChunk:
 Convention = Callable[[LogitChunk], Tensor]
 """Logprobs [n] of a chunk's tokens, or other numbers about them, [n, k]."""
 
+CONVENTIONS: dict[str, Convention] = {
+    "trainer": lambda chunk: chunk.trainer,
+    "processed": lambda chunk: chunk.logprobs(chunk.processed()),
+    "raw": lambda chunk: chunk.logprobs(chunk.logits),
+    "whole-vocabulary": lambda chunk: chunk.logprobs(chunk.scaled(chunk.logits)),
+    "kept-support": lambda chunk: chunk.logprobs(_truncated(chunk, chunk.processed())),
+    "penalties": lambda chunk: chunk.logprobs(_truncated(chunk, chunk.supported(chunk.scaled(_penalised(chunk))))),
+    "engine-head": lambda chunk: chunk.logprobs(chunk.supported(chunk.scaled(_by_bfloat16_head(chunk)))),
+    "moments": lambda chunk: _moments(_truncated(chunk, chunk.processed()), chunk.targets),
+}
+"""By the name of the hypothesis, if there is one.
+
+trainer: by the trainer's own head. processed: as the trainer takes them, at the recorded temperature and over the
+recorded sampling_mask. kept-support: over what top-k and top-p keep, computed anew, with the sampled token always among
+it. penalties: with the recorded penalties, temperature, top-k and top-p, in vLLM's order. engine-head: by a head with
+bfloat16 inputs that rounds its logits to bfloat16. moments: see `_moments`, of the processed distribution.
+"""
+
+
+def at_temperatures(by_recorded: Mapping[float, float]) -> dict[str, Convention]:
+    """Processed logprobs, and their moments, at another temperature for each recorded one."""
+    return {
+        "temperature": lambda chunk: chunk.logprobs(chunk.processed(by_recorded)),
+        "moments": lambda chunk: _moments(chunk.processed(by_recorded), chunk.targets),
+    }
+
 
 @torch.no_grad()
 def under_conventions(
@@ -113,35 +139,7 @@ def plain_logits(hidden: Tensor, head: Tensor, dtype: torch.dtype | None = None)
     return torch.cat([hidden.double() @ tile.to(dtype or tile.dtype).double().t() for tile in tiles], dim=1)
 
 
-def by_trainer(chunk: LogitChunk) -> Tensor:
-    return chunk.trainer
-
-
-def processed(chunk: LogitChunk) -> Tensor:
-    """As the trainer takes them: at the recorded temperature, over the recorded sampling_mask."""
-    return chunk.logprobs(chunk.processed())
-
-
-def raw(chunk: LogitChunk) -> Tensor:
-    return chunk.logprobs(chunk.logits)
-
-
-def whole_vocabulary(chunk: LogitChunk) -> Tensor:
-    return chunk.logprobs(chunk.scaled(chunk.logits))
-
-
-def at_temperatures(by_recorded: Mapping[float, float]) -> Convention:
-    """Processed logprobs at another temperature for each recorded one."""
-    return lambda chunk: chunk.logprobs(chunk.processed(by_recorded))
-
-
-def kept_support(chunk: LogitChunk) -> Tensor:
-    """Over what top-k and top-p keep, computed anew, the sampled token always among it."""
-    return chunk.logprobs(_truncated(chunk, chunk.processed()))
-
-
-def penalised(chunk: LogitChunk) -> Tensor:
-    """With the recorded penalties, temperature, top-k and top-p, in vLLM's order."""
+def _penalised(chunk: LogitChunk) -> Tensor:
     logits = chunk.logits.clone()
     for n, (row, offset) in enumerate(zip(chunk.rows, chunk.offsets, strict=True)):
         settings, ids = row.sampling, row.token_ids
@@ -154,32 +152,24 @@ def penalised(chunk: LogitChunk) -> Tensor:
         line = torch.where(torch.from_numpy(seen).to(logits.device), repeated, line)
         line = line - settings.frequency_penalty * counted
         logits[n] = line - settings.presence_penalty * (counted > 0)
-    return chunk.logprobs(_truncated(chunk, chunk.supported(chunk.scaled(logits))))
+    return logits
 
 
-def bfloat16_head(chunk: LogitChunk) -> Tensor:
-    """Processed logprobs by a head with bfloat16 inputs that rounds its logits to bfloat16."""
-    logits = plain_logits(chunk.hidden.bfloat16(), chunk.head, torch.bfloat16).float().bfloat16().double()
-    return chunk.logprobs(chunk.supported(chunk.scaled(logits)))
+def _by_bfloat16_head(chunk: LogitChunk) -> Tensor:
+    return plain_logits(chunk.hidden.bfloat16(), chunk.head, torch.bfloat16).float().bfloat16().double()
 
 
-def moments(by_recorded: Mapping[float, float] | None = None) -> Convention:
-    """[n, 2]: logprob + entropy and the variance of the logprob, of the processed distribution or at other
-    temperatures.
+def _moments(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n, 2]: logprob + entropy and the variance of the logprob.
 
     For a token drawn from the distribution the first is 0 in expectation, with the second as its variance.
     """
-
-    def two(chunk: LogitChunk) -> Tensor:
-        logits = chunk.processed(by_recorded)
-        logprobs = (_truncated(chunk, logits) if by_recorded is None else logits).log_softmax(-1)
-        p = logprobs.exp()
-        finite = torch.where(p > 0, logprobs, 0.0)
-        mean, square = (p * finite).sum(-1), (p * finite.square()).sum(-1)
-        selected = logprobs.gather(1, chunk.targets[:, None])[:, 0]
-        return torch.stack([selected - mean, square - mean.square()], dim=1)
-
-    return two
+    logprobs = logits.log_softmax(-1)
+    p = logprobs.exp()
+    finite = torch.where(p > 0, logprobs, 0.0)
+    mean, square = (p * finite).sum(-1), (p * finite.square()).sum(-1)
+    selected = logprobs.gather(1, targets[:, None])[:, 0]
+    return torch.stack([selected - mean, square - mean.square()], dim=1)
 
 
 def _truncated(chunk: LogitChunk, scaled: Tensor) -> Tensor:

@@ -1,30 +1,29 @@
-"""The gate: no optimizer step before engine and trainer agree. And the alert, should they part later."""
+"""The gate: no optimizer step before engine and trainer agree. The alert: a warning if they disagree later."""
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
-import torch
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityError, ParityReport, Verdict
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
+from penstock.schemas.process.files import write_whole
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 log = logging.getLogger(__name__)
 
 MAX_TOKENS = 20_000
-"""Sampled tokens that the gate looks at: a second or so for the trainer that is to train on them."""
+"""Sampled tokens that the gate checks: about a second of the trainer's time."""
 REFUSES = 'the parity gate refuses to train (parity.gate = "refuse")'
 WINDOW = 8
-"""Batches with rows of lag 0 whose mean the alert judges: a batch may have a few such tokens only."""
+"""Batches with rows of lag 0 whose mean the alert judges: one batch may have only a few such tokens."""
 SPREAD = 5.0
 """The alert's band, in multiples of the gap that the gate measured; at least a tenth of the tolerance, at most all."""
 
@@ -32,14 +31,14 @@ LagOf = Callable[[int], int]
 
 
 class ParityRefusedError(RuntimeError):
-    """Engine and trainer disagree, and the run file says to refuse that. Nothing was trained on the batch."""
+    """Engine and trainer disagree, and `parity.gate` is "refuse". Nothing was trained on the batch."""
 
 
 class Gate:
-    """Checks the first batch that holds tokens of the trainer's present weights, before anything is trained on it.
+    """Checks the first batch that holds tokens of the trainer's current weights, before anything is trained on it.
 
-    A new run's first batch does. After a resume the batches that were sampled before come first, by older weights; they
-    pass, and the gate waits.
+    That is the first batch of a new run. After a resume, batches sampled earlier by older weights come first; they pass
+    unchecked, and the gate stays pending.
 
     on_checked: called with the mean gap in nats once a batch is in parity.
     """
@@ -58,7 +57,7 @@ class Gate:
 
         Args:
             groups: the batch.
-            model: the trainer's, with the weights of `version`. It is left as it is.
+            model: the trainer's, with the weights of `version`. It is not changed.
             version: the trainer's own.
             lag_of: lags for `version`.
 
@@ -87,24 +86,17 @@ class Gate:
         self._conclude(report)
 
     def _report(self, groups: list[RolloutGroup], model: PackedModel, version: int) -> ParityReport:
-        began_s = time.monotonic()
-        with torch.no_grad():
-            report = check_parity(
-                groups,
-                config=self._config,
-                weights=lambda _: None,
-                device=next(iter(model.parameters())).device,
-                max_tokens=MAX_TOKENS,
-                loaded=LoadedPolicy(version, model),
-            )
-        return msgspec.structs.replace(
-            report, gate=self._config.parity.gate, seconds=time.monotonic() - began_s, points=()
+        report = check_parity(
+            groups,
+            config=self._config,
+            weights=lambda _: None,
+            max_tokens=MAX_TOKENS,
+            loaded=LoadedPolicy(version, model),
         )
+        return msgspec.structs.replace(report, gate=self._config.parity.gate, points=())
 
     def _write(self, report: ParityReport) -> None:
-        partial = self._file.with_suffix(".json.partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-        partial.replace(self._file)
+        write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
 
     def _conclude(self, report: ParityReport) -> None:
         self._write(report)
@@ -118,17 +110,17 @@ class Gate:
         log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', verdict.sentence)
 
     def _say(self, text: str) -> None:
-        """Once, however many batches it holds for."""
+        """Logs a text once, however many batches it holds for."""
         if text != self._said:
             self._said = text
             log.warning("%s", text)
 
 
 class Alert:
-    """Watches the gap at lag 0, which is the engine's alone: no drift is in it.
+    """Watches the gap at lag 0, which is pure engine mismatch without drift.
 
-    on_change: called with whether the gap, a mean over the last `WINDOW` batches that have one, is outside its band: at
-        the start and at each change. The band is the tolerance of `model.dtype` until `narrow` has a measurement.
+    on_change: called at the start and at each change with whether the gap, a mean over the last `WINDOW` batches that
+        have one, is outside its band. The band is the tolerance of `model.dtype` until `narrow` gets a measurement.
     """
 
     def __init__(self, config: RunConfig, on_change: Callable[[bool], None]) -> None:
@@ -142,7 +134,7 @@ class Alert:
         on_change(False)
 
     def narrow(self, gap: float) -> None:
-        """Takes the mean gap of engine and trainer in parity, in nats."""
+        """Narrows the band to a multiple of the mean gap under parity, in nats."""
         self.band = min(self._tolerance, max(SPREAD * gap, self._tolerance / 10))
 
     def watch(self, metrics: Mapping[str, float]) -> None:
@@ -167,7 +159,7 @@ class Alert:
 
 
 def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:
-    """The report that stands for a check which could not be made."""
+    """The report of a check that could not be made."""
     return ParityReport(
         verdict=Verdict(
             status="unclear",
@@ -187,10 +179,10 @@ def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str)
 
 
 def _at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:
-    """The rollouts of which every token was sampled by the trainer's present weights, labelled `version`.
+    """The rollouts whose every token was sampled by the trainer's current weights, labelled `version`.
 
-    After a resume the checkpoint's version stands for the same weights as the new one; the model in memory is known by
-    the new one only.
+    After a resume the checkpoint's version names the same weights as the new one; the model in memory is known by the
+    new one only.
     """
     kept = [rollout for rollout in group.rollouts if _is_fresh(rollout, lag_of)]
     if not kept:

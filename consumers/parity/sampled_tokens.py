@@ -41,8 +41,6 @@ DECISIVE_Z = 3.0
 _FIT_ELEMENTS = 1 << 23
 """Logits held for the fit of a temperature, in float64: 64 MB."""
 _FIT_TOKENS = 512
-_GRID = tuple(2.0 ** (n / 4) for n in range(-20, 21))
-_GOLDEN = (math.sqrt(5) - 1) / 2
 MAX_ROWS = 16
 """Rows that are off and are examined."""
 MAX_STEPS = 64
@@ -130,22 +128,18 @@ def _some(replay: Replay, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor, Te
 
 
 def _fit(logits: Tensor, targets: Tensor, engine: Tensor) -> float:
-    """Minimises the mean gap over a grid of temperatures, then by golden section around the best."""
+    """Minimises the mean gap over a grid of temperatures, then over ever finer grids around the best."""
 
     def gap(log_temperature: float) -> float:
         scaled = logits / math.exp(log_temperature)
         selected = scaled.gather(1, targets[:, None])[:, 0] - scaled.logsumexp(-1)
         return float((selected - engine).abs().mean())
 
-    best = min(_GRID, key=lambda t: gap(math.log(t)))
-    low, high = math.log(best) - math.log(2) / 4, math.log(best) + math.log(2) / 4
-    while high - low > 1e-7:
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if gap(left) <= gap(right):
-            high = right
-        else:
-            low = left
-    return math.exp((low + high) / 2)
+    best, width, steps = 0.0, 5 * math.log(2), 20
+    while width > 1e-7:
+        best = min((best + width * n / steps for n in range(-steps, steps + 1)), key=gap)
+        width, steps = width / steps, 5
+    return math.exp(best)
 
 
 def check_tokenizer(groups: Sequence[RolloutGroup], tokenizer: Any) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from penstock.consumers.parity import conventions
-from penstock.consumers.parity.conventions import Convention, under_conventions
+from penstock.consumers.parity.conventions import CONVENTIONS, Convention, at_temperatures, under_conventions
 from penstock.consumers.parity.replay import Replay
 from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import Sample, SampleRow, evenly
@@ -73,20 +72,14 @@ class SemanticHypotheses:
         yield Candidate("engine-head", self.bfloat16_head, flips=_ROUNDING_FLIPS)
 
     def _conventions(self) -> dict[str, Convention]:
-        found: dict[str, Convention] = {
-            "processed": conventions.processed,
-            "trainer": conventions.by_trainer,
-            "raw": conventions.raw,
-            "engine-head": conventions.bfloat16_head,
-            "moments": conventions.moments(),
-        }
+        names = ["processed", "trainer", "raw", "engine-head", "moments"]
         if any(row.sampling.has_penalties for row in self._rows):
-            found["penalties"] = conventions.penalised
+            names.append("penalties")
         if any(row.sampling.is_truncated and row.segment.sampling_mask is None for row in self._rows):
-            found["kept-support"] = conventions.kept_support
+            names.append("kept-support")
         if any(row.segment.sampling_mask is not None for row in self._rows):
-            found["whole-vocabulary"] = conventions.whole_vocabulary
-        return found
+            names.append("whole-vocabulary")
+        return {name: CONVENTIONS[name] for name in names}
 
     def _by_temperature(self) -> Iterator[Candidate]:
         """Raw logprobs and another temperature. The sampled tokens tell them apart where the numbers cannot."""
@@ -95,11 +88,7 @@ class SemanticHypotheses:
             yield raw
             return
         fitted = fitted_temperatures(self._replay, self._rows)
-        at_fitted: dict[str, Convention] = {
-            "temperature": conventions.at_temperatures(fitted),
-            "moments": conventions.moments(fitted),
-        }
-        found = under_conventions(self._replay, self._rows, at_fitted)
+        found = under_conventions(self._replay, self._rows, at_temperatures(fitted))
         test = sampling_test(found["moments"], found["temperature"], self._fair)
         is_one = all(abs(temperature - 1) <= _SAME_TEMPERATURE for temperature in fitted.values())
         drawn_there, drawn_as_recorded = fits_better(test, self._test), fits_better(self._test, test)
