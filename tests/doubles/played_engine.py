@@ -47,8 +47,8 @@ class PlayedEngine:
     """folder: a transformers model. files: published weights by version.
 
     dtype: of the body. head: "float32" or "bfloat16", what the head's logits are computed in.
-    reading: turns (logits [B, V], sampling, what the sampler drew from [B, V]) into what is reported as log-softmax
-        [B, V]; None reports the distribution that was sampled from.
+    convention: maps (logits [B, V], sampling, log-softmax that the sampler draws from [B, V]) to the reported
+        log-softmax [B, V]; None reports the distribution that was sampled from.
     """
 
     def __init__(
@@ -57,7 +57,12 @@ class PlayedEngine:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self._files = files
         self._head = head
-        self.reading: Callable[[Tensor, SamplingSettings, Tensor], Tensor] | None = None
+        self.convention: Callable[[Tensor, SamplingSettings, Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[T, V] float32 of one sequence, by the weights loaded last."""
+        return self._model(input_ids=torch.tensor([ids])).logits[0].float()
 
     @torch.no_grad()
     def generate(
@@ -96,7 +101,7 @@ class PlayedEngine:
             hidden = self._body(ids[:, cache.get_seq_length() :], cache)[:, -1]
             logits = self._logits(hidden)
             drawn = processed(logits, ids[:, :length], ids[:, length:], sampling)
-            reported = drawn if self.reading is None else self.reading(logits, sampling, drawn)
+            reported = drawn if self.convention is None else self.convention(logits, sampling, drawn)
             token = torch.multinomial(drawn.exp(), 1, generator=random)
             out.append((token[:, 0], reported.gather(1, token)[:, 0], version, drawn > -torch.inf))
             ids = torch.cat([ids, token], 1)

@@ -1,4 +1,4 @@
-"""The gate: what has to hold before the first optimizer step, and the alert that watches from then on."""
+"""The gate before the first optimizer step, and the alert that watches from then on."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What is looked at, what is left out and said so, and what cannot be checked at all."""
+"""The checked tokens, those left out with a note, and input that cannot be checked."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What the recorded numbers mean: each wrong meaning is named, with the residual as processed and as what it is."""
+"""Other conventions, units and places of the numbers: each is named, with the residual as processed and under it."""
 
 import math
 import re
@@ -51,7 +51,7 @@ def raw(logits: Tensor, sampling: SamplingSettings, drawn: Tensor) -> Tensor:
 
 def test_raw_logprobs_are_named(bench) -> None:
     engine = bench.engine()
-    engine.reading = raw
+    engine.convention = raw
     groups = groups_of(engine.generate(prompts(40, 6), 8, 16, sampling=COLD))
     assert_named(bench.check(groups), "raw", 'engine.logprobs_mode = "processed_logprobs"')
 
@@ -121,7 +121,7 @@ def whole_vocabulary(logits: Tensor, sampling: SamplingSettings, drawn: Tensor) 
 @pytest.mark.parametrize("with_masks", [True, False])
 def test_logprobs_over_the_whole_vocabulary_are_not_those_of_top_p(bench, with_masks) -> None:
     engine = bench.engine()
-    engine.reading = whole_vocabulary
+    engine.convention = whole_vocabulary
     answers = engine.generate(prompts(12, 6), 4, 16, sampling=TRUNCATED)
     report = bench.check(groups_of(answers, TRUNCATED, with_masks=with_masks))
     assert (report.verdict.status, report.verdict.cause) == ("mismatch", "whole-vocabulary")
@@ -139,7 +139,7 @@ def test_penalties_are_named(bench) -> None:
 
 def test_logprobs_without_the_penalties_that_were_sampled_with_are_named(bench) -> None:
     engine = bench.engine()
-    engine.reading = whole_vocabulary
+    engine.convention = whole_vocabulary
     groups = groups_of(engine.generate(prompts(12, 6), 4, 16, sampling=PENALISED), PENALISED)
     report = bench.check(groups)
     assert (report.verdict.status, report.verdict.cause) == ("mismatch", "without-penalties")
@@ -157,7 +157,7 @@ def test_rounded_logprobs_are_named(bench, groups) -> None:
 
 def test_tokens_drawn_from_another_distribution_than_their_logprobs_are_named(bench) -> None:
     engine = bench.engine()
-    engine.reading = raw
+    engine.convention = raw
     sharp = SamplingSettings(temperature=1.0, top_p=0.6, max_tokens=16)
     groups = groups_of(engine.generate(prompts(40, 6), 8, 16, sampling=sharp), sharp)
     report = bench.check(with_sampling(groups, top_p=1.0))

@@ -91,7 +91,7 @@ def shown(report: ParityReport) -> str:
     return console.file.getvalue()
 
 
-def test_the_table_holds_every_reading_with_its_residual_and_the_verdict_ends_it():
+def test_the_table_holds_every_hypothesis_with_its_residual_and_the_verdict_ends_it():
     text = shown(REPORT)
     for each in REPORT.hypotheses:
         assert each.says in text

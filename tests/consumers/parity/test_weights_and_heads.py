@@ -1,4 +1,4 @@
-"""Which weights, keys, values and heads were behind the numbers: each wrong one is named."""
+"""Other weights, labels, keys and values, and heads: each fault is named."""
 
 import msgspec
 import penstock.consumers.learning.scoring

@@ -1,4 +1,4 @@
-"""Ids that were made again from text are told by the logprobs of those that were sampled."""
+"""Ids that were encoded again from text are recognised by the logprobs of the sampled ones."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the objective meets: the trainer at its newest version, by lag."""
+"""The objective layer: the recorded logprobs against the trainer at its newest version, by lag."""
 
 import numpy as np
 import pytest
@@ -31,9 +31,8 @@ def test_lag_rows_are_of_the_newest_version_recomputed_whole(bench, groups) -> N
     for group in groups:
         for rollout in group.rollouts:
             (own,) = rollout.segments
-            ids = torch.tensor(list(unpack_ids(own.token_ids)))
-            with torch.no_grad():
-                logprobs = (model._model(input_ids=ids[None]).logits[0].float() / COLD.temperature).log_softmax(-1)
+            ids = list(unpack_ids(own.token_ids))
+            logprobs = (model.logits(ids) / COLD.temperature).log_softmax(-1)
             versions = [s.version for s in own.version_spans for _ in range(s.start, s.end)]
             for n, (version, recorded) in enumerate(zip(versions, unpack_floats(own.behavior_logprobs), strict=True)):
                 at = own.loss_mask[0][0] + n
