@@ -165,6 +165,8 @@ def test_every_folder_of_the_house_is_on_the_page_of_the_architecture() -> None:
     rooms = ("schemas", "producers", "consumers", "deploy")
     wings = [file.parent.relative_to(ROOT) for room in rooms for file in (ROOT / room).glob("*/__init__.py")]
     assert [wing.as_posix() for wing in wings if f"`{wing.as_posix()}/`" not in page] == []
+    picture = text_of(DOCS / "architecture.svg")
+    assert [wing.as_posix() for wing in wings if f">{wing.name}<" not in picture] == []
 
 
 HOLE = ".*?"
