@@ -7,21 +7,35 @@ from typing import Any
 
 import redis
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.observe.record import RolloutRecorder
+from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
-from penstock.consumers.parity.gate import ParityRefusedError
-from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState
+from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
+from penstock.consumers.stream.commits import Commits
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.evaluation import Evaluator
+from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
+from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.trainer import Trainer
+from penstock.consumers.weights.policy import PublishedPolicy
+from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.policy import make_version
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.process.stop_signals import StoppedError, StopSignals
+from penstock.schemas.record import FOLDER as RECORD_FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +95,7 @@ def _main(
             return 0
         try:
             signals.hand_to(trainer.stop)
-            logs.bind(policy_version=lambda: trainer.policy_version)
+            logs.bind(policy_version=lambda: trainer.policy.version)
             on_open()
             metrics.serve(config.metrics, config.folder(runs))
             finished = trainer.run()
@@ -131,7 +145,7 @@ def open_trainer(
     try:
         if standby and not leadership.stand_by():
             return None
-        return _open(config, runs, connection, metrics, checkpoints, leadership, resume=resume or standby)
+        return _open(config, runs, metrics, leadership, resume=resume or standby)
     except StoppedError:
         leadership.end(hand_over=True)
         raise
@@ -140,18 +154,9 @@ def open_trainer(
         raise
 
 
-def _open(
-    config: RunConfig,
-    runs: Path,
-    connection: TrainerConnection,
-    metrics: TrainerMetrics,
-    checkpoints: Checkpoints,
-    leadership: Leadership,
-    *,
-    resume: bool,
-) -> Trainer:
-    keys = Keys(config.name)
-    known = int(connection.call(lambda client: client.hget(keys.commit, Commit.EPOCH)) or -1)
+def _open(config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, *, resume: bool) -> Trainer:
+    connection, checkpoints = leadership.connection, leadership.checkpoints
+    known = int(connection.call(lambda client: client.hget(leadership.keys.commit, Commit.EPOCH)) or -1)
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
@@ -161,30 +166,67 @@ def _open(
     if epoch and not resume:
         raise ConfigError(exists)
     commit = leadership.open(epoch)
-    pointer = commit.get(Commit.CHECKPOINT)
-    state = _load_checkpoint(checkpoints, pointer, learner, leadership) if epoch else None
+    state = _load_checkpoint(commit.get(Commit.CHECKPOINT), learner, leadership) if epoch else None
     if state is None:
-        state = CheckpointState(
-            policy_version=0 if epoch else -1, num_batches=0, ledger={}, forks={}, announced={}, counters={}
-        )
+        state = CheckpointState.new(0 if epoch else -1)
     else:
         log.info("resuming after update %d, policy %d", state.num_batches, state.policy_version)
     state.forks.update(forks_of(commit))
     state.announced.update(announced_of(commit))
     if epoch:
         state.forks[epoch] = state.policy_version
-    trainer = Trainer(config, runs, connection, learner, checkpoints, metrics, leadership=leadership, state=state)
-    trainer.adopt_release_cursor(int(commit.get(Commit.RELEASED, 0)))
-    return trainer
+    ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
+    ledger.num_released = max(ledger.num_released, int(commit.get(Commit.RELEASED, 0)))
+    return _assemble(config, runs, learner, metrics, leadership, ledger, state)
 
 
-def _load_checkpoint(
-    checkpoints: Checkpoints, pointer: bytes | None, learner: Learner, leadership: Leadership
-) -> CheckpointState | None:
+def _assemble(
+    config: RunConfig,
+    runs: Path,
+    learner: Learner,
+    metrics: TrainerMetrics,
+    leadership: Leadership,
+    ledger: Ledger,
+    state: CheckpointState,
+) -> Trainer:
+    """The trainer's parts around one ledger, one lag table and one progress, continued from `state`."""
+    connection, scripts, epoch = leadership.connection, leadership.scripts, leadership.epoch
+    folder = config.folder(runs)
+    restore_rng(state.rng)
+    lag_of = LagTable(make_version(epoch, 0), state.forks, state.announced)
+    leadership.restore_from(ledger, lag_of)
+    progress = RunProgress(epoch, state)
+    intake = Intake(
+        config, leadership, ledger, lag_of, progress, lambda group: check_trainable(group, learner.vocabulary)
+    )
+    publisher = Publisher(connection, scripts, config.weights_folder(runs), config.weights.keep_versions, epoch)
+    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.evaluation.num_prompts or 0)
+    # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
+    keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
+    recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of) if keeps_record else None
+    sync_record = (lambda: None) if recorder is None else recorder.sync
+    run_log = RunLog(config, folder, metrics, ledger, progress)
+    return Trainer(
+        config=config,
+        learner=learner,
+        leadership=leadership,
+        progress=progress,
+        intake=intake,
+        policy=PublishedPolicy(publisher, learner, lag_of, epoch, state.policy_version),
+        evaluator=evaluator,
+        commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
+        recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
+        gate=Gate(config, folder, run_log.alert.narrow),
+        recorder=recorder,
+        run_log=run_log,
+    )
+
+
+def _load_checkpoint(pointer: bytes | None, learner: Learner, leadership: Leadership) -> CheckpointState | None:
     try:
-        return checkpoints.load(pointer.decode() if pointer else None, learner)
+        return leadership.checkpoints.load(pointer.decode() if pointer else None, learner)
     except Exception:
-        # Whatever it looks like: a successor deletes the checkpoints that it no longer needs, this one perhaps.
+        # Whatever the error: a successor deletes the checkpoints that it no longer needs, this one perhaps.
         leadership.check()
         raise
 

@@ -117,7 +117,8 @@ class TokenScorer:
         self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
-        return head_logprobs(*(model or self._model).forward(microbatch), microbatch, token_grads=token_grads)
+        hidden, head = (model or self._model).forward(microbatch)
+        return head_logprobs(hidden, head, microbatch, token_grads=token_grads)
 
     def _outputs(
         self,

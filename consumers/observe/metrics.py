@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.schemas.config import MetricsConfig, RunConfig
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
 from penstock.schemas.metrics import TrainerMetric as M
@@ -51,11 +52,13 @@ class TrainerMetrics:
         self._seconds = self._make(Histogram, M.STEP_SECONDS)
         self.accuracy = self._make(Gauge, M.ACCURACY)
         self.accuracy.set(math.nan)
-        self.groups_settled = self._make(Counter, M.GROUPS_SETTLED)
-        self.groups_released = self._make(Counter, M.GROUPS_RELEASED)
+        self._groups_settled = self._make(Counter, M.GROUPS_SETTLED)
+        self._groups_released = self._make(Counter, M.GROUPS_RELEASED)
         self.groups_open = self._make(Gauge, M.GROUPS_OPEN)
-        self.groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)
-        self.duplicates = self._make(Counter, M.DUPLICATES)
+        self._groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)
+        self._duplicates = self._make(Counter, M.DUPLICATES)
+        self._counted: dict[Any, int] = {}
+        """By counter, the total of the ledger that it has counted up to."""
         self.prompts_open = self._make(Gauge, M.PROMPTS)
         self.weight_bytes = self._make(Counter, M.WEIGHT_BYTES)
         self.parity_alert = self._make(Gauge, M.PARITY_ALERT)
@@ -66,11 +69,29 @@ class TrainerMetrics:
         self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
         self.sink_errors = self._make(Counter, M.SINK_ERRORS)
 
-    def begin(self, config: RunConfig) -> None:
-        """Takes over what the run file fixes. From now on there is a time to count from to the next update."""
+    def begin(self, config: RunConfig, ledger: Ledger) -> None:
+        """Sets what the run file fixes, and starts to count from here: groups, and the time to the next update."""
+        self._counted = self._totals(ledger)
         self._credit.set(config.credit)
         self._lag_bound.set(config.lag_bound)
         self._last_update.set_to_current_time()
+
+    def count_groups(self, ledger: Ledger) -> None:
+        """Counts the groups that were released, settled or dropped since the last call."""
+        totals = self._totals(ledger)
+        for counter, total in totals.items():
+            counter.inc(total - self._counted.get(counter, 0))
+        self._counted = totals
+
+    def _totals(self, ledger: Ledger) -> dict[Any, int]:
+        settled = {outcome: ledger.count(outcome) for outcome in OUTCOMES}
+        settled["dead"] += ledger.released_again["requeued"]  # a requeued group is dead no longer, but was
+        return {
+            self._groups_released: ledger.num_released,
+            self._duplicates: ledger.num_duplicates_dropped,
+            **{self._groups_settled.labels(outcome): count for outcome, count in settled.items()},
+            **{self._groups_released_again.labels(why): count for why, count in ledger.released_again.items()},
+        }
 
     def record(self, line: dict[str, Any]) -> None:
         """Takes over one line of updates.jsonl. A number that this line has not is taken back, not left as it was."""

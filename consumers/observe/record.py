@@ -15,8 +15,8 @@ from penstock.consumers.learning.batch import Batch, Place
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.learning.staleness import KnownLags, LagTable, known_lags, span_lags
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
-from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.observe.record_files import RecordFiles
+from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.record import (

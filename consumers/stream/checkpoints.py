@@ -54,6 +54,11 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: where the
     record of rollouts is cut."""
 
+    @classmethod
+    def new(cls, policy_version: int) -> "CheckpointState":
+        """The state of a run that has trained nothing yet. policy_version: the parent of the first policy."""
+        return cls(policy_version=policy_version, num_batches=0, ledger={}, forks={}, announced={}, counters={})
+
 
 class Checkpoints:
     """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.

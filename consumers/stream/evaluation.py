@@ -19,6 +19,8 @@ class EvaluationResult(NamedTuple):
     A prompt whose evaluation failed counts as 0.
     """
 
+    update: int
+    """The update after which the policy was published."""
     policy_version: int
     accuracy: float
     num_prompts: int
@@ -38,14 +40,16 @@ class Evaluator:
         self._num_prompts = num_prompts
         self._cursor = START
         self._pending: dict[int, dict[int, float | None]] = {}
+        self._update_of: dict[int, int] = {}
         self._last_requested = -1
 
-    def request(self, policy_version: int) -> None:
-        """Asks the producers to evaluate the current policy, unless it was asked for before."""
+    def request(self, policy_version: int, update: int) -> None:
+        """Asks the producers to evaluate the policy published after `update`, unless it was asked for before."""
         if policy_version == self._last_requested or not self._num_prompts:
             return
         self._last_requested = policy_version
         self._pending[policy_version] = {}
+        self._update_of.setdefault(policy_version, update)
         self._ask()
 
     def request_again(self) -> None:
@@ -103,7 +107,7 @@ class Evaluator:
         if num_failed:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(rewards))
         accuracy = sum(reward or 0.0 for reward in rewards) / len(rewards)
-        return EvaluationResult(version, accuracy, len(rewards), num_failed)
+        return EvaluationResult(self._update_of.pop(version), version, accuracy, len(rewards), num_failed)
 
 
 def _accuracy(reward: Reward) -> float:

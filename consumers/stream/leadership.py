@@ -6,12 +6,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import redis
+from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.schemas.keys import Commit, Keys
 
@@ -24,46 +24,38 @@ STANDBY_LOG_S = 30.0
 """How often a trainer that stands by says what it waits for, beside each time that this changes."""
 
 
-class CommitState(NamedTuple):
-    """What the commit hash says of a run beside the epoch: what a trainer can put back after Redis lost it."""
-
-    released: int
-    fields: Mapping[str, str | int]
-
-
 class Leadership:
-    """One trainer's time in office.
+    """One trainer's leadership of its run: an epoch, a lease, and the commit state that it restores if Redis loses it.
 
-    A newer trainer is known by its epoch: in Redis, or where Redis has lost it by its file among the checkpoints, which
-    it makes before it opens its epoch. While neither is there, this trainer puts back what Redis lost.
+    A newer trainer is known by its epoch in Redis or, if Redis has lost it, by its file among the checkpoints, which is
+    made before the epoch is opened. While neither is there, this trainer restores the commit hash.
     """
 
     def __init__(self, connection: TrainerConnection, keys: Keys, checkpoints: Checkpoints, lease_s: float) -> None:
         self.scripts = Scripts(connection.client, keys, self.restore)
         self.epoch = -1
-        self.standing: Callable[[], CommitState] = lambda: CommitState(0, {})
-        """Set by the trainer once it has something to put back."""
+        self.connection = connection
+        self.keys = keys
+        self.checkpoints = checkpoints
+        self._commit_state: tuple[Ledger, LagTable] | None = None
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-        self._connection = connection
-        self._keys = keys
-        self._checkpoints = checkpoints
         self._lease_s = lease_s
         self._ended = threading.Event()
         self._renewing: threading.Thread | None = None
         self._checked_at = 0.0
-        self._has_put_back = False
+        self._has_restored = False
 
     def stand_by(self) -> bool:
         """Waits until the run has begun and its lease was free for a whole `lease_s`; then holds it and returns True.
 
         A trainer that dies, hangs or leaves unblocks it, and so does the end of the run, which returns False. After an
-        outage of Redis, and after it was emptied, the trainer in office gets the time to renew its lease. A signal ends
+        outage of Redis, and after it was emptied, the leading trainer gets the time to renew its lease. A signal ends
         it by an exception of its handler (`StopSignals`). What it waits for is logged at once and now and then.
 
         Raises:
             RedisGoneError: see `TrainerConnection.call`.
         """
-        keys, connection = self._keys, self._connection
+        keys, connection = self.keys, self.connection
         free_since: float | None = None
         outages_seen = connection.num_outages
         said, say_at = "", 0.0
@@ -73,7 +65,7 @@ class Leadership:
             now = time.monotonic()
             if finished == b"1":
                 return False
-            has_begun = epoch is not None or self._checkpoints.newest_epoch() >= 0
+            has_begun = epoch is not None or self.checkpoints.newest_epoch() >= 0
             waits_for = self._waits_for(holder, has_begun)
             if waits_for != said or now >= say_at:
                 said, say_at = waits_for, now + STANDBY_LOG_S
@@ -98,7 +90,7 @@ class Leadership:
     def open(self, epoch: int) -> dict[bytes, bytes]:
         """Raises the run's epoch, which fences every trainer before this one; returns the commit hash."""
         self.epoch = epoch
-        commit = self._connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
+        commit = self.connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
         self._start_renewing()
         return commit
 
@@ -121,11 +113,11 @@ class Leadership:
         """
         if time.monotonic() - self._checked_at >= CHECK_S:
             self._checked_at = time.monotonic()
-            self._connection.call(lambda _: self.scripts.check(self.epoch))
+            self.connection.call(lambda _: self.scripts.check(self.epoch))
 
     def has_restored(self) -> bool:
         """True once after Redis had lost this trainer's epoch: the streams have lost as much."""
-        had, self._has_put_back = self._has_put_back, False
+        had, self._has_restored = self._has_restored, False
         return had
 
     def restore(self) -> None:
@@ -134,18 +126,33 @@ class Leadership:
         Raises:
             FencedError: a newer trainer has the run.
         """
-        newest = self._checkpoints.newest_epoch()
+        newest = self.checkpoints.newest_epoch()
         if newest > self.epoch:
             raise FencedError(f"this trainer is of epoch {self.epoch}, and the checkpoint folder knows epoch {newest}")
-        standing = self.standing()
-        found = self.scripts.restore(self.epoch, self._owner, standing.released, standing.fields)
+        found = self.scripts.restore(self.epoch, self._owner, *self._restorable())
         if found != self.epoch:
             where = "nothing of the run" if found < 0 else f"the run in epoch {found}"
-            log.warning("redis has %s: putting back epoch %d and what belongs to it", where, self.epoch)
-            self._has_put_back = True
+            log.warning("redis has %s: restoring epoch %d and what belongs to it", where, self.epoch)
+            self._has_restored = True
+
+    def restore_from(self, ledger: Ledger, lag_of: LagTable) -> None:
+        """From now on `restore` takes the commit state from these, as they are then."""
+        self._commit_state = ledger, lag_of
+
+    def _restorable(self) -> tuple[int, dict[str, str | int]]:
+        """The release cursor, and the fields of the commit hash beside the epoch."""
+        if self._commit_state is None:
+            return 0, {}
+        ledger, lag_of = self._commit_state
+        fields: dict[str, str | int] = {}
+        for prefix, by_epoch in ((Commit.FORK, lag_of.forks), (Commit.ANNOUNCED, lag_of.announced)):
+            fields |= {f"{prefix.decode()}{epoch}": version for epoch, version in by_epoch.items()}
+        if self.checkpoints.pointer is not None:
+            fields[Commit.CHECKPOINT.decode()] = self.checkpoints.pointer
+        return ledger.num_released, fields
 
     def _hold(self) -> bool:
-        return self._connection.call(lambda _: self.scripts.hold_lease(self._owner, self._lease_s))
+        return self.connection.call(lambda _: self.scripts.hold_lease(self._owner, self._lease_s))
 
     def _start_renewing(self) -> None:
         if self._renewing is None:

@@ -1,12 +1,10 @@
-"""Settles indexes in the books, with a dead letter for each one that died."""
+"""Settles indexes in the ledger, with a dead letter for each one that died."""
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from penstock.consumers.learning.advantages import has_variance
-from penstock.consumers.observe.errors import RunFailedError
-from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Refused
 from penstock.schemas.rollout import RolloutGroup
@@ -17,20 +15,21 @@ SendLetter = Callable[[int | None, str, bytes, bytes], None]
 
 MAX_FAILED_STEPS_IN_A_ROW = 8
 MOST_SHOWN = 8
-"""Reasons that the end of a run is explained by; `penstock audit` has them all."""
+"""Reasons quoted in the error that ends a run; `penstock audit` has them all."""
+
+
+class RunFailedError(RuntimeError):
+    """The run cannot go on; the message says why."""
 
 
 class Settlement:
-    """Books what became of groups. The letter goes first: a crash in between repeats it, which changes nothing.
+    """Settles groups in the ledger. A dead letter goes first: a crash in between repeats it, which changes nothing.
 
     send_letter: (index or None, reason, payload, id of the rollout entry), onto the dead-letter stream.
     """
 
-    def __init__(
-        self, ledger: Ledger, metrics: TrainerMetrics, max_dead_in_a_row: int, send_letter: SendLetter
-    ) -> None:
+    def __init__(self, ledger: Ledger, max_dead_in_a_row: int, send_letter: SendLetter) -> None:
         self._ledger = ledger
-        self._metrics = metrics
         self._max_dead_in_a_row = max_dead_in_a_row
         self._dead_in_a_row = 0
         self._failed_steps_in_a_row = 0
@@ -38,21 +37,21 @@ class Settlement:
         self._send_letter = send_letter
 
     def settle_batch(self, groups: list[RolloutGroup]) -> None:
-        """Groups with reward variance were trained, the others skipped."""
+        """Settles groups with reward variance as trained, the others as skipped."""
         for group in groups:
-            self._book(group.index, "trained" if has_variance(group) else "skipped")
+            self._ledger.settle(group.index, "trained" if has_variance(group) else "skipped")
 
-    def mark_batch_dead(self, groups: list[RolloutGroup], reasons: Mapping[int, str]) -> None:
-        """Groups whose step was not finite, with the reason of each: they neither count as an update nor come back."""
+    def mark_dead(self, groups: list[RolloutGroup], reasons: Mapping[int, str]) -> None:
+        """Settles groups whose step was not finite, with the reason of each; they are not sampled again."""
         for reason in sorted({reasons[group.index] for group in groups}):
             indexes = [group.index for group in groups if reasons[group.index] == reason]
             log.error("%s: groups %s are dead", reason, indexes)
         for group in groups:
             self._send_letter(group.index, reasons[group.index], b"", b"")
-            self._book(group.index, "dead", reasons[group.index])
+            self._ledger.settle(group.index, "dead", reasons[group.index])
 
     def count_step(self, failure: str | None) -> None:
-        """Once the books of a batch are done: `failure` says why no optimizer step was taken, None that one was.
+        """Counts failed batches, after the batch is settled. failure: why no optimizer step was taken; None if one was.
 
         Raises:
             RunFailedError: `MAX_FAILED_STEPS_IN_A_ROW` batches in a row have failed.
@@ -64,9 +63,10 @@ class Settlement:
             )
 
     def settle_refused(self, refused: list[Refused]) -> None:
-        """Records that cannot be trained, and what producers gave up.
+        """Settles records that cannot be trained on, and groups that producers gave up.
 
-        A good group that came in between ends a row of dead ones. Every record is booked before the run is given up.
+        A good group that was read in between ends a row of dead ones. Every record is settled before the run is given
+        up.
 
         Raises:
             RunFailedError: more groups have died in a row than the run file allows.
@@ -80,7 +80,7 @@ class Settlement:
             self._send_letter(record.index, record.reason, record.payload, record.entry_id)
             if record.index is None:
                 continue
-            self._book(record.index, "dead", record.reason)
+            self._ledger.settle(record.index, "dead", record.reason)
             self._dead_in_a_row += 1
             if failure is None and self._dead_in_a_row >= self._max_dead_in_a_row:
                 most = dict(Counter(self._ledger.dead_reasons).most_common(MOST_SHOWN))
@@ -90,7 +90,3 @@ class Settlement:
                 )
         if failure is not None:
             raise failure
-
-    def _book(self, index: int, outcome: str, reason: str = "") -> None:
-        self._ledger.settle(index, outcome, reason)
-        self._metrics.groups_settled.labels(outcome).inc()

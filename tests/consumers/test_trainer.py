@@ -1,10 +1,11 @@
 """The trainer's loop on a real server: every released index is settled once, whatever happens to the trainer."""
 
+import json
 import threading
 
 import penstock.consumers.__main__ as entry
 import pytest
-from penstock.consumers.observe.errors import RunFailedError
+from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
@@ -63,7 +64,7 @@ def test_a_killed_trainer_is_resumed_and_nothing_is_lost_or_trained_twice(bench,
     assert second.run()
     assert sorted(second.learner.trained) == list(range(1, 49))
     assert_balanced(bench, second)
-    assert second.policy_version // VERSIONS_PER_EPOCH == 1
+    assert second.policy.version // VERSIONS_PER_EPOCH == 1
     books = bench.books()
     assert books["num_updates"] == 12
     assert isinstance(books["num_tokens_trained"], int)
@@ -128,7 +129,7 @@ def test_a_batch_without_any_variance_trains_nothing_and_the_run_still_ends(benc
     bench.producer(lambda index, version: group_fields(index, version, rewards=(1.0, 1.0)))
     trainer = bench.trainer()
     assert trainer.run()
-    assert trainer.policy_version == 0
+    assert trainer.policy.version == 0
     assert bench.books()["num_groups_skipped"] == 48
     assert {line["skipped_reason"] for line in bench.lines("updates.jsonl")} == {"nothing left to train"}
 
@@ -195,7 +196,7 @@ def test_a_step_that_is_not_finite_kills_its_groups_and_never_reaches_the_policy
     assert trainer.run()
     books = bench.books()
     assert (books["num_groups_trained"], books["num_groups_dead"], books["num_steps_skipped"]) == (48, 4, 1)
-    assert trainer.policy_version == 12
+    assert trainer.policy.version == 12
     assert redis_client.xlen(Keys("test").dead) == 4
     assert_balanced(bench, trainer)
 
@@ -275,8 +276,11 @@ def test_a_torn_line_of_telemetry_stays_a_line_of_its_own(bench):
     folder = bench.runs / "test"
     folder.mkdir()
     (folder / "updates.jsonl").write_text('{"update": 1}\n{"upd')
-    bench.trainer()._updates.write(update=2)
-    assert (folder / "updates.jsonl").read_text() == '{"update": 1}\n{"upd\n{"update": 2}\n'
+    bench.producer()
+    assert bench.trainer().run()
+    lines = (folder / "updates.jsonl").read_text().splitlines()
+    assert lines[:2] == ['{"update": 1}', '{"upd']
+    assert [json.loads(line)["update"] for line in lines[2:]] == list(range(1, 13))
 
 
 def test_a_run_without_held_out_prompts_evaluates_nothing_and_ends(bench):

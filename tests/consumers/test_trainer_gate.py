@@ -72,13 +72,13 @@ def test_what_a_sound_first_batch_measured_is_the_alert_s_band(invented, monkeyp
     monkeypatch.setattr(Gate, "check", sound)
     invented.overrides.append("parity.gate=refuse")
     trainer = invented.trainer()
-    assert trainer._alert.band == pytest.approx(1e-5)
+    assert trainer.run_log.alert.band == pytest.approx(1e-5)
     producer = invented.producer()
     try:
         assert trainer.run()
     finally:
         producer.stop.set()
-    assert trainer._alert.band == pytest.approx(7.5e-6)
+    assert trainer.run_log.alert.band == pytest.approx(7.5e-6)
 
 
 def test_a_gate_that_is_off_trains_without_a_word_before(invented, caplog):

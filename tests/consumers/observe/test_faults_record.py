@@ -7,10 +7,9 @@ import signal
 import subprocess
 
 import pytest
-from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.checkpoints import Checkpoints
-from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW
+from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW, RunFailedError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 
@@ -155,7 +154,7 @@ def test_a_rollback_leaves_out_what_it_undid(bench, redis_client):
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    first._recorder._wait()
+    first.recorder._wait()
     before = Record(bench.folder)
     assert len(before.batches) == 7, "what follows the checkpoint counts while nobody has gone back to it"
     second = bench.trainer(resume=True)
@@ -180,7 +179,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
     trainer.learner.never_finite = {2}
     assert trainer.run()
     record = Record(bench.folder)
-    ledger = trainer._ledger
+    ledger = trainer.intake.ledger
     for outcome in ("trained", "skipped", "dead"):
         indexes = recorded(record, outcome=outcome)
         assert sorted(indexes) == list(ledger.by_outcome[outcome]), outcome
@@ -211,7 +210,7 @@ def test_a_run_that_is_given_up_has_recorded_what_it_books(bench, redis_client):
         trainer.run()
     trainer.close()
     record = Record(bench.folder)
-    assert sorted(recorded(record, outcome="dead")) == list(trainer._ledger.by_outcome["dead"])
+    assert sorted(recorded(record, outcome="dead")) == list(trainer.intake.ledger.by_outcome["dead"])
     assert len(record.batches) == 2 + MAX_FAILED_STEPS_IN_A_ROW
     assert [file.suffix for file in (bench.folder / "record").iterdir()] == [".sqlite"], "closed"
 
@@ -263,7 +262,7 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
     with monkeypatch.context() as patch:
 
         def refuse_from_now_on() -> None:
-            first._recorder._wait()  # the batch before is written in a thread
+            first.recorder._wait()  # the batch before is written in a thread
             patch.setattr(penstock.schemas.record, "MAX_UNPACKED_BYTES", 100)
 
         at_step(first, 5, refuse_from_now_on)
@@ -282,7 +281,7 @@ def test_a_batch_that_cannot_be_recorded_ends_the_run_in_one_line_and_is_never_c
 def test_closing_the_record_hides_no_other_error_and_ends_its_thread(bench, redis_client, monkeypatch, caplog):
     bench.overrides = ["record=true"]
     trainer = bench.trainer()
-    recorder = trainer._recorder
+    recorder = trainer.recorder
     recorder._writing = recorder._thread.submit(lambda: 1 // 0)
 
     def fail(self) -> None:
@@ -303,7 +302,7 @@ def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(b
     first.learner.fail_at[7] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    first._recorder._wait()
+    first.recorder._wait()
     bench.overrides = ["record=false"]
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4

@@ -12,6 +12,7 @@ import pytest
 import torch
 from penstock.consumers.learning.diagnostics import MismatchSums
 from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.stream.ledger import Ledger
 from penstock.schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig
 from penstock.schemas.metrics import (
     LAG_LABELS,
@@ -174,7 +175,7 @@ def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: Trai
     )
     value = metrics.registry.get_sample_value
     before_s = time.time()
-    metrics.begin(config)
+    metrics.begin(config, Ledger())
     assert before_s <= value("penstock_last_update_timestamp_seconds") <= time.time()
     assert (value("penstock_lag_bound_steps"), value("penstock_credit_groups")) == (1, 8)
     metrics.record(line(time_s=1e9))

@@ -464,7 +464,7 @@ def test_the_record_is_closed_before_the_sinks_which_may_take_their_time(bench, 
     closed: list[str] = []
     bench.overrides = ["record=true"]
     trainer = bench.trainer()
-    for name in ("_recorder", "_sinks"):
+    for name in ("recorder", "run_log"):
         part = getattr(trainer, name)
 
         def close(name: str = name, close: Callable[[], None] = part.close) -> None:
@@ -473,7 +473,7 @@ def test_the_record_is_closed_before_the_sinks_which_may_take_their_time(bench, 
 
         monkeypatch.setattr(part, "close", close)
     trainer.close()
-    assert closed == ["_recorder", "_sinks"]
+    assert closed == ["recorder", "run_log"]
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from penstock.consumers.observe.ledger_file import LedgerFile
+from penstock.consumers.stream.checkpoints import CheckpointState
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.progress import RunProgress
 from penstock.schemas.process.json_lines import MAX_WAITING_LINES, JsonLines
 
 from trainer_bench import assert_settled_once
@@ -100,16 +103,22 @@ def test_a_disk_that_stays_full_costs_one_warning_and_at_the_end_the_number_of_l
     assert warnings(caplog)[1:] == ["/dev/full: 50 lines are lost"]
 
 
-def test_books_that_do_not_fit_leave_those_of_before(tmp_path, caplog):
+def test_a_ledger_file_that_does_not_fit_is_left_as_it_was(tmp_path, caplog):
     file = tmp_path / "trainer.json"
-    books = LedgerFile(file)
-    books.write({"n": 1})
+    ledger, progress = Ledger(), RunProgress(0, CheckpointState.new(-1))
+    ledger_file = LedgerFile(file)
+
+    def write() -> None:
+        progress.num_batches += 1
+        ledger_file.write(ledger, progress, 0, finished=False)
+
+    write()
     with disk_of(0):
-        books.write({"n": 2})
-        books.write({"n": 3})
-        assert json.loads(file.read_text()) == {"n": 1}
-    books.write({"n": 4})
-    assert json.loads(file.read_text()) == {"n": 4}
+        write()
+        write()
+        assert json.loads(file.read_text())["num_updates"] == 1
+    write()
+    assert json.loads(file.read_text())["num_updates"] == 4
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{file} cannot be written: [Errno 27] File too large; it is written with a later")
 

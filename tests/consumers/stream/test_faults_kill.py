@@ -90,12 +90,13 @@ def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_cli
     first.learner.step = stop_and_train
     assert first.run() is False
     second = bench.trainer(resume=True)
-    assert second._ledger.to_state() == first._ledger.to_state()
-    assert second._counters == first._counters and second._counters["num_tokens_trained"] >= 7 * 4 * 6
-    assert second._num_batches == first._num_batches == 7
-    assert second._counters["num_steps_skipped"] == 1
-    assert second._lag_of.forks == {1: 7}
-    assert second._lag_of.announced[0] == 7
+    assert second.intake.ledger.to_state() == first.intake.ledger.to_state()
+    totals = second.progress.totals
+    assert totals == first.progress.totals and totals["num_tokens_trained"] >= 7 * 4 * 6
+    assert second.progress.num_batches == first.progress.num_batches == 7
+    assert totals["num_steps_skipped"] == 1
+    assert second.intake.lag_of.forks == {1: 7}
+    assert second.intake.lag_of.announced[0] == 7
 
 
 def test_weights_of_a_killed_trainer_are_tidied_up(bench, tmp_path):

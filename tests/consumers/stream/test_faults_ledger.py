@@ -6,9 +6,9 @@ from collections import Counter
 import penstock.consumers.trainer
 import pytest
 from penstock.consumers.learning.step_report import StepReport
-from penstock.consumers.observe.errors import RunFailedError
 from penstock.consumers.stream.checkpoints import CheckpointError
 from penstock.consumers.stream.scripts import FencedError
+from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.keys import PRODUCERS_GROUP
 
 from mini_producer import dead_fields, group_fields
@@ -232,7 +232,7 @@ def test_a_run_that_gives_up_on_dead_groups_has_booked_each_of_them(bench, redis
     letters = {int(index) for index in redis_client.hkeys(bench.keys.dead_index)}
     assert books["num_groups_dead"] == len(letters) > 3
     resumed = bench.trainer(resume=True)
-    missing = set(resumed._ledger.settled.missing(resumed._ledger.num_released))
+    missing = set(resumed.intake.ledger.settled.missing(resumed.intake.ledger.num_released))
     on_stream = {int(fields[b"index"]) for _, fields in redis_client.xrange(bench.keys.rollouts)}
     prompts = {int(fields[b"index"]) for _, fields in redis_client.xrange(bench.keys.prompts)}
     assert missing <= on_stream | prompts

@@ -89,8 +89,8 @@ def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(benc
     bench.hardy_producer()
     trainer = bench.trainer()
     written = []
-    write = trainer._checkpoints.write
-    trainer._checkpoints.write = lambda *args: (written.append(1), write(*args))[1]
+    write = trainer.leadership.checkpoints.write
+    trainer.leadership.checkpoints.write = lambda *args: (written.append(1), write(*args))[1]
     assert trainer.run()
     assert len(written) < 12, "fewer than one for each update"
 
@@ -106,6 +106,6 @@ def test_the_backlog_stays_at_the_credit_while_no_trainer_runs(bench, redis_clie
     assert sum(producer.num_answered for producer in producers) == answered
     assert redis_client.xlen(bench.keys.rollouts) == bench.config.credit == 12
     second = bench.trainer(resume=True)
-    assert second.epoch == 1 and second.policy_version == VERSIONS_PER_EPOCH
+    assert second.leadership.epoch == 1 and second.policy.version == VERSIONS_PER_EPOCH
     assert second.run()
     assert_settled_once(bench, redis_client)

@@ -54,10 +54,10 @@ def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_withou
     monkeypatch.setattr(penstock.consumers.stream.connection, "SOCKET_TIMEOUT_S", 0.3)
     assert penstock.consumers.stream.connection.BLOCK_S > 0.3
     trainer = bench.trainer()
-    assert trainer._connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
+    assert trainer.leadership.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
     threading.Timer(3.0, bench.hardy_producer).start()
     assert trainer.run()
-    assert trainer._connection.num_outages >= 1
+    assert trainer.leadership.connection.num_outages >= 1
     assert_settled_once(bench, redis_client)
 
 

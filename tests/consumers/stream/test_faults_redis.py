@@ -15,7 +15,7 @@ pytestmark = pytest.mark.redis
 
 
 @pytest.mark.parametrize("step", [0, 3, 6, 11])
-def test_a_redis_emptied_during_a_step_is_put_back(bench, redis_client, caplog, step):
+def test_a_redis_emptied_during_a_step_is_restored(bench, redis_client, caplog, step):
     producer = bench.hardy_producer()
     trainer = bench.trainer()
     at_step(trainer, step, redis_client.flushall)
@@ -23,7 +23,7 @@ def test_a_redis_emptied_during_a_step_is_put_back(bench, redis_client, caplog, 
     assert producer.problem is None
     assert_settled_once(bench, redis_client)
     assert [line["update"] for line in bench.lines("evaluations.jsonl")] == [0, 5, 10, 12]
-    assert "redis has nothing of the run: putting back epoch 0" in caplog.text
+    assert "redis has nothing of the run: restoring epoch 0" in caplog.text
     assert not tracebacks(caplog)
 
 
@@ -68,21 +68,21 @@ def test_a_redis_emptied_again_and_again_costs_work_and_nothing_else(bench, redi
 def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(bench, redis_client):
     bench.hardy_producer()
     trainer = bench.trainer()
-    collect = trainer._evaluator.collect
+    collect = trainer.evaluator.collect
     flushed = []
 
     def collect_late():
-        if 12 in trainer._evaluator.pending and not flushed:
+        if 12 in trainer.evaluator.pending and not flushed:
             flushed.append(redis_client.flushall())
         return collect()
 
-    trainer._evaluator.collect = collect_late
+    trainer.evaluator.collect = collect_late
     assert trainer.run()
     assert flushed and bench.lines("evaluations.jsonl")[-1]["update"] == 12
     assert_settled_once(bench, redis_client)
 
 
-def test_what_is_put_back_tells_forks_checkpoint_and_release_cursor(bench, redis_client):
+def test_what_is_restored_tells_forks_checkpoint_and_release_cursor(bench, redis_client):
     bench.hardy_producer()
     first = bench.trainer()
     first.learner.fail_at[6] = KilledError()
@@ -94,9 +94,9 @@ def test_what_is_put_back_tells_forks_checkpoint_and_release_cursor(bench, redis
     def compare() -> None:
         seen["before"] = redis_client.hgetall(bench.keys.commit)
         redis_client.flushall()
-        second._notice_losses()
-        second._leadership._checked_at = 0.0
-        second._notice_losses()
+        second.recovery.check()
+        second.leadership._checked_at = 0.0
+        second.recovery.check()
         seen["after"] = redis_client.hgetall(bench.keys.commit)
 
     at_step(second, 9, compare)
@@ -117,7 +117,7 @@ def test_a_redis_emptied_between_two_trainers_is_continued_from_the_newest_check
         first.run()
     redis_client.flushall()
     second = bench.trainer(resume=True)
-    assert (second.learner.num_steps, second.epoch) == (8, 1)
+    assert (second.learner.num_steps, second.leadership.epoch) == (8, 1)
     assert second.run()
     assert_settled_once(bench, redis_client)
 

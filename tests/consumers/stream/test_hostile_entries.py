@@ -170,7 +170,7 @@ def test_a_result_of_no_evaluation_prompt_is_passed_over(connection, redis_clien
     scripts = Scripts(redis_client, KEYS)
     scripts.open_epoch(0, "owner")
     evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
-    evaluator.request(5)
+    evaluator.request(5, update=5)
     failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
     for answered in (name, "5-1", "5-2"):
         redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: answered, **failed})

@@ -252,7 +252,7 @@ def result(version: int, n: int, reward: float) -> dict:
 
 def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
     evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
-    evaluator.request(5)
+    evaluator.request(5, update=5)
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
     redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
     redis_client.xadd(KEYS.evaluation_results, result(5, 1, 0.0))
@@ -271,8 +271,8 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
     evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
-    evaluator.request(5)
-    evaluator.request(5)
+    evaluator.request(5, update=5)
+    evaluator.request(5, update=5)
     evaluator.request_again()
     assert redis_client.xlen(KEYS.evaluations) == 3
     redis_client.delete(KEYS.evaluations)
@@ -282,9 +282,9 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
 
 def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
     evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=2)
-    evaluator.request(5)
+    evaluator.request(5, update=5)
     redis_client.delete(KEYS.evaluations)
-    evaluator.request(7)
+    evaluator.request(7, update=7)
     evaluator.request_again()
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"7-1", b"7-2"]
 

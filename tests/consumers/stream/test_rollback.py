@@ -47,14 +47,14 @@ def test_lag_runs_along_the_path_between_the_policies_of_two_lines(bench, redis_
 
     bench.hardy_producer(answer)
     first = bench.trainer()
-    record = first._record
+    update = first.run_log.update
 
-    def record_and_die(*args) -> None:
-        record(*args)
-        if first.policy_version == 7:
+    def update_and_die(*args, **times) -> None:
+        update(*args, **times)
+        if first.policy.version == 7:
             raise KilledError
 
-    first._record = record_and_die
+    first.run_log.update = update_and_die
     with pytest.raises(KilledError):
         first.run()
     second = bench.trainer(resume=True)
@@ -95,15 +95,15 @@ def test_lag_is_counted_token_by_token_where_a_segment_was_in_flight_over_a_roll
 
     bench.hardy_producer(answer)
     first = bench.trainer()
-    record = first._record
+    update = first.run_log.update
 
-    def record_and_die(*args) -> None:
-        record(*args)
-        if first.policy_version == 7:
+    def update_and_die(*args, **times) -> None:
+        update(*args, **times)
+        if first.policy.version == 7:
             wait_for(lambda: b"34" in [entry[Field.INDEX] for _, entry in redis_client.xrange(bench.keys.rollouts)])
             raise KilledError
 
-    first._record = record_and_die
+    first.run_log.update = update_and_die
     with pytest.raises(KilledError):
         first.run()
     second = bench.trainer(resume=True)
@@ -125,7 +125,7 @@ def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_toke
 
     def step(batch):
         if first.learner.num_steps == 2:
-            first._commit()
+            first.commits.commit()
         return train(batch)
 
     first.learner.step = step

@@ -78,7 +78,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
         after = files(bench)
         assert {*after} <= {*before}, "it adds no file"
         taken = {Path(path).relative_to(bench.folder).parts[1] for path in {*before} - {*after}}
-        kept = {*second._checkpoints._committed, *(file.name for file in second._publisher._published)}
+        kept = {*second.leadership.checkpoints._committed, *(file.name for file in second.policy._publisher._published)}
         assert not taken & kept, "what it deletes is what it wrote itself and nobody needs"
         assert contents(redis_client) == streams
         third = bench.trainer(resume=True)
@@ -90,7 +90,7 @@ def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_success
     bench.hardy_producer()
     first = bench.trainer()
     asleep, wake_up = threading.Event(), threading.Event()
-    committed = first._checkpoints.committed
+    committed = first.leadership.checkpoints.committed
 
     def fall_asleep(name: str) -> None:
         # Between the commit, in which it was still the run's trainer, and the deletion of older checkpoints.
@@ -98,7 +98,7 @@ def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_success
         assert wake_up.wait(60)
         committed(name)
 
-    monkeypatch.setattr(first._checkpoints, "committed", fall_asleep)
+    monkeypatch.setattr(first.leadership.checkpoints, "committed", fall_asleep)
     thread = TrainerThread(first)
     assert asleep.wait(60)
     second = bench.trainer(resume=True)

@@ -350,14 +350,14 @@ def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_clien
     run.producer(answer)
     trainer = run.trainer()
     if killed:
-        release_again = trainer._scripts.release_again
+        release_again = trainer.leadership.scripts.release_again
 
         def release_and_die(epoch, version, indexes):
             release_again(epoch, version, indexes)
             if indexes == [3]:
                 raise KilledError
 
-        trainer._scripts.release_again = release_and_die
+        trainer.leadership.scripts.release_again = release_and_die
         with pytest.raises(KilledError):
             trainer.run()
         assert run.json(capsys, "audit", "test")["balanced"]

@@ -409,7 +409,7 @@ def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_
     try:
         producer.start()
         trainer = run.trainer()
-        port = trainer._metrics.serve(MetricsConfig(port=0), run.folder)
+        port = trainer.run_log.metrics.serve(MetricsConfig(port=0), run.folder)
         run.train(trainer)
         gatherer = Gatherer("test", run.folder, run.config)
         seen = wait_for(gatherer.gather, lambda seen: len(seen.updates) > 5)
@@ -505,7 +505,7 @@ def test_a_live_run_is_drawn_until_its_end_and_beyond(redis_url, tmp_path, monke
     try:
         producer.start()
         trainer = run.trainer()
-        trainer._metrics.serve(MetricsConfig(port=0), run.folder)
+        trainer.run_log.metrics.serve(MetricsConfig(port=0), run.folder)
         training = run.train(trainer)
         terminal = at_a_terminal("test", width=80)
         first = terminal.wait_for(lambda frame: has("waited for")(frame) and has("credit")(frame))

@@ -1,0 +1,121 @@
+"""What a run tells while it goes on: lines of updates and evaluations, metrics, sinks, and the ledger file.
+
+Training does not depend on any of it.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.observe.ledger_file import LedgerFile
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.observe.sinks.feeding import Sinks
+from penstock.consumers.parity.gate import Alert
+from penstock.consumers.stream.evaluation import EvaluationResult
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.progress import RunProgress
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process.json_lines import JsonLines
+from penstock.schemas.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Writes `updates.jsonl`, `evaluations.jsonl` and `trainer.json` of the run folder, and feeds metrics and sinks."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, metrics: TrainerMetrics, ledger: Ledger, progress: RunProgress
+    ) -> None:
+        self.alert = Alert(config, metrics.parity_alert.set)
+        self.metrics = metrics
+        self._ledger = ledger
+        self._progress = progress
+        self._updates = JsonLines(folder / "updates.jsonl")
+        self._evaluations = JsonLines(folder / "evaluations.jsonl")
+        self._ledger_file = LedgerFile(folder / "trainer.json")
+        self._sinks = Sinks(
+            config, folder, progress.num_batches, on_error=lambda name: metrics.sink_errors.labels(name).inc()
+        )
+        metrics.begin(config, ledger)
+
+    def queue(self, num_open_prompts: int) -> None:
+        """Observes the queue. Before a batch is settled, which makes room: a queue that is full now has kept producers
+        waiting."""
+        self.metrics.groups_open.set(self._ledger.num_open)
+        self.metrics.prompts_open.set(num_open_prompts)
+        self.metrics.count_groups(self._ledger)
+
+    def update(
+        self,
+        groups: Sequence[RolloutGroup],
+        batch: Batch,
+        report: StepReport,
+        *,
+        policy_version: int,
+        num_ready: int,
+        wait_s: float,
+        step_s: float,
+        publish_s: float,
+    ) -> None:
+        """Tells of one batch."""
+        now = time.time()
+        # The first batch also waited for engines to boot; that is no waiting for rollouts.
+        wait_s = min(wait_s, max(0.0, now - min(group.timings.claimed_s for group in groups)))
+        line: dict[str, Any] = {
+            "update": self._progress.num_batches,
+            "policy_version": policy_version,
+            "time_s": now,
+            **{name: value if math.isfinite(value) else None for name, value in report.metrics.items()},
+            "lag_histogram": {str(lag): count for lag, count in sorted(report.lag_histogram.items())},
+            "num_tokens_trained": report.num_tokens_trained,
+            "num_tokens_masked_lag": report.num_tokens_masked_lag,
+            "num_tokens_rejected": report.num_tokens_rejected,
+            "num_optimizer_steps": report.num_optimizer_steps,
+            "steps_skipped": report.steps_skipped,
+            "num_groups_trained": batch.num_groups_trained,
+            "num_groups_skipped": batch.num_groups_skipped,
+            "queue_depth": num_ready,
+            "skipped_reason": report.skipped_reason,
+            "wait_s": wait_s,
+            "step_s": step_s,
+            "phase_s": report.phase_s,
+            "publish_s": publish_s,
+        }
+        self._updates.write(**line)
+        self._sinks.update(line)
+        self.metrics.record(line)
+        self.metrics.count_groups(self._ledger)
+        self.alert.watch(report.metrics)
+        self.metrics.mismatch_mean.set(self.alert.gap)
+        self.metrics.mismatch_band.set(self.alert.band)
+
+    def publication(self, num_bytes: int) -> None:
+        """Tells of published weights."""
+        self.metrics.weight_bytes.inc(num_bytes)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        """Tells of a complete evaluation."""
+        self.metrics.accuracy.set(result.accuracy)
+        line = {"update": result.update, "time_s": time.time(), **result._asdict()}
+        self._evaluations.write(**line)
+        self._sinks.evaluation(line)
+        log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
+
+    def commit(self, policy_version: int, *, finished: bool, took_s: float | None = None) -> None:
+        """Writes the ledger file, after a checkpoint that took so long, or at the end of the run."""
+        self.metrics.count_groups(self._ledger)
+        self._ledger_file.write(self._ledger, self._progress, policy_version, finished=finished)
+        if took_s is not None:
+            self.metrics.checkpoint_seconds.observe(took_s)
+
+    def close(self) -> None:
+        """Waits for the sinks, for `penstock.consumers.observe.sinks.feeding.CLOSE_S` at most."""
+        self._updates.close()
+        self._evaluations.close()
+        self._sinks.close()

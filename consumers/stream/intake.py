@@ -1,0 +1,118 @@
+"""Task indexes out, prompt groups in: the trainer's side of the prompt and rollout streams, around one ledger."""
+
+from collections.abc import Callable
+from itertools import islice
+
+from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.release import Releaser
+from penstock.consumers.stream.settlement import Settlement
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RolloutGroup
+
+
+class Intake:
+    """Keeps the credit released, and hands out ready groups in order of arrival until each is settled.
+
+    check: raises RecordError for a group that the trainer cannot reproduce.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        leadership: Leadership,
+        ledger: Ledger,
+        lag_of: LagTable,
+        progress: RunProgress,
+        check: Callable[[RolloutGroup], None],
+    ) -> None:
+        connection, scripts, keys = leadership.connection, leadership.scripts, leadership.keys
+        self.ledger = ledger
+        self.lag_of = lag_of
+        self.reader = Reader(connection, keys, ledger, config.group_size, check)
+        self._lag_bound = config.lag_bound
+        self._progress = progress
+        self._settlement = Settlement(
+            ledger,
+            config.trainer.max_dead_in_a_row,
+            lambda *letter: connection.call(lambda _: scripts.dead_letter(leadership.epoch, *letter)),
+        )
+        self._releaser = Releaser(
+            connection,
+            scripts,
+            keys,
+            ledger,
+            config,
+            leadership.epoch,
+            lambda: config.num_updates - progress.num_batches,
+        )
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that were read and not settled yet."""
+        return len(self.reader.ready)
+
+    def read(self) -> int:
+        """Takes in new entries; returns how many. Waits at most `BLOCK_S` for the first; a producer that appends one
+        unblocks it."""
+        return self.reader.read(self.lag_of, block=True)
+
+    def batch(self, num_groups: int) -> list[RolloutGroup] | None:
+        """The next groups in order of arrival, none of them stale; None while there are too few. They stay ready until
+        they are settled. Settles what was refused, and releases what the credit allows.
+
+        Raises:
+            RunFailedError: see `Settlement.settle_refused`.
+        """
+        self._settlement.settle_refused(self.reader.take_refused())
+        if self.num_ready >= num_groups:
+            self._postpone_stale()
+        self.release()
+        if self.num_ready < num_groups:
+            return None
+        return [ready.group for ready in islice(self.reader.ready.values(), num_groups)]
+
+    def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
+        """Settles the whole batch before it judges the step: what the optimizer trained must not be trained again.
+
+        If no optimizer step was taken, the groups that did not cause the failure stay ready.
+
+        Raises:
+            RunFailedError: see `Settlement.count_step`.
+        """
+        failed = [group for group in groups if group.index in report.failed]
+        self._settlement.mark_dead(failed, report.failed)
+        if report.counts_as_update:
+            self._settlement.settle_batch([group for group in groups if group.index not in report.failed])
+            self._progress.num_batches += 1
+        for group in groups if report.counts_as_update else failed:
+            del self.reader.ready[group.index]
+        self._settlement.count_step(None if report.counts_as_update else report.skipped_reason)
+
+    def release(self) -> None:
+        """Releases as many indexes as the credit allows, those that are to be sampled again first."""
+        version = self.lag_of.current
+        self._releaser.release_postponed(self.reader, version)
+        self._releaser.release_requeued(version)
+        self._releaser.top_up(version)
+
+    def reconcile(self) -> None:
+        """Releases again what is in the ledger and was lost in Redis, then what the credit allows."""
+        self._releaser.reconcile(self.reader, self.lag_of)
+        self._settlement.settle_refused(self.reader.take_refused())
+        self.release()
+
+    def num_open_prompts(self) -> int:
+        return self._releaser.num_open_prompts()
+
+    def _postpone_stale(self) -> None:
+        """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""
+        ready = self.reader.ready
+        stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._lag_bound)]
+        for index in stale:
+            del ready[index]
+        self._releaser.postpone(stale, "stale")

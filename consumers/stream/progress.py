@@ -1,0 +1,40 @@
+"""How far a run has come: the counts that go into its checkpoints beside the ledger."""
+
+import time
+from collections.abc import Sequence
+
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.stream.checkpoints import CheckpointState
+from penstock.schemas.rollout import RolloutGroup
+
+
+class RunProgress:
+    """Batches and running totals of the whole run, those of the trainers before this one included."""
+
+    def __init__(self, epoch: int, state: CheckpointState) -> None:
+        self.epoch = epoch
+        self.num_batches = state.num_batches
+        """Updates made."""
+        self.num_taken = max(state.taken.values(), default=0)
+        """Batches taken, failed ones included: the position of the next one in the record of rollouts."""
+        self.totals: dict[str, int | float] = {
+            "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
+            "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
+        }  # fmt: skip
+        self._taken_before = dict(state.taken)
+
+    @property
+    def taken(self) -> dict[int, int]:
+        """`num_taken` at the end of each epoch on the way here, and now."""
+        return {**self._taken_before, self.epoch: self.num_taken}
+
+    def add(self, groups: Sequence[RolloutGroup], report: StepReport, step_s: float) -> None:
+        """Adds one batch to the totals."""
+        totals = self.totals
+        totals["num_tokens_trained"] += report.num_tokens_trained
+        totals["num_tokens_masked_lag"] += report.num_tokens_masked_lag
+        totals["num_tokens_rejected"] += report.num_tokens_rejected
+        totals["num_steps_skipped"] += sum(report.steps_skipped.values())
+        totals["train_s"] += step_s
+        totals["last_update_s"] = time.time()
+        totals["first_prompt_s"] = totals["first_prompt_s"] or min(group.timings.claimed_s for group in groups)

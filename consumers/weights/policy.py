@@ -1,0 +1,44 @@
+"""The newest published policy: its version, and the publication of the next one."""
+
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.weights.publisher import Publisher
+from penstock.schemas.policy import WeightManifest, make_version
+
+
+class PublishedPolicy:
+    """Numbers the learner's policies within an epoch, by the optimizer steps taken in it.
+
+    lag_of: moves on with each publication. parent_version: the version that the epoch's first policy equals.
+    """
+
+    def __init__(
+        self, publisher: Publisher, learner: Learner, lag_of: LagTable, epoch: int, parent_version: int
+    ) -> None:
+        self._publisher = publisher
+        self._learner = learner
+        self._lag_of = lag_of
+        self._epoch = epoch
+        self._parent_version = parent_version
+        self._steps_before = learner.num_steps
+
+    @property
+    def version(self) -> int:
+        return self._lag_of.current
+
+    def publish_first(self) -> WeightManifest:
+        """Publishes the weights that the epoch begins with; after a resume they are a fork of the parent version."""
+        return self._publish(self._parent_version, fork=self._epoch > 0)
+
+    def publish(self) -> WeightManifest:
+        """Publishes the weights after an update under the next version."""
+        parent_version = self.version
+        self._lag_of.advance(make_version(self._epoch, self._learner.num_steps - self._steps_before))
+        return self._publish(parent_version, fork=False)
+
+    def announce_again(self) -> None:
+        self._publisher.announce_again()
+
+    def _publish(self, parent_version: int, *, fork: bool) -> WeightManifest:
+        weights = self._learner.published_weights()
+        return self._publisher.publish(weights, self.version, parent_version, fork=fork)

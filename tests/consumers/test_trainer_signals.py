@@ -1,0 +1,167 @@
+"""A trainer that is stopped before it trains: nothing is left behind, and the run is as it was."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from trainer_bench import Bench, assert_settled_once, at_step
+from trainer_process import BARE, TrainerProcesses, with_learner
+from waiting import wait_for
+
+pytestmark = pytest.mark.redis
+
+LINE = "stopped before training began; the run is as it was"
+
+IMPORTING = BARE.format(
+    setup="""
+import os
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            Path(os.environ["MARKER"]).touch()
+            time.sleep(300)
+
+sys.meta_path.insert(0, Slow())
+"""
+)
+
+LOADING_THE_MODEL = with_learner("""
+class Learner(ScriptedLearner):
+    def __init__(self, config):
+        Path(os.environ["MARKER"]).touch()
+        time.sleep(300)
+""")
+
+LOADING_THE_CHECKPOINT = with_learner("""
+class Learner(ScriptedLearner):
+    def load_model(self, folder):
+        Path(os.environ["MARKER"]).touch()
+        time.sleep(300)
+""")
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that a program makes when it has come to where it stays."""
+    monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
+    return tmp_path / "marker"
+
+
+def everything(bench: Bench, client: redis.Redis) -> dict[str, object]:
+    """What makes up a run: checkpoints and epochs on disk, and what Redis has, without the lease."""
+    read = {b"stream": client.xrange, b"hash": client.hgetall}
+    keys = [key for key in client.scan_iter() if not key.endswith(b":lease")]
+    files = [file for file in (bench.folder / "checkpoints").rglob("*") if file.is_file()]
+    on_disk = {str(file): (file.stat().st_mtime_ns, file.stat().st_size) for file in files}
+    return {"redis": {key: read[client.type(key)](key) for key in keys}, "disk": on_disk}
+
+
+def a_stopped_run(bench: Bench) -> None:
+    bench.hardy_producer()
+    first = bench.trainer()
+    at_step(first, 6, first.stop)
+    assert first.run() is False
+    for producer in bench.producers:
+        producer.stop.set()
+        producer.join()
+
+
+def assert_stops(
+    processes: TrainerProcesses, process: subprocess.Popen, number: int, there: Callable[[], object], log: str
+) -> None:
+    wait_for(lambda: there() or process.poll() is not None)
+    assert process.poll() is None, processes.log(log)
+    process.send_signal(number)
+    assert process.wait(60) == 0, processes.log(log)
+    lines = processes.log(log).splitlines()
+    assert lines[-1].endswith(LINE) and sum(LINE in line for line in lines) == 1
+    assert "Traceback" not in processes.log(log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("program", [IMPORTING, LOADING_THE_MODEL], ids=["imports", "model"])
+def test_a_new_trainer_stopped_while_it_boots_leaves_no_run_behind(
+    bench, redis_client, processes, marker, program, number
+):
+    process = processes.start("booting", program=program)
+    assert_stops(processes, process, number, marker.exists, "booting")
+    assert everything(bench, redis_client) == {"redis": {}, "disk": {}}
+    bench.hardy_producer()
+    assert bench.trainer().run(), "the name is free: it needs no --resume"
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.mark.parametrize("program", [IMPORTING, LOADING_THE_MODEL], ids=["imports", "model"])
+def test_a_trainer_stopped_while_it_boots_to_resume_leaves_the_run_as_it_was(
+    bench, redis_client, processes, marker, program
+):
+    a_stopped_run(bench)
+    before = everything(bench, redis_client)
+    process = processes.start("booting", "--resume", program=program)
+    assert_stops(processes, process, signal.SIGTERM, marker.exists, "booting")
+    assert everything(bench, redis_client) == before
+
+
+def test_a_trainer_stopped_while_it_loads_its_checkpoint_changes_only_the_epoch(bench, redis_client, processes, marker):
+    bench.overrides = ["trainer.lease_s=30.0"]
+    a_stopped_run(bench)
+    before = everything(bench, redis_client)
+    process = processes.start("booting", "--resume", program=LOADING_THE_CHECKPOINT)
+    assert_stops(processes, process, signal.SIGTERM, marker.exists, "booting")
+    assert not redis_client.exists(bench.keys.lease), "it hands the run over at once"
+    after = everything(bench, redis_client)
+    commit = bench.keys.commit.encode()
+    own = {b"epoch", b"owner"}
+    changed = dict(after["redis"][commit].items() ^ before["redis"][commit].items())
+    assert changed.keys() == own and after["redis"][commit][b"epoch"] == b"1"
+    after["redis"][commit] = before["redis"][commit]
+    (epoch_file,) = after["disk"].keys() - before["disk"].keys()
+    assert Path(epoch_file).name == "epoch-1"
+    del after["disk"][epoch_file]
+    assert after == before
+    bench.hardy_producer()
+    second = bench.trainer(resume=True)
+    assert (second.leadership.epoch, second.learner.num_steps) == (2, 7)
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+
+
+@pytest.mark.parametrize("state", ["not begun", "held by another"])
+def test_a_trainer_stopped_while_it_stands_by_leaves_the_run_as_it_was(bench, redis_client, processes, state):
+    if state == "held by another":
+        bench.trainer()
+    before = everything(bench, redis_client)
+    lease = redis_client.get(bench.keys.lease)
+    assert (lease is not None) == (state == "held by another")
+    process = processes.start("standby", "--standby")
+    assert_stops(
+        processes, process, signal.SIGTERM, lambda: "standing by for run test" in processes.log("standby"), "standby"
+    )
+    assert everything(bench, redis_client) == before
+    assert redis_client.get(bench.keys.lease) == lease
+
+
+def test_a_standby_stopped_while_it_takes_over_hands_the_run_to_the_next_one(bench, redis_client, processes, marker):
+    bench.overrides = ["trainer.lease_s=2.0"]
+    a_stopped_run(bench)
+    before = everything(bench, redis_client)
+    process = processes.start("standby", "--standby", program=LOADING_THE_MODEL)
+    wait_for(marker.exists)
+    assert redis_client.exists(bench.keys.lease)
+    assert_stops(processes, process, signal.SIGTERM, marker.exists, "standby")
+    assert not redis_client.exists(bench.keys.lease)
+    assert everything(bench, redis_client) == before
+
+
+def test_a_standby_whose_redis_is_away_is_stopped_at_once(bench, redis_client, processes, monkeypatch):
+    with bench.proxy() as proxy:
+        monkeypatch.setattr(bench, "url", proxy.url)
+        process = processes.start("standby", "--standby")
+        wait_for(lambda: "standing by" in processes.log("standby"))
+        proxy.refuse()
+        assert_stops(processes, process, signal.SIGTERM, lambda: "redis is away" in processes.log("standby"), "standby")
