@@ -1,4 +1,4 @@
-# Every target that needs it makes .venv first; ENGINE=cpu or gpu overrides what deploy/install.sh finds.
+# Every target that needs it makes .venv first; ENGINE=cpu or gpu overrides the engine that deploy/install.sh chooses.
 VENV ?= .venv
 JOBS ?= 3
 MODEL ?= runs/models/demo
@@ -27,7 +27,7 @@ test: venv-dev
 chaos: venv-dev
 	$(VENV)/bin/python -m tests.chaos --out runs/chaos $(if $(SEED),--seed $(SEED))
 
-# compose.yaml really brought up, with podman and podman-compose; CONTRIBUTING.md says what that needs.
+# Brings compose.yaml up with podman and podman-compose; CONTRIBUTING.md lists the requirements.
 compose-check: venv-dev
 	$(VENV)/bin/python -m bench.compose_check
 
@@ -45,7 +45,7 @@ bench: venv venv-peers
 bench-peers: venv-peers
 	$(VENV)-peers/bin/python -m bench.peers
 
-# Goes on where it was stopped; finished cells are kept under bench/study/results.
+# Continues where it was stopped; finished cells are kept under bench/study/results.
 study: venv
 	$(VENV)/bin/python -m bench.experiments study
 
@@ -55,7 +55,7 @@ venv:
 venv-dev:
 	@deploy/install.sh dev
 
-# An environment of its own: the peers' requirements and the engine's do not go together.
+# A separate environment: the peers' requirements conflict with the engine's.
 venv-peers:
 	@VENV=$(VENV)-peers REQUIREMENTS=bench/peers/requirements.txt deploy/install.sh
 

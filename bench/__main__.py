@@ -1,4 +1,4 @@
-"""`make bench`: measures Penstock beside what it is built on; tables here, JSON under `bench/results`."""
+"""`make bench`: measures Penstock against what it is built on; prints tables, writes JSON under `bench/results`."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from bench.endpoint.section import ENDPOINT
 from bench.head.section import HEAD
 from bench.pipeline.section import PIPELINE
 from bench.result import RESULTS, BenchError, Result, print_result, write_result
-from bench.section import Section, measure
+from bench.section import BenchSection, measure
 from bench.stream.section import STREAM
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -26,7 +26,7 @@ SECTIONS = {section.name: section for section in (PIPELINE, STREAM, HEAD, ENDPOI
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures each section in turn. Exit status 0 even if goals are missed, 1 for a failure, 2 for unusable input."""
     arguments = _parser().parse_args(argv)
-    # Every row starts a server of its own: a user's Redis is no place for a benchmark.
+    # Every row starts a server of its own: a benchmark never writes into a user's Redis.
     os.environ.pop("REDIS_URL", None)
     try:
         chosen = _chosen(arguments.sections, arguments.only)
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _keep(section: Section, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
-    """Writes the result file, and the picture where every row was measured."""
+def _keep(section: BenchSection, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
+    """Writes the result file, and the picture if every row was measured."""
     is_full = rows == tuple(section.rows)
     print(f"\nresult  {write_result(result, output or RESULTS, rows=() if is_full else rows)}")
     if section.draw is not None and is_full:
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The rows to measure, by section; a section without a row named is left out where rows are."""
+    """The rows to measure, by section; if rows are named, sections without one are left out."""
     for name in sections:
         if name not in SECTIONS:
             raise ConfigError(f"{name}: no section; expected {', '.join(SECTIONS)}")

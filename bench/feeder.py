@@ -1,6 +1,6 @@
-"""Stands in for the trainer where the producer is measured: releases prompts, announces a file of weights, trims.
+"""Stands in for the trainer of a measured producer: releases prompts, announces a file of weights, trims.
 
-A process of its own, as the trainer is, but one that computes nothing: `python -m bench.feeder RUN.toml ...`.
+A process of its own, as the trainer is, that computes nothing: `python -m bench.feeder RUN.toml ...`.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _TRIM_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Feeds until it is killed."""
+    """Feeds until it is terminated."""
     parser = argparse.ArgumentParser(prog="python -m bench.feeder", description="Feed one measured producer.")
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")
     parser.add_argument("--manifest", type=Path, required=True, metavar="FILE", help="what to announce, as JSON")
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def feed(config: RunConfig, manifest: WeightManifest, updates_per_s: float) -> None:
-    """Keeps the credit's worth of prompts open and announces the same bytes as ever newer policies. Never returns."""
+    """Keeps as many prompts open as the credit allows and announces the same bytes as ever newer policies, every 20 ms
+    what is due. Never returns."""
     connection, keys = TrainerConnection(redis_url(config, Path()), outage_s=10.0), Keys(config.name)
     scripts = Scripts(connection.client, keys)
     scripts.open_epoch(0, uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""What a benchmark found: figures with their references and goals, the machine, a JSON file and tables of them."""
+"""Results of a benchmark: figures with their references and goals, the machine, the JSON file, the tables."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ class BenchError(RuntimeError):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ratio is to reach: exactly one of the two bounds."""
+    """The bound that a ratio is to reach: exactly one of the two."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -41,9 +41,9 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement beside the reference that was measured in the same run.
+    """One measurement and the reference that was measured in the same run.
 
-    ratio: measured / reference. reached: None where there is no goal, or nothing to compare.
+    ratio: measured / reference. reached: None without a goal, or without anything to compare.
     details: further numbers that belong to it, by name, units as suffixes.
     """
 
@@ -52,7 +52,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     measured: float | None
     reference: float | None
     reference_is: str
-    """What the reference is, in words."""
+    """The reference in words."""
     ratio: float | None
     goal: Goal | None
     reached: bool | None
@@ -64,16 +64,16 @@ def compare(
     *,
     unit: str,
     measured: float | None,
-    reference: float | None,
-    reference_is: str,
-    goal: Goal | None,
+    reference: float | None = None,
+    reference_is: str = "",
+    goal: Goal | None = None,
     ratio: float | None = None,
     details: dict[str, Any] | None = None,
 ) -> Figure:
     """A figure with its ratio and whether that reaches the goal.
 
-    `ratio` replaces measured / reference where it was taken otherwise (a median over pairs, say). A measurement that
-    is None came to nothing within its limits and misses its goal; without a reference there is nothing to miss.
+    `ratio` replaces measured / reference if it was taken otherwise (as a median over pairs). A measurement that is None
+    did not finish within its limits and misses its goal; without a reference there is no goal to miss.
     """
     if ratio is None and measured is not None and reference:
         ratio = measured / reference
@@ -94,17 +94,17 @@ def compare(
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of one thing goes: (part, seconds, share of the whole) from the largest to the smallest."""
+    """Time by what it is spent on: (part, seconds, share of the whole) from the largest to the smallest."""
 
     name: str
     whole_s: float
     whole_is: str
-    """What the shares are of, in words."""
+    """The whole in words."""
     parts: tuple[tuple[str, float, float], ...]
 
 
 def break_down(name: str, parts_s: dict[str, float], whole_s: float, whole_is: str, *, rest: str = "rest") -> Breakdown:
-    """Shares of `whole_s`, with what no part accounts for under the name `rest`."""
+    """Shares of `whole_s`; time that no part accounts for is named `rest`."""
     parts = dict(parts_s)
     parts[rest] = parts.get(rest, 0.0) + max(0.0, whole_s - sum(parts.values()))
     ordered = sorted(parts.items(), key=lambda part: -part[1])
@@ -113,7 +113,7 @@ def break_down(name: str, parts_s: dict[str, float], whole_s: float, whole_is: s
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a section: what its JSON file holds."""
+    """One run of a section, as its JSON file holds it."""
 
     section: str
     date: str
@@ -146,7 +146,7 @@ def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] 
 
 
 def _check_finite(value: Any, where: str) -> None:
-    """msgspec writes NaN as null, which would pass for a figure that was not to be had."""
+    """msgspec writes NaN as null, which would pass for a missing figure."""
     if isinstance(value, float) and value - value != 0.0:
         raise ValueError(f"{where}: {value}, expected a finite number")
     for key, part in (
@@ -177,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on; empty where the system does not say."""
+    """Numbers of the cores that this process may run on; empty if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -241,7 +241,7 @@ def _breakdown_table(breakdown: Breakdown) -> Table:
 
 
 def _number(value: float | None) -> str:
-    """Four digits, or all of a whole number's."""
+    """Four significant digits; whole numbers from 1,000 on."""
     if value is None:
         return "n/a"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What a section of the benchmark is, how its rows are measured, and the processes that measure for them."""
+"""Sections of the benchmark: their rows, how they are measured, and the processes that measure for them."""
 
 import os
 import shutil
@@ -27,16 +27,18 @@ REDIS_ERRORS = (
 
 
 class Bench(NamedTuple):
-    """One run of a section: what its rows are called with. folder: for scratch."""
+    """One run of a section, the argument of its rows. folder: scratch."""
 
     settings: Any
     run_file: Path
     folder: Path
 
 
-class Section(NamedTuple):
-    """rows: by name, each makes its figures and breakdowns. settings: how much and how often; quick: next to nothing,
-    to show that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
+class BenchSection(NamedTuple):
+    """A part of the benchmark with tables and a result file of its own.
+
+    rows: by name, each makes its figures and breakdowns. settings: sizes and repetitions; quick: the least that shows
+        that everything runs. draw: makes the picture of a full result. uses_run_file: whether a row trains.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Section(NamedTuple):
     uses_run_file: bool = False
 
 
-def measure(section: Section, rows: Sequence[str], settings: Any, run_file: Path, work: Path) -> Result:
+def measure(section: BenchSection, rows: Sequence[str], settings: Any, run_file: Path, work: Path) -> Result:
     """Measures the named rows in order; scratch goes to a folder under `work` that is removed.
 
     Raises:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the project with an engine and the extras named: deploy/install.sh [dev]
-# Environment: VENV (.venv), ENGINE (auto: gpu where there is an NVIDIA GPU, else cpu), PYTHON (found on PATH),
+# Environment: VENV (.venv), ENGINE (auto: gpu if there is an NVIDIA GPU, else cpu), PYTHON (found on PATH),
 # REQUIREMENTS (a requirements file to install in place of the project's own requirements and its engine).
-# Takes the environment it finds: only what is missing is installed, and an unchanged one is left alone.
+# An existing environment is kept: only missing packages are installed, and an unchanged one is left alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -53,14 +53,14 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
         fail "no Python.h for $("$VENV/bin/python" --version) found (python3-dev), which the engine's CPU build needs"
 }
 
-# step TEXT COMMAND...: runs the command with its output in the log and says how long it has been at it.
+# step TEXT COMMAND...: runs the command with its output in the log and prints its running time.
 step() {
     local text=$1 began=$SECONDS shown=0 child status=0
     shift
     echo "## $text: $*" >>"$LOG"
     "$@" >>"$LOG" 2>&1 &
     child=$!
-    # A command in the background does not hear Ctrl-C by itself.
+    # A background command does not receive Ctrl-C by itself.
     trap 'kill "$child" 2>/dev/null; exit 130' INT TERM
     while kill -0 $child 2>/dev/null; do
         if [ -t 1 ]; then
@@ -78,7 +78,7 @@ step() {
     return $status
 }
 
-# What pip's last words mean, in one line.
+# Explains pip's last output in one line.
 explain() {
     local last
     last=$(awk '/^## /{ text = "" } { text = text $0 "\n" } END { printf "%s", text }' "$LOG")
@@ -91,7 +91,7 @@ explain() {
 }
 
 pip_install() {
-    # Two tries and a short timeout: an unreachable index shall be a message, not minutes of silence.
+    # Two tries and a short timeout: an unreachable index is reported at once, not after minutes of silence.
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --retries 1 --timeout 30 "$@"
 }
@@ -111,7 +111,7 @@ install_missing() {
     fi
     step "installing ${#missing[@]} packages and what they need" pip_install "${missing[@]}" || explain "installing packages"
     if [ "$ENGINE" = cpu ]; then
-        # The engine's CPU build asks for these and gets CUDA builds, on which its import then fails; it needs none of them.
+        # The engine's CPU build asks for these and gets CUDA builds, with which its import fails; it needs none of them.
         "$VENV/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec >>"$LOG" 2>&1
     fi
 }

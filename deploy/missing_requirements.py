@@ -1,6 +1,6 @@
-"""Prints what is asked for and this environment lacks, one requirement a line. Needs pip, nothing else.
+"""Prints the requirements that this environment does not satisfy, one a line. Needs pip, nothing else.
 
-Asked for is what pyproject.toml names for the project and the extras given, or what one requirements file names.
+The requirements are those of pyproject.toml for the project and the extras given, or those of one requirements file.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 try:
     from packaging.requirements import Requirement
 except ImportError:
-    # A new environment has nothing but pip. Importing that changes how distutils is found: hence not always.
+    # A new environment has nothing but pip, whose import changes how distutils is found: only the second choice.
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 
 

@@ -9,7 +9,7 @@ BLOCK_TOKENS = 32
 
 
 class PrefixedArithmetic(Arithmetic):
-    """`Arithmetic`, every prompt behind `prefix`: what a system prompt is elsewhere.
+    """`Arithmetic` with every prompt behind `prefix`, as behind a system prompt.
 
     The demo's model has seen no such prefix, and most disturb it so much that no answer is right at first. Its padding
     token would not: that one's embedding is zero, and so are its keys and values, whatever the weights.

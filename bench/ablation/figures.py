@@ -23,7 +23,7 @@ NAMES = ("metrics", "logprobs-reward", "clip-entropy-reward", "policy-ratio", "l
 
 
 def figure_files(plan: AblationPlan) -> dict[str, Path]:
-    """Where each figure lies, by its name in NAMES."""
+    """The file of each figure by its name in NAMES."""
     return {name: plan.page.parent / f"{plan.name}-{name}.svg" for name in NAMES}
 
 

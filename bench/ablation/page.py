@@ -78,7 +78,7 @@ def _findings(plan: AblationPlan, results: Sequence[AblationResult]) -> str:
 
 
 def _levels(plan: AblationPlan, results: Sequence[AblationResult]) -> str:
-    """What the curves are like, beside how far they are apart."""
+    """Levels of the curves, beside their distances."""
     columns: list[tuple[str, Callable[[AblationResult], float], str]] = [
         (
             "`clamp_log_ratio_new_old_indicator`",

@@ -1,4 +1,4 @@
-"""What an ablation compares, read from its TOML file: the workload, the arms, the seeds."""
+"""The plan of an ablation, read from its TOML file: the workload, the arms, the seeds."""
 
 import tomllib
 from pathlib import Path
@@ -13,18 +13,18 @@ NAME_PATTERN = "^[a-z0-9][a-z0-9-]*$"
 """Arms and ablations give files and runs their names."""
 
 WITHOUT_EFFECT = ("name", "parity", "metrics", "redis", "checkpoint", "weights")
-"""Of the run file: what no trajectory depends on."""
+"""Fields of the run file that no trajectory depends on."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One set-up of the workload.
 
     set: overrides of the run file, as `penstock run --set` takes them.
-    gpu_set: more of them, where there is a GPU: what the CPU build refuses.
-    gpu_only: the arm is not run elsewhere.
-    environment: variables that its run gets beside those there are.
+    gpu_set: more of them on a machine with a GPU, which the CPU build refuses.
+    gpu_only: the arm needs a GPU.
+    environment: additional variables of its run.
     seeds: None takes the reference's first alone.
-    note: what the page says beside the arm's row.
+    note: shown with the arm's label on the page.
     """
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -52,7 +52,7 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """An ablation. Paths are relative to its file, but for the run file's own, which are the working directory's.
 
     run_file: the workload. set: overrides of it that all arms share.
-    recipe: the model at `model.path` is made by it where it is not there yet.
+    recipe: makes the model at `model.path` if it is missing.
     results: folder of the finished cells. page: the markdown file whose marked part is written; figures lie beside it.
     reference: the arm that the others are measured against.
     compared: arms drawn beside the reference in the figures of two or three curves.
@@ -81,7 +81,7 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return first + [AblationCell(arm=arm.name, seed=seed) for arm in arms for seed in self.seeds_of(arm)[1:]]
 
     def overrides(self, cell: AblationCell, *, gpu: bool) -> list[str]:
-        """What the cell's run sets beyond the run file; the later one of a field wins."""
+        """Overrides of the run file; the later one of a field wins."""
         arm = self.arm(cell.arm)
         return [*self.set, *arm.set, *(arm.gpu_set if gpu else ()), f"seed={cell.seed}"]
 

@@ -1,4 +1,4 @@
-"""What a cell found, read from its run folder."""
+"""The result of a cell, read from its run folder."""
 
 import platform
 from collections import Counter
@@ -32,7 +32,7 @@ CURVES = {
 }
 """A curve's name to its key in updates.jsonl."""
 SOMETIMES = ("mismatch_lag0",)
-"""Curves without which a run is none the worse: of rows sampled by the newest version alone, which may not occur."""
+"""Curves that a complete run may lack: of rows sampled by the newest version alone, which need not occur."""
 
 
 class AblationResult(CellResult, kw_only=True):

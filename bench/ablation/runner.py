@@ -1,4 +1,4 @@
-"""Runs one cell: `penstock run` as a process of its own, followed to its end, and what it left behind read."""
+"""Runs one cell: `penstock run` as a process of its own, then reads its run folder."""
 
 import fcntl
 import shutil
@@ -30,11 +30,11 @@ def run_cell(
 ) -> AblationResult:
     """Runs the cell from its beginning; an unfinished run of it is removed.
 
-    Waits for `penstock run`, which ends by itself. A KeyboardInterrupt is handed on to it, which then stops in order.
+    Waits for `penstock run`, which ends by itself. A KeyboardInterrupt is passed on to it; it then stops in order.
 
     Args:
         runs: folder of the ablation's runs.
-        on_update: told the number of each update that is seen to be done.
+        on_update: called with the number of updates done.
 
     Raises:
         CellFailedError: the run ended before it was finished.
@@ -79,7 +79,7 @@ def run_cell(
 
 
 def remove_run(folder: Path) -> None:
-    """Removes what an earlier run of a cell has left.
+    """Removes the folder of an earlier run of a cell.
 
     Raises:
         ConfigError: it is in use.

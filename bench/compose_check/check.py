@@ -24,7 +24,7 @@ SERVICES = ("setup", "redis", "redis-exporter", "prometheus", "prepare", "produc
 
 
 class CheckError(RuntimeError):
-    """Something is not as it should be."""
+    """The containers do not behave as expected."""
 
 
 class Check:
@@ -38,9 +38,9 @@ class Check:
         self.podman = Podman({"PENSTOCK_WORKSPACE": str(workspace), "PENSTOCK_PROMETHEUS_PORT": str(port)})
 
     def run(self) -> None:
-        """Raises CheckError or CommandError at the first thing that is not as it should be."""
+        """Raises CheckError or CommandError at the first failure."""
         started = time.monotonic()
-        self.stop()  # what an earlier check has left
+        self.stop()  # containers of an earlier check
         self._start()
         self._scale(3)
         self._scale(1)
@@ -145,7 +145,7 @@ class Check:
         print(f"inspected: {seen['num_groups']} groups of the {seen['kind']}", flush=True)
 
     def _value(self, query: str) -> float:
-        """The one value of a query; 0 where there is no series."""
+        """The one value of a query; 0 without a series."""
         found = self._ask(f"query?query={urllib.parse.quote(query)}")["result"]
         return float(found[0]["value"][1]) if found else 0.0
 
@@ -162,7 +162,7 @@ class Check:
 
 
 def _read_json(url: str) -> dict[str, Any]:
-    """Empty where nobody answers yet."""
+    """Empty while there is no answer yet."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             found: dict[str, Any] = json.load(answer)

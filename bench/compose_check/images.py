@@ -1,4 +1,4 @@
-"""The images of compose.yaml: the project's own are built, a published one that is not here gets a stand-in."""
+"""The images of compose.yaml: the project's own are built, a published one that is missing gets a stand-in."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def build_all(podman: Podman) -> None:
-    """Raises CommandError where a build fails."""
+    """Raises CommandError if a build fails."""
     found = services()
     for name in ("setup", "base", "trainer", "producer"):
         build = found[name]["build"]

@@ -1,4 +1,4 @@
-"""podman and podman-compose, called as this machine needs them called."""
+"""podman and podman-compose with the options that this machine needs."""
 
 import json
 import os
@@ -18,7 +18,7 @@ class CommandError(RuntimeError):
 
 class Podman:
     """`PODMAN` (podman) and `PODMAN_COMPOSE` (podman-compose) are the programs, `COMPOSE_CHECK_BUILD_FLAGS` and
-    `COMPOSE_CHECK_RUN_FLAGS` what podman needs on this machine when it builds and when it runs.
+    `COMPOSE_CHECK_RUN_FLAGS` options that podman needs on this machine to build and to run.
 
     settings: variables of the compose file.
     """
@@ -31,7 +31,7 @@ class Podman:
         self._environment = {**os.environ, **settings}
 
     def build(self, image: str, dockerfile: Path, context: Path, *options: str) -> None:
-        # One layer an image: there are storage drivers that copy every layer whole.
+        # One layer an image: some storage drivers copy every layer whole.
         flags = ["--format=docker", "--layers=false", *self._build_flags]
         self._do([self._podman, "build", *flags, *options, "--file", str(dockerfile), "--tag", image, str(context)])
 
@@ -73,7 +73,7 @@ class Podman:
         return int(self._ask([self._podman, "inspect", "--format={{.State.ExitCode}}", container]))
 
     def is_healthy(self, container: str) -> bool:
-        """Runs the container's health check once: podman leaves that to systemd, which need not be there."""
+        """Runs the container's health check once: podman leaves that to systemd, which may be absent."""
         return subprocess.run([self._podman, "healthcheck", "run", container], capture_output=True).returncode == 0
 
     def execute(self, container: str, *command: str) -> str:
@@ -86,7 +86,7 @@ class Podman:
         self._ask([self._podman, "rm", container])
 
     def remove_volumes(self) -> None:
-        """Those of the project, all of them: `podman-compose down --volumes` leaves some."""
+        """Removes all volumes of the project: `podman-compose down --volumes` leaves some."""
         for name in self._ask([self._podman, "volume", "ls", "--quiet"]).split():
             if name.startswith(f"{PROJECT}_"):
                 self._ask([self._podman, "volume", "rm", name])

@@ -1,4 +1,4 @@
-# Stands in for a published image where no registry is in reach: the program of a Debian package, started by the same
+# Stands in for a published image if no registry is reachable: the program of a Debian package, started by the same
 # arguments and as the same kind of user as the published image. Only for `make compose-check`.
 FROM docker.io/library/python:3.11.13-slim-bookworm
 

@@ -1,1 +1,1 @@
-"""What agents' calls cost beside vLLM's own server."""
+"""Agents' calls at a producer's endpoint, measured against vLLM's own server."""

@@ -1,4 +1,4 @@
-"""What the endpoint section talks to and about: an untrained model with a chat tokenizer, and text to chat of."""
+"""The endpoint section's model and conversations: an untrained model with a chat tokenizer, and text to send."""
 
 import pydoc_data.topics
 from pathlib import Path
@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     f"{{% if add_generation_prompt %}}{{{{ '{TURN_START}assistant\\n' }}}}{{% endif %}}"
 )
 TEXT = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore").decode()
-"""What `help()` knows of Python's topics: half a megabyte of English and code that comes with every Python."""
+"""The topics of Python's `help()`: half a megabyte of English and code that every Python contains."""
 
 
 def make_chat_model(folder: Path, max_tokens: int) -> None:
@@ -58,7 +58,7 @@ def chat_tokenizer(max_tokens: int) -> "PreTrainedTokenizerFast":
 
 
 class Topics:
-    """User turns of a given length, cut one after another from `TEXT`, which begins anew at its end."""
+    """User turns of a given length, cut one after another from `TEXT`, which starts over at its end."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""How much of a long conversation is encoded: the endpoint's own way, beside encoding all of it at each call."""
+"""Tokens encoded in a long conversation: by the endpoint, against encoding all of it at each call."""
 
 import asyncio
 import math
@@ -29,13 +29,13 @@ LARGEST_RATIO = 2.0
 class EncodingSettings(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 50
     turn_tokens: int = 400
-    """What the user adds before each call."""
+    """Length of the user's message before each call."""
     answer_tokens: int = 200
-    """What the model answers, its end not counted."""
+    """Length of the model's answer without its end token."""
 
 
 class CountingTokenizer:
-    """A tokenizer that notes how many tokens it gave."""
+    """A tokenizer that counts the tokens it returns."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,8 +51,8 @@ class CountingTokenizer:
 
 
 class TimedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """num_tokens: of the last prompt and its answer. num_encoded, encode_s: what its calls' prompts took, rendering
-    included. num_encoded_whole, encode_whole_s: the same where each prompt is encoded from its beginning."""
+    """num_tokens: of the last prompt and its answer. num_encoded, encode_s: tokens encoded and time taken for
+    its prompts, rendering included. num_encoded_whole, encode_whole_s: the same if each prompt is encoded whole."""
 
     num_tokens: int
     num_encoded: int
@@ -81,7 +81,6 @@ def encoding_figures(settings: EncodingSettings) -> list[Figure]:
             measured=found.encode_s * 1000,
             reference=found.encode_whole_s * 1000,
             reference_is="each call's messages rendered and encoded from their beginning",
-            goal=None,
         ),
     ]
 
@@ -96,7 +95,7 @@ class _TimedPrompts(Prompts):
         return rendered
 
 
-class _PlayedEngine:
+class _ScriptedEngine:
     """Answers with the ids of a text, and the end of the turn."""
 
     def __init__(self, tokenizer: Any, topics: Topics, num_tokens: int, max_model_len: int) -> None:
@@ -127,16 +126,16 @@ class _OldWeights:
 
 
 async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
-    """One that a plain client holds through the endpoint's own parts, with a played engine."""
+    """Holds a plain client's conversation through the endpoint's own parts, with a scripted engine."""
     max_tokens = 4 * settings.answer_tokens
     longest = 4 * settings.calls * (settings.turn_tokens + settings.answer_tokens)
     tokenizer: Any = chat_tokenizer(longest)
     topics = Topics(tokenizer)
     counting = CountingTokenizer(tokenizer)
     prompts = _TimedPrompts(counting, exact=True, stop_token_ids=())
-    counting.num_tokens = 0  # what was rendered to learn the template is no conversation's
+    counting.num_tokens = 0  # learning the template has rendered some
     sampling = SamplingSettings(max_tokens=max_tokens)
-    engine: Any = _PlayedEngine(tokenizer, topics, settings.answer_tokens, longest)
+    engine: Any = _ScriptedEngine(tokenizer, topics, settings.answer_tokens, longest)
     weights: Any = _OldWeights()
     calls = Calls(
         engine=engine,

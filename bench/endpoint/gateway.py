@@ -1,4 +1,4 @@
-"""What a call costs at a producer's endpoint, beside the same call at vLLM's own server.
+"""The cost of a call at a producer's endpoint, against the same call at vLLM's own server.
 
 Both servers hold the same conversations, call by call in turns; only what they sample differs.
 """
@@ -32,13 +32,13 @@ LARGEST_RATIO = {2000: 1.1, 30000: 1.25}
 """Goals, by tokens of context."""
 MAX_ANSWER_TOKENS = 4
 FRAME_TOKENS = 17
-"""What a turn holds beside the user's text: the answer, and what the template writes around both."""
+"""Tokens of a turn beside the user's text: the answer, and the template's own around both."""
 HISTORY_TURN_TOKENS = 1000
-"""Of the turns by which a conversation comes to where calls are timed, frame included."""
+"""Length of the turns that precede the timed calls of a conversation, frame included."""
 SPARE_TOKENS = 2048
-"""Room beyond the longest context: the template's own tokens, answers, and turns that encode to more than was cut."""
+"""Room beyond the longest context for the template's own tokens, answers, and turns that encode to more tokens."""
 BATCHED_TOKENS = 2048
-"""Tokens that one step of the engine may compute; vLLM's own choice depends on who asks."""
+"""Tokens that one step of the engine may compute; vLLM's own default depends on the caller."""
 
 
 REFERENCE_IS = "vLLM's own /v1/chat/completions in a process of its own: same model, engine settings and messages"
@@ -52,7 +52,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     calls: int = 20
     """Calls of a conversation that are timed."""
     turn_tokens: int = 100
-    """What the user adds before each of them."""
+    """Length of the user's message before each of them."""
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,12 +89,12 @@ def gateway_figures(settings: GatewaySettings, folder: Path) -> list[Figure]:
     make_chat_model(Path(config.model.path), max(settings.contexts) + SPARE_TOKENS)
     topics = Topics(load_tokenizer(config))
     with penstock_server(config, folder / "penstock") as ours, vllm_server(config, folder / "vllm") as theirs:
-        table = Table(ours, theirs, topics)
-        table.hold(settings, min(settings.contexts))  # warms up
+        pair = SideBySide(ours, theirs, topics)
+        pair.hold(settings, min(settings.contexts))  # warms up
         figures: list[Figure] = []
         for context in settings.contexts:
             for sends_ids in (False, True):
-                held = [table.hold(settings, context, sends_ids=sends_ids) for _ in range(settings.rounds)]
+                held = [pair.hold(settings, context, sends_ids=sends_ids) for _ in range(settings.rounds)]
                 what = f"{context:,} tokens of context" + sends_ids * ", ids sent back"
                 goal = Goal(at_most=LARGEST_RATIO[context]) if context in LARGEST_RATIO else None
                 figures += [time_figure(what, held, goal), processor_figure(what, held)]
@@ -119,7 +119,7 @@ def gateway_config(model: Path, max_model_len: int) -> RunConfig:
     )
 
 
-class Table:
+class SideBySide:
     """Two servers that hold the same conversations, side by side."""
 
     def __init__(self, ours: ChatServer, theirs: ChatServer, topics: Topics) -> None:
@@ -128,15 +128,15 @@ class Table:
         self._num_conversations = 0
 
     def hold(self, settings: GatewaySettings, context: int, *, sends_ids: bool = False) -> GatewayReading:
-        """A conversation that nobody has held before. Its last calls are the timed ones: `context` lies in the middle
-        of what they send.
+        """Holds a new conversation. Its last calls are the timed ones: `context` tokens is the mean length of their
+        prompts.
 
         sends_ids: whether the client of ours sends each answer back whole, token ids included, or its text alone.
         """
         self._num_conversations += 1
         paths = [server.open() for server in self._servers]
         histories: list[list[Json]] = [[], []]
-        greeting = f"Conversation {self._num_conversations}.\n"  # keeps what came before out of the prefix caches
+        greeting = f"Conversation {self._num_conversations}.\n"  # makes the conversation miss the prefix caches
         for num_tokens in history_turns(context - settings.calls * (settings.turn_tokens + FRAME_TOKENS) // 2):
             self._call(paths, histories, greeting + self._topics.turn(num_tokens), 0, sends_ids)
             greeting = ""
@@ -204,7 +204,7 @@ def time_figure(what: str, held: Sequence[GatewayReading], goal: Goal | None) ->
 
 
 def processor_figure(what: str, held: Sequence[GatewayReading]) -> Figure:
-    """Means over the calls. It does not tell what a caller waits for, but a busy machine hardly moves it."""
+    """Means over the calls. Not the time that a caller waits, but a busy machine hardly changes it."""
     num_calls = sum(len(conversation.pairs) for conversation in held)
     return compare(
         f"processor time per call, {what}",
@@ -212,5 +212,4 @@ def processor_figure(what: str, held: Sequence[GatewayReading]) -> Figure:
         measured=sum(conversation.processor_s for conversation in held) / num_calls * 1000,
         reference=sum(conversation.reference_processor_s for conversation in held) / num_calls * 1000,
         reference_is=REFERENCE_IS,
-        goal=None,
     )

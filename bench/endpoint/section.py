@@ -1,14 +1,14 @@
-"""The endpoint section: what agents' calls cost, beside vLLM's own server and beside encoding everything anew."""
+"""The endpoint section: agents' calls against vLLM's own server and against encoding every prompt whole."""
 
 import msgspec
 
 from bench.endpoint.encoding import EncodingSettings, encoding_figures
 from bench.endpoint.gateway import GatewaySettings, gateway_figures
-from bench.section import Section
+from bench.section import BenchSection
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much and how often. The defaults take about three minutes on two quiet cores."""
+    """Sizes and repetitions. The defaults take about three minutes on two quiet cores."""
 
     gateway: GatewaySettings = GatewaySettings()
     encoding: EncodingSettings = EncodingSettings()
@@ -20,7 +20,7 @@ QUICK_ENDPOINT = EndpointSettings(
 )
 """Shows that everything runs. Its figures mean nothing. Most of its minute goes into booting two engines."""
 
-ENDPOINT = Section(
+ENDPOINT = BenchSection(
     "endpoint",
     {
         "encoding": lambda bench: encoding_figures(bench.settings.encoding),

@@ -1,4 +1,4 @@
-"""The two servers of the gateway row, each as its users start it: a producer with an endpoint, and vLLM's own."""
+"""The two servers of the gateway row, started as their users start them: a producer with an endpoint, and vLLM's."""
 
 import http.client
 import json
@@ -31,13 +31,12 @@ CALL_LIMIT_S = 300.0
 CREDIT_LIMIT_S = 60.0
 NO_KEYS = {"PENSTOCK_API_KEY": "", "PENSTOCK_API_KEY_FILE": "", "VLLM_API_KEY": ""}
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""What the producer's engine runs in on a CPU: vLLM's own choice there costs a small model a third of its time."""
+"""The producer's engine runs in it on a CPU, where vLLM's own choice costs a small model a third of its time."""
 NEVER_PER_S = 1e-6
 
 
 class Answer(NamedTuple):
-    """seconds: from sending the request to having all of the response, which nobody has parsed by then.
-    message: as it came."""
+    """seconds: from sending the request to the last byte of the response, before parsing. message: as received."""
 
     seconds: float
     message: Json
@@ -59,7 +58,7 @@ class ChatServer:
     def chat(self, path: str, request: Json) -> Answer:
         """
         Raises:
-            BenchError: no connection, or an answer that is none.
+            BenchError: no connection, or an answer with another status than 200.
         """
         body = json.dumps(request).encode()
         began = time.perf_counter()
@@ -77,7 +76,7 @@ class ChatServer:
         """Ends a conversation."""
 
     def processor_s(self) -> float:
-        """Processor seconds that the server's processes have taken; 0 where the system does not say."""
+        """Processor seconds that the server's processes have taken; 0 if the system does not say."""
         return _family_processor_s(self._pid)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -181,7 +180,7 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
 
 
 def serve_arguments(config: RunConfig, port: int) -> list[str]:
-    """The command line that asks for what the producer's engine is asked for."""
+    """The command line with the settings of the producer's engine."""
     import torch
 
     cpu = not torch.cuda.is_available()
@@ -202,7 +201,7 @@ def serve_arguments(config: RunConfig, port: int) -> list[str]:
 
 
 def serve_environment(config: RunConfig) -> dict[str, str]:
-    """What the producer's engine sets for itself, and patience with a connection that waits for its turn."""
+    """The variables that the producer's engine sets for itself, and a keep-alive as long as a connection may idle."""
     return NO_KEYS | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.producers.num_threads),
@@ -215,7 +214,7 @@ def serve_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _family_processor_s(pid: int) -> float:
-    """Processor seconds of a process and of all running ones that descend from it."""
+    """Processor seconds of a process and of its running descendants."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -233,7 +232,7 @@ def _family_processor_s(pid: int) -> float:
 
 
 def _wait(children: Sequence[Child], is_ready: Callable[[], object]) -> None:
-    """Until the last of the children serves."""
+    """Waits until `is_ready`. Raises BenchError if a child ends first or the time is up."""
     deadline = time.monotonic() + BOOT_LIMIT_S
     while not is_ready():
         for child in children:

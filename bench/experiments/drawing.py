@@ -1,4 +1,4 @@
-"""What the figures of experiments share."""
+"""Shared by the figures of all experiments."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def draw_band(
 
 
 def save(figure: Figure, file: Path) -> Path:
-    """Writes an SVG that depends on nothing but what is drawn."""
+    """Writes an SVG without date or tool names: equal figures are equal files."""
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return file

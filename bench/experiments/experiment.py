@@ -1,4 +1,4 @@
-"""What an experiment defines, and the result that each of its cells leaves behind as a JSON file."""
+"""The definition of an experiment, and the result of a cell as a JSON file."""
 
 import math
 from abc import ABC, abstractmethod
@@ -68,7 +68,7 @@ class CellResult(msgspec.Struct, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """What a line about the finished cell says beside its accuracy."""
+        """Figures of the finished cell for a line of output, beside its accuracy."""
         return ""
 
 
@@ -99,7 +99,7 @@ class Experiment(ABC, Generic[C, R]):
 
     @abstractmethod
     def settings(self, cell: C, *, gpu: bool) -> dict[str, Any]:
-        """What decides a cell's outcome, as JSON holds it: a finished cell of other settings is run again."""
+        """Everything that decides a cell's outcome, as JSON: a finished cell of other settings is run again."""
 
     @abstractmethod
     def recipe(self, cell: C) -> ModelRecipe | None:

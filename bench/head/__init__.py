@@ -1,1 +1,1 @@
-"""The float32 head beside the naive way and beside other people's heads."""
+"""The float32 head, measured against the naive way and against other libraries' heads."""

@@ -23,7 +23,7 @@ class HeadProblem(NamedTuple):
     to_entropy: Tensor
 
     def loss(self, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Without the entropy's term where an implementation does not compute it."""
+        """Without the entropy's term if an implementation does not compute it."""
         loss = (logprobs.to(self.to_logprobs.dtype) * self.to_logprobs).sum()
         return loss if entropy is None else loss + (entropy * self.to_entropy).sum()
 
@@ -49,7 +49,7 @@ Head = Callable[[HeadProblem], Found]
 
 
 def _naive(problem: HeadProblem) -> Found:
-    """What one writes first: all logits, in float32 from the matmul on."""
+    """The straightforward way: all logits at once, in float32 after the matmul."""
     log_p = torch.log_softmax((problem.hidden @ problem.weight.t()).float(), 1)
     return log_p.gather(1, problem.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 

@@ -36,7 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is to measure of some implementations."""
+    """The measurement that one process makes of some implementations."""
 
     kind: Kind
     entries: tuple[Entry, ...]
@@ -60,7 +60,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one entry; `reason` alone where a peer does not run here."""
+    """The measurement of one entry; `reason` alone if a peer does not run here."""
 
     entry: Entry
     package: str = ""
@@ -114,7 +114,7 @@ def _exact(problem: HeadProblem) -> tuple[Tensor, Tensor]:
 
 
 def _times(job: Job) -> list[Measured]:
-    """Every entry once per round, so that what else the machine does meets all of them."""
+    """Every entry once in each round, so that other load on the machine affects all of them."""
     problems = {entry.dtype: _problem(job, entry) for entry in job.entries}
     ready = {entry: _ready(entry, problems[entry.dtype]) for entry in job.entries}
     seconds: dict[Entry, list[float]] = {entry: [] for entry in job.entries}
@@ -142,7 +142,7 @@ def _times(job: Job) -> list[Measured]:
 
 
 def _memory(job: Job) -> list[Measured]:
-    """Of the first entry; a process's peak can be told of one only."""
+    """The peak of the one entry: a process's peak cannot be divided among several."""
     (entry,) = job.entries
     problem = _problem(job, entry)
     head, reason = _ready(entry, problem)
@@ -163,7 +163,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _ready(entry: Entry, problem: HeadProblem) -> tuple[Head | None, str]:
-    """The implementation after a run of a few tokens, which compiles and loads what it needs; or why it cannot run."""
+    """The implementation, warmed up on a few tokens (compiled, libraries loaded), or the reason why it cannot run."""
     few = HeadProblem(
         problem.hidden[:16].detach().requires_grad_(), problem.weight, *(tensor[:16] for tensor in problem[2:])
     )

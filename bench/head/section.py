@@ -1,4 +1,4 @@
-"""The head section: the fp32 head's accuracy, memory and time beside the naive way and beside other people's heads.
+"""The head section: accuracy, memory and time of the float32 head against the naive way and against other heads.
 
 Every process has one torch thread, like each process of a run on one machine; compare with more only at equal numbers.
 """
@@ -15,7 +15,7 @@ from bench.head.chart import draw_head
 from bench.head.implementations import IMPLEMENTATIONS, PEERS
 from bench.head.part import Dtype, Entry, Job, Kind, Matmul, Measured
 from bench.result import Figure, Goal, compare
-from bench.section import Bench, Section, measure_apart
+from bench.section import Bench, BenchSection, measure_apart
 
 OURS = ("recompute", "in forward")
 """Backward computes the logits again; forward computes the gradients of a token-level loss at once."""
@@ -97,7 +97,7 @@ def peers_python() -> Path:
 def _peaks(
     bench: Bench, entries: Sequence[Entry], num_tokens: int, python: Path = Path(sys.executable)
 ) -> dict[Entry, Measured]:
-    """One process each: what one leaves behind must not count as another's."""
+    """One process each: memory that one leaves behind must not count as another's."""
     return {entry: _measure(bench, "memory", [entry], num_tokens, python)[entry] for entry in entries}
 
 
@@ -124,7 +124,7 @@ def _measure(
 
 
 def accuracy_figures(measured: dict[Entry, Measured]) -> Iterator[Figure]:
-    """The larger error of our two ways, against what is allowed."""
+    """The larger error of our two ways against the error allowed."""
     for dtype, allowed in MAX_GRADIENT_ERROR.items():
         found = {name: measured[Entry(name, dtype)].accuracy for name in ("naive", *OURS)}
         quantities = {"logprobs": MAX_ERROR, "entropy": MAX_ERROR, "grad_hidden": allowed, "grad_weight": allowed}
@@ -185,7 +185,7 @@ def time_figures(measured: dict[Entry, Measured], num_tokens: int) -> Iterator[F
 
 
 def _ratio(ours: Measured, naive: Measured) -> float | None:
-    """The median over rounds; both of a round met the same neighbours."""
+    """The median over rounds; both of a round ran under the same load."""
     if not ours.seconds or not naive.seconds:
         return None
     return statistics.median(a / b for a, b in zip(ours.seconds, naive.seconds, strict=False))
@@ -198,7 +198,7 @@ def peer_figures(
     num_tokens: int,
     num_memory_tokens: int,
 ) -> Iterator[Figure]:
-    """Time against the naive way of computing the same results, accuracy beside it; ours in the same processes."""
+    """Time against the naive way to the same results, and accuracy; ours in the same processes."""
     for entry, timed in seconds.items():
         if entry.name not in (*PEERS, *OURS):
             continue
@@ -214,7 +214,6 @@ def peer_figures(
             measured=timed.median_s,
             reference=seconds[Entry(naive_name)].median_s,
             reference_is=f"{naive_name}, float32 inputs, the same rounds; {CLOCK}",
-            goal=None,
             ratio=_ratio(timed, seconds[Entry(naive_name)]),
             details={
                 "package": timed.package,
@@ -231,7 +230,6 @@ def peer_figures(
             measured=found.logprobs,
             reference=MAX_ERROR,
             reference_is="the error that the fp32 head is allowed",
-            goal=None,
             details=msgspec.to_builtins(found),
         )
         if peak is not None and peak.peak_bytes is not None and naive_peak is not None:
@@ -241,23 +239,14 @@ def peer_figures(
                 measured=peak.peak_bytes / 1e6,
                 reference=naive_peak / 1e6,
                 reference_is=f"{naive_name}; both beyond the inputs, gradients included",
-                goal=None,
             )
 
 
 def _absent(entry: Entry, reason: str) -> Figure:
-    return compare(
-        f"{entry}: not measured",
-        unit="",
-        measured=None,
-        reference=None,
-        reference_is="",
-        goal=None,
-        details={"reason": reason},
-    )
+    return compare(f"{entry}: not measured", unit="", measured=None, details={"reason": reason})
 
 
-HEAD = Section(
+HEAD = BenchSection(
     "head",
     {"accuracy": measure_accuracy, "memory": measure_memory, "time": measure_time, "peers": measure_peers},
     HeadSettings(),

@@ -104,7 +104,7 @@ def default_models(config: RunConfig) -> list[Path]:
 
 
 def check_inputs(config: RunConfig, models: Sequence[Path], summaries: Sequence[Path] | None) -> None:
-    """Raises ConfigError where a model that is not one of the two starts or a summary is not there."""
+    """Raises ConfigError if a model other than the two starts, or a summary, is missing."""
     for model in models:
         if model not in default_models(config) and not (model / "config.json").is_file():
             raise ConfigError(f"--model {model}: no model there; expected a folder with config.json")
@@ -161,7 +161,7 @@ def _print_point(point: "CurvePoint") -> None:
 def build_result(
     config: RunConfig, measurements: Sequence["Measurement"], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """What the result file holds."""
+    """The content of the result file."""
     return {
         "benchmark": "peers",
         "peer": "trl.GRPOTrainer",
@@ -186,7 +186,7 @@ def build_result(
 
 
 def machine() -> dict[str, Any]:
-    """The processor, what is free of it, and the Python that ran."""
+    """The processor, its load, and the Python that ran."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -204,7 +204,7 @@ def machine() -> dict[str, Any]:
 
 
 def print_measurement(measurement: dict[str, Any], summary_file: Path | None) -> None:
-    """One model's figures, and Penstock's beside them where there is a summary."""
+    """Prints one model's figures, and Penstock's if there is a summary."""
     m = measurement
     reached = m["time_to_goal_s"]
     print(f"\n{m['model']}: greedy accuracy {m['curve'][0]['accuracy']:.3f} -> {m['curve'][-1]['accuracy']:.3f}")

@@ -1,1 +1,1 @@
-"""What streaming, updating in flight and asynchrony cost and bring, beside vLLM alone and synchronous runs."""
+"""Streaming, in-flight updates and asynchrony, measured against vLLM alone and against synchronous runs."""

@@ -1,4 +1,4 @@
-"""The references that need nothing of Penstock: vLLM's AsyncLLM driven directly, beside the engine that wraps it."""
+"""vLLM's AsyncLLM driven directly, the reference for the engine that wraps it."""
 
 import asyncio
 import copy
@@ -27,7 +27,7 @@ class BareEngine:
         self._numbers = itertools.count()
 
     async def generate(self, prompts: Sequence[list[int]], num_in_flight: int, stop: asyncio.Event) -> list[Request]:
-        """Keeps `num_in_flight` requests (of `num_siblings` each) going until `stop`, then lets them finish."""
+        """Keeps `num_in_flight` requests of `num_siblings` each running until `stop` is set, then lets them finish."""
         requests: list[Request] = []
 
         async def keep_one_going() -> None:
@@ -44,7 +44,7 @@ class BareEngine:
         return requests
 
     async def stream(self, prompt: list[int], num_in_flight: int, stop: asyncio.Event) -> list[float]:
-        """Samples like `generate`, but has tokens handed over as they are sampled; returns when each arrived."""
+        """Samples as `generate` does, streaming: returns the time at which each token arrived."""
         params = copy.copy(self._params)
         params.output_kind = type(params.output_kind).DELTA
         arrivals: list[float] = []
@@ -62,7 +62,7 @@ class BareEngine:
         return arrivals
 
     async def load(self, path: str) -> float:
-        """vLLM's own update session on a file, awaited call by call; returns its seconds."""
+        """Loads a file in vLLM's own update session, awaiting each call; returns the seconds."""
         began = time.perf_counter()
         await self._llm.start_weight_update()
         await self._llm.collective_rpc("update_weights", kwargs={"update_info": {"paths": [path]}})
@@ -71,7 +71,7 @@ class BareEngine:
 
 
 class Meter:
-    """An engine that notes what goes through it; see `penstock.producers.interfaces.Engine`.
+    """An engine that records its requests and pauses; see `penstock.producers.interfaces.Engine`.
 
     requests: every group sampled. pauses: (ended, seconds paused) of every load; `ended` is monotonic.
     """
@@ -106,7 +106,7 @@ class Meter:
 def tokens_between(requests: Sequence[Request], start: float, end: float) -> float:
     """Tokens sampled from `start` to `end`, each request's spread evenly over its life.
 
-    Counting requests as they end would count whole waves of them in or out, since they start and end together.
+    Requests start and end in waves: counted at their end, whole waves would fall into the window or out of it.
     """
     total = 0.0
     for began, ended, num_tokens in requests:

@@ -1,4 +1,4 @@
-"""Asynchronous beside synchronous: the run file's own pipeline, one producer and the trainer on a core each."""
+"""Asynchronous against synchronous: the run file's own pipeline, one producer and the trainer on a core each."""
 
 import signal
 import sys
@@ -21,11 +21,11 @@ from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compar
 
 ACCURACY = 0.9
 FIRST_UPDATE = 5
-"""Rates leave out what came before: the queue was empty and caches were cold."""
+"""Rates exclude the updates before this one: the queue is empty and caches are cold."""
 
 
 class ModeRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in one mode, as far as it went.
+    """One run in one mode, complete or cut off.
 
     phases_s: of each batch in order, by phase. snapshots: of the producer. time_to_accuracy_s, from the first admitted
     prompt, is None where `ACCURACY` was not reached in `wall_s`.
@@ -75,7 +75,7 @@ def run_mode(
     pinned: the trainer and the producers have a core each.
 
     Raises:
-        KeyboardInterrupt: somebody else stopped it.
+        KeyboardInterrupt: it was stopped from outside.
         PartDied, ServerError, ConfigError: see the launcher.
     """
     folder = config.folder(runs)
@@ -145,7 +145,7 @@ def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) 
 
 
 def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
-    """Time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with what it was given."""
+    """Time to `ACCURACY` of two runs that learn. A synchronous one that was cut off counts with the time it had."""
     reference_s = synchronous.time_to_accuracy_s
     return compare(
         f"time to {ACCURACY} held-out accuracy, asynchronous",
@@ -165,7 +165,7 @@ def time_figure(asynchronous: ModeRun, synchronous: ModeRun) -> Figure:
 
 
 def groups_per_s(run: ModeRun, config: RunConfig) -> float:
-    """Groups that went through the trainer (trained, or skipped for want of variance) per second."""
+    """Groups that went through the trainer (trained, or skipped for lack of variance) per second."""
     start, end = _span(run)
     return (run.num_updates - FIRST_UPDATE) * config.groups_per_batch / (end - start)
 
@@ -201,7 +201,7 @@ def _curve(run: ModeRun) -> list[tuple[int, float]]:
 
 
 def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
-    """Where an update's time goes, on the trainer's core and on the producer's."""
+    """An update's time by what it is spent on, on the trainer's core and on the producer's."""
     start, end = _span(run)
     num_updates = run.num_updates - FIRST_UPDATE
     return [

@@ -1,4 +1,4 @@
-"""The pause of a weight update under traffic, beside the bare load of the same file by the same engine when idle."""
+"""The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle."""
 
 import asyncio
 import bisect
@@ -34,8 +34,8 @@ class PauseSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
     """Medians in seconds.
 
-    pause_s: what the engine reports as time without sampling. token_gap_s: the longest time between two tokens around
-    an update as the caller sees it; step_s: that time where nothing is updated. bare_load_s: start, update and finish
+    pause_s: the time without sampling that the engine reports. token_gap_s: the longest time between two tokens around
+    an update as the caller sees it; step_s: that time without an update. bare_load_s: start, update and finish
     of vLLM's update session without traffic.
     """
 
@@ -103,7 +103,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
 def longest_gap(arrivals: list[float], began: float, ended: float) -> float | None:
     """The longest time between two neighbours of the ascending `arrivals` that overlaps [began, ended].
 
-    None where no arrival lies before or after it.
+    None if no arrival lies before or after it.
     """
     first = max(bisect.bisect_left(arrivals, began) - 1, 0)
     around = arrivals[first : bisect.bisect_right(arrivals, ended) + 1]

@@ -1,7 +1,7 @@
 """One part of a run on a core of its own, profiled lightly: `python -m bench.pipeline.pinned CORE PROFILE COMMAND...`.
 
 COMMAND is one of the `penstock` command (`trainer RUN.toml ...`, `producer RUN.toml ...`). Every process that the part
-starts stays on the same core. CORE -1 leaves the part where it is.
+starts stays on the same core. CORE -1 pins nothing.
 """
 
 import os
@@ -30,13 +30,13 @@ KINDS = (
     ("/vllm/", "vLLM's front end"),
     ("/producers/", "producer's own code"),
 )
-"""Part of a file's path to what a thread with such a frame innermost is doing; the first match from the inside out."""
+"""Part of a file's path, and the activity of a thread whose innermost matching frame is in such a file."""
 
 
 class CpuSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start of the process.
 
-    samples: looks at the process by what it was doing. cpu_s: its own; children_cpu_s: of the processes it started.
+    samples: looks at the process by its activity. cpu_s: its own; children_cpu_s: of the processes it started.
     """
 
     time_s: float
@@ -85,7 +85,7 @@ class CpuSampler:
 
 
 def classify(frame: FrameType | None) -> str:
-    """What a thread is doing, by its innermost frame that tells; `event loop` where none does."""
+    """A thread's activity by its innermost frame that matches one of `KINDS`; `event loop` if none does."""
     while frame is not None:
         file = frame.f_code.co_filename
         for part, kind in KINDS:
@@ -96,7 +96,7 @@ def classify(frame: FrameType | None) -> str:
 
 
 def _scores(frame: FrameType | None) -> bool:
-    """True within a reward function, false where the scoring thread waits for work in its own file."""
+    """True within a reward function, false while the scoring thread waits for work in its own file."""
     is_innermost = True
     while frame is not None:
         if "/producers/rollout/rewards.py" in frame.f_code.co_filename:
@@ -107,7 +107,7 @@ def _scores(frame: FrameType | None) -> bool:
 
 
 def children_cpu_s() -> float:
-    """Processor seconds of the processes that this one started and that still run; 0 where the system does not say."""
+    """Processor seconds of this process's running children; 0 if the system does not say."""
     total = 0
     for task in Path("/proc/self/task").glob("*/children"):
         for child in task.read_text().split():
@@ -120,7 +120,7 @@ def children_cpu_s() -> float:
 
 
 def keep_phases(file: Path) -> None:
-    """Has every step of the trainer append its phases, one JSON line a batch."""
+    """Makes every step of the trainer append its phases, one JSON line for each batch."""
     from penstock.consumers.learning.batch import Batch
     from penstock.consumers.learning.learner import Learner
     from penstock.consumers.learning.step_report import StepReport

@@ -1,4 +1,4 @@
-"""The record on the wire: bytes per completion token, and what encoding costs beside copying the same bytes."""
+"""The record on the wire: bytes per completion token, and encoding against copying the same bytes."""
 
 import random
 import time
@@ -25,7 +25,7 @@ GROUP_SIZE = 8
 COMPLETION_TOKENS = 4096
 PROMPT_TOKENS = 16
 VERSIONS_SEEN = 4
-"""Version spans of a completion: one more than the updates it saw."""
+"""Version spans of a completion: one more than the updates during it."""
 ROUNDS = 100
 
 
@@ -63,7 +63,7 @@ def record_figures() -> list[Figure]:
 
 
 def make_group(prompt_tokens: int = PROMPT_TOKENS, completion_tokens: int = COMPLETION_TOKENS) -> RolloutGroup:
-    """A group as a producer sends it: siblings that repeat the prompt's ids and saw several policies."""
+    """A group as a producer sends it: siblings that repeat the prompt's ids, each sampled by several policies."""
     draw = random.Random(0)
     prompt_ids = [draw.randrange(50_000) for _ in range(prompt_tokens)]
     return RolloutGroup(
@@ -99,7 +99,7 @@ def _rollout(prompt_ids: list[int], completion_tokens: int, draw: random.Random)
 
 
 def _alternate(*calls: Callable[[], object]) -> list[float]:
-    """The median seconds of each call, all of them timed in turn so that a slow moment hits all alike."""
+    """The median seconds of each call; the calls take turns, so that a slow moment hits all alike."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, seconds in zip(calls, times, strict=True):

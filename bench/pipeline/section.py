@@ -13,10 +13,10 @@ from bench.pipeline.pauses import Paused, PauseSettings
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
-from bench.section import Bench, Section, make_model, measure_apart
+from bench.section import Bench, BenchSection, make_model, measure_apart
 
 VLLM_SLEEP_S = 0.02
-"""What vLLM's pause_generation sleeps: part of a pause that nobody who calls it can avoid."""
+"""vLLM's pause_generation sleeps this long: an unavoidable part of every pause."""
 EVALUATE_EVERY = 5
 """Updates between evaluations where the time to an accuracy is measured: that time is no finer than they are."""
 NEVER = 10**9
@@ -29,7 +29,7 @@ LARGE_MODEL = {
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long and how often. The defaults take about ten minutes on two quiet cores."""
+    """Durations and repetitions. The defaults take about ten minutes on two quiet cores."""
 
     streaming_rounds: int = 3
     streaming_window_s: float = 8.0
@@ -179,17 +179,10 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
         ratio=streamed.ratio,
         details=msgspec.to_builtins(streamed),
     )
-    yield compare(
-        f"share of time paused, {where}",
-        unit="%",
-        measured=streamed.paused_share * 100,
-        reference=None,
-        reference_is="",
-        goal=None,
-    )
+    yield compare(f"share of time paused, {where}", unit="%", measured=streamed.paused_share * 100)
 
 
-PIPELINE = Section(
+PIPELINE = BenchSection(
     "pipeline",
     {"records": measure_records, "pause": measure_pause, "streaming": measure_streaming, "modes": measure_modes},
     PipelineSettings(),

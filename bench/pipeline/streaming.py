@@ -1,10 +1,11 @@
-"""Producer tokens/s while streaming and updating, window by window beside the bare AsyncLLM in the same process."""
+"""Producer tokens/s while streaming and updating, window by window against the bare AsyncLLM in the same process."""
 
 import asyncio
 import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ PRODUCER_ID = "producer-0"
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """One way to load the engine.
 
-    ramp_s: from the first request to the window: the requests must have come apart by then. margin_s: from the window
-    to the last new request: what runs at the window's end must finish under the same load.
+    ramp_s: from the first request to the window, in which requests that began together drift apart. margin_s: from the
+    window to the last new request, so that requests running at the window's end finish under the same load.
     """
 
     name: str
@@ -57,7 +58,7 @@ class StreamingSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """What one window saw. The bare engine has neither updates nor appends."""
+    """The figures of one window. The bare engine has neither updates nor appends."""
 
     tokens_per_s: float
     paused_share: float = 0.0
@@ -127,12 +128,12 @@ class _Windows:
         load = asyncio.create_task(
             self._bare.generate(self._prompts, self._config.producers.groups_in_flight, stop), name="bare"
         )
-        start, end = await self._wait()
+        start, end, _ = await self._wait()
         stop.set()
         return Window(tokens_per_s=tokens_between(await load, start, end) / (end - start))
 
     async def _streaming_window(self, updates_per_s: float) -> Window:
-        """A whole producer on a run of its own, from its first claim to its farewell."""
+        """A complete producer on a run of its own, from its first claim to its shutdown."""
         config = msgspec.structs.replace(self._config, name=f"bench-{self._load.max_tokens}-{next(self._numbers)}")
         metrics, meter = ProducerMetrics(), Meter(self._engine)
         url = os.environ["REDIS_URL"]
@@ -154,7 +155,8 @@ class _Windows:
             await producer.open()
             serving = asyncio.create_task(producer.serve(), name="producer")
             await self._wait_for_first_request(meter, serving, feeder)
-            start, end, num_appended = await self._wait_and_count(client, Keys(config.name))
+            stream = Keys(config.name).rollouts
+            start, end, num_appended = await self._wait(lambda: _num_appended(client, stream))
             producer.stop.set()
             await serving
         finally:
@@ -187,35 +189,26 @@ class _Windows:
                 serving.result()
                 raise RuntimeError("the producer stopped before it sampled anything")
             if feeder.poll() is not None:
-                raise RuntimeError(f"the feeder died:\n{feeder.last_lines()}")
+                raise RuntimeError(f"the feeder ended:\n{feeder.last_lines()}")
             await asyncio.sleep(0.01)
 
-    async def _wait_and_count(self, client: "redis.Redis", keys: Keys) -> tuple[float, float, int]:
-        """Like `_wait`, with the number of groups that reached Redis within the window."""
+    async def _wait(self, count: Callable[[], int] = lambda: 0) -> tuple[float, float, int]:
+        """Waits a ramp, a window and a margin; returns when the window began and ended, and what `count` grew by."""
         await asyncio.sleep(self._load.ramp_s)
-        start, appended_before = time.monotonic(), _num_appended(client, keys)
+        start, before = time.monotonic(), count()
         await asyncio.sleep(self._settings.window_s)
-        end, appended_after = time.monotonic(), _num_appended(client, keys)
+        end, after = time.monotonic(), count()
         await asyncio.sleep(self._load.margin_s)
-        return start, end, appended_after - appended_before
-
-    async def _wait(self) -> tuple[float, float]:
-        """Waits a ramp, a window and a margin; returns when the window began and ended."""
-        await asyncio.sleep(self._load.ramp_s)
-        start = time.monotonic()
-        await asyncio.sleep(self._settings.window_s)
-        end = time.monotonic()
-        await asyncio.sleep(self._load.margin_s)
-        return start, end
+        return start, end, after - before
 
 
-def _num_appended(client: "redis.Redis", keys: Keys) -> int:
-    info: Any = client.xinfo_stream(keys.rollouts)
+def _num_appended(client: "redis.Redis", stream: str) -> int:
+    info: Any = client.xinfo_stream(stream)
     return info["entries-added"]
 
 
 def summarize(load: str, updates_per_s: float, windows: list[Window], bare: list[Window]) -> Streamed:
-    """`bare` holds one window more than `windows`: each of these lies between two of those."""
+    """`bare` holds one window more than `windows`: each window lies between two bare ones."""
     references = [mean((before.tokens_per_s, after.tokens_per_s)) for before, after in itertools.pairwise(bare)]
     ratios = [window.tokens_per_s / reference for window, reference in zip(windows, references, strict=True)]
     pauses = [window.pause_s for window in windows if window.pause_s is not None]

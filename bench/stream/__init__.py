@@ -1,1 +1,1 @@
-"""What crossing Redis costs: appending, reading, memory, reliability."""
+"""The cost of crossing Redis: appending, reading, memory, reliability."""

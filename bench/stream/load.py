@@ -1,7 +1,7 @@
 """Processes that load the stream from outside the one that measures: `python -m bench.stream.load NAME`.
 
-A load process waits for jobs on Redis lists named after it, prepares each, says that it is ready, waits to be told to
-go, and answers with the span of time that it took.
+A load process waits for jobs on Redis lists named after it. It prepares each, reports that it is ready, waits for the
+signal to start, and answers with the span of time that the job took.
 """
 
 import asyncio
@@ -21,34 +21,33 @@ from penstock.schemas.rollout import RolloutGroup, pack_floats, pack_ids, unpack
 
 from bench.pipeline.records import make_group
 from bench.result import BenchError
-from bench.stream.desks import AppendDesk, Span, group_of, patient_client
+from bench.stream.ends import ProducerEnd, Span, group_of, plain_client
 from bench.stream.peer import Form, PeerWriter, texts_of
 
 ANSWER_S = 120.0
 GROUPS_IN_FLIGHT = 32
-"""Of a producer, as in the demo."""
+"""A producer's, as in the demo."""
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Producers' writers with a connection each, side by side, that encode and append a group for what they have
-    claimed."""
+    """Producers' writers side by side, with a connection each, that encode and append a group for each claim."""
 
     run: str
     num_writers: int
     groups_per_writer: int
     burst: int
-    """Groups that one of them is handed at a time."""
+    """Groups that one of them gets at a time."""
     group_bytes: int
 
 
 class Produce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A producer that samples in no time: claims prompts, packs what its engine hands over, appends."""
+    """A producer that samples in no time: claims prompts, packs ready-made completions, appends."""
 
     run: str
     num_groups: int
     completion_tokens: int
     form: Form
-    """What the engine hands over: Python lists, as vLLM does, or arrays."""
+    """The form of the completions: Python lists, as vLLM returns them, or arrays."""
 
 
 class PeerWrite(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -72,7 +71,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Job = Append | Produce | PeerWrite | Send
 Ready = Callable[[], None]
-"""Says that everything is prepared; returns when the time has come."""
+"""Reports that everything is prepared; returns at the signal to start."""
 
 
 class LoadProcess:
@@ -80,7 +79,7 @@ class LoadProcess:
 
     def __init__(self, name: str, url: str, folder: Path) -> None:
         self._name = name
-        self._client = patient_client(url)
+        self._client = plain_client(url)
         command = [sys.executable, "-m", "bench.stream.load", name]
         environment = {"REDIS_URL": url, "OMP_NUM_THREADS": "1"}
         self._child = Child(name, command, log=folder / f"{name}.log", environment=environment)
@@ -120,9 +119,9 @@ def _list(name: str, what: str) -> str:
 
 
 def main(name: str) -> None:
-    """Runs jobs until it is killed."""
+    """Runs jobs until it is terminated."""
     url = os.environ["REDIS_URL"]
-    client = patient_client(url)
+    client = plain_client(url)
 
     def ready() -> None:
         client.rpush(_list(name, "ready"), b"")
@@ -148,40 +147,40 @@ def _run(job: Job, url: str, name: str, ready: Ready) -> Span:
 
 async def _append(job: Append, url: str, name: str, ready: Ready) -> Span:
     keys, group, count = Keys(job.run), group_of(job.group_bytes), job.groups_per_writer
-    desks = [AppendDesk(url, keys, f"{name}-{n}", count) for n in range(job.num_writers)]
-    for desk in desks:
-        await desk.claim(count)
+    ends = [ProducerEnd(url, keys, f"{name}-{n}", count) for n in range(job.num_writers)]
+    for end in ends:
+        await end.claim(count)
     ready()
-    spans = await asyncio.gather(*(desk.append_in_bursts(group, job.burst) for desk in desks))
-    for desk in desks:
-        await desk.close()
+    spans = await asyncio.gather(*(end.append_in_bursts(group, job.burst) for end in ends))
+    for end in ends:
+        await end.close()
     return min(began for began, _ in spans), max(ended for _, ended in spans)
 
 
 async def _produce(job: Produce, url: str, name: str, ready: Ready) -> Span:
-    desk = AppendDesk(url, Keys(job.run), name, GROUPS_IN_FLIGHT)
+    end = ProducerEnd(url, Keys(job.run), name, GROUPS_IN_FLIGHT)
     make = _maker(make_group(completion_tokens=job.completion_tokens), job.form)
-    await desk.claims.open()
+    await end.claims.open()
     ready()
     began = time.monotonic()
 
     async def produce() -> None:
         num_made = 0
         while num_made < job.num_groups:
-            await desk.table.wait_for_room()
-            for claim in await desk.claims.take():
-                desk.writer.put(claim, make(claim.index))
+            await end.table.wait_for_room()
+            for claim in await end.claims.take():
+                end.writer.put(claim, make(claim.index))
                 num_made += 1
-        await desk.writer.drain()
+        await end.writer.drain()
 
-    await desk.until_done(produce())
+    await end.until_done(produce())
     ended = time.monotonic()
-    await desk.close()
+    await end.close()
     return began, ended
 
 
 def _maker(group: RolloutGroup, form: Form) -> Callable[[int], RolloutGroup]:
-    """Makes groups of what an engine hands over, its numbers in `form`: they are packed each time."""
+    """Makes groups of completions whose numbers come in `form`; they are packed each time."""
     handed_over: list[tuple[Any, Any]] = []
     for rollout in group.rollouts:
         ids, logprobs = (
@@ -206,7 +205,7 @@ def _packed(numbers: Any, pack: Callable[[Any], bytes]) -> bytes:
 
 
 def _peer_write(job: PeerWrite, url: str, ready: Ready) -> Span:
-    with patient_client(url) as client:
+    with plain_client(url) as client:
         texts = texts_of(make_group(completion_tokens=job.completion_tokens), job.form)
         writer = PeerWriter(client, job.stream)
         client.ping()

@@ -1,4 +1,4 @@
-"""What the rows of the stream section share: settings, a server of their own, measuring in turns."""
+"""Shared by the rows of the stream section: settings, a server of their own, measuring in turns."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from penstock.deploy.launch.redis_server import RedisServer
 
 from bench.result import Figure, Goal, compare
 from bench.section import Bench
-from bench.stream.desks import patient_client
+from bench.stream.ends import plain_client
 from bench.stream.load import LoadProcess
 
 MAXMEMORY_MB = 2048
@@ -20,10 +20,10 @@ MEGABYTE = 1_000_000
 
 
 class StreamSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much and how often. The defaults take about four minutes on two quiet cores, ten more for `reliability`."""
+    """Sizes and repetitions. The defaults take about four minutes on two quiet cores, ten more for `reliability`."""
 
     rounds: int = 11
-    """Of every row but `memory` (one) and `reliability`."""
+    """Rounds of every row but `memory` (one) and `reliability`."""
     payload_mb: float = 40.0
     """Payload that one measurement of a rate moves."""
     peer_groups: int = 300
@@ -52,10 +52,10 @@ class BenchServer(NamedTuple):
 
 @contextmanager
 def bench_server(bench: Bench, row: str) -> Iterator[BenchServer]:
-    """The server of a run: UNIX socket, append-only file with fsync every second. The file is rewritten when a
-    measurement has ended and never within one."""
+    """The server of a run: UNIX socket, append-only file with fsync every second. The file is rewritten between
+    measurements only."""
     server = RedisServer(bench.folder / row, maxmemory_mb=MAXMEMORY_MB)
-    client = patient_client(server.url)
+    client = plain_client(server.url)
     try:
         client.config_set("auto-aof-rewrite-percentage", 0)
         yield BenchServer(server.url, client)
@@ -78,12 +78,12 @@ def load_processes(bench: Bench, server: BenchServer, *names: str) -> Iterator[l
 
 
 def groups_for(bench: Bench, payload_bytes: int) -> int:
-    """How many groups of `payload_bytes` make up the payload of one measurement."""
+    """Number of groups of `payload_bytes` in one measurement."""
     return max(16, int(bench.settings.payload_mb * MEGABYTE / payload_bytes))
 
 
 def empty(client: "redis.Redis") -> None:
-    """Leaves neither keys nor a log of them, so that every measurement finds the same server."""
+    """Removes all keys and their log, so that every measurement finds the same server."""
     client.flushall()
     client.bgrewriteaof()
     while True:
@@ -94,7 +94,7 @@ def empty(client: "redis.Redis") -> None:
 
 
 def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """What each measure finds in each round; every other round takes them in reverse order."""
+    """The values of each measure by round; every other round takes the measures in reverse order."""
     found: dict[str, list[float]] = {name: [] for name in measures}
     for n in range(rounds):
         for name in list(measures)[:: -1 if n % 2 else 1]:
@@ -112,7 +112,7 @@ def rate_figure(
     goal: Goal | None = None,
     details: dict[str, Any] | None = None,
 ) -> Figure:
-    """Medians over the rounds; the ratio is the median of the rounds' own ratios, which a slow moment hits less."""
+    """Medians over the rounds; the ratio is the median of the rounds' own ratios, which a slow moment affects less."""
     ratios = [value / against for value, against in zip(measured, reference, strict=True)]
     return compare(
         name,

@@ -1,9 +1,9 @@
-"""A writer and a reader in PipelineRL's manner, for comparison: a pickled record per XADD, XREAD COUNT 1.
+"""A writer and a reader that stream as PipelineRL does, for comparison: a pickled record per XADD, XREAD COUNT 1.
 
 A record holds one rollout, as in PipelineRL's first releases, or a list of a group's rollouts, as its actor writes them
 since. A rollout is a dictionary with the field names of its `TrainingText`: token ids, labels and logprobs as lists or,
 in a variant, as arrays. The reader trusts what it reads (a pickle), acknowledges nothing and checks nothing but the
-running number. What PipelineRL does beside that is left out, in its favor: pydantic's dump of every rollout, tensors
+running number. Other work of PipelineRL is left out, in its favor: pydantic's dump of every rollout, tensors
 made of the lists, a second crossing between its preprocessor and its trainer.
 """
 
@@ -23,7 +23,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def texts_of(group: RolloutGroup, form: Form) -> list[dict[str, Any]]:
-    """What the engine's answers become before they are written. Not timed."""
+    """A group's rollouts as PipelineRL writes them. Not timed."""
     return [_text_of(group, n, form) for n in range(GROUP_SIZE)]
 
 

@@ -1,4 +1,4 @@
-"""How fast groups get onto the stream and off it, beside what the server and the network do with the same bytes."""
+"""Rates at which groups get onto the stream and off it, against the server and the network with the same bytes."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from penstock.schemas.rollout import RolloutGroup, encode_group
 
 from bench.result import BenchError, Figure, Goal
 from bench.section import Bench
-from bench.stream.desks import AppendDesk, ReadDesk, Span, fill, group_of, release_prompts
+from bench.stream.ends import ProducerEnd, Span, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess
 from bench.stream.measuring import (
     MEGABYTE,
@@ -42,7 +42,7 @@ READ_KILOBYTES = (16, 64, 256)
 READ_GOAL = 0.5
 NUM_PRODUCERS = 64
 BURST = GROUPS_IN_FLIGHT // SHARE
-"""Groups that finish together in one producer: as many as it claims at once."""
+"""Groups that finish together in one producer: the number that it claims at once."""
 NUM_LOAD_PROCESSES = 2
 PRODUCERS_GOAL = 0.9
 
@@ -106,15 +106,15 @@ def _append_figures(bench: Bench, server: BenchServer, kilobytes: int, at_least:
 
 
 async def _append(url: str, group: RolloutGroup, num_groups: int, *, singly: bool) -> Span:
-    desk = AppendDesk(url, KEYS, "producer-0", num_groups)
+    end = ProducerEnd(url, KEYS, "producer-0", num_groups)
     try:
-        await desk.claim(num_groups)
+        await end.claim(num_groups)
         if singly:
-            return await desk.append_in_bursts(group, 1)
-        desk.put(group)
-        return await desk.append()
+            return await end.append_in_bursts(group, 1)
+        end.put(group)
+        return await end.append()
     finally:
-        await desk.close()
+        await end.close()
 
 
 def read_figures(bench: Bench) -> list[Figure]:
@@ -143,13 +143,13 @@ def _read_figures(bench: Bench, server: BenchServer, port: int, sender: LoadProc
 
     def reader(decodes: bool) -> float:
         total = fill(server.client, KEYS, group, num_groups)
-        desk = ReadDesk(url, KEYS, num_groups, decodes=decodes)
+        end = TrainerEnd(url, KEYS, num_groups, decodes=decodes)
         began = time.monotonic()
-        while desk.num_read < num_groups:
-            desk.read(block=False)
-        trimmed = desk.acknowledge()
+        while end.num_read < num_groups:
+            end.read(block=False)
+        trimmed = end.acknowledge()
         took_s = time.monotonic() - began
-        desk.close()
+        end.close()
         if trimmed != num_groups:
             raise BenchError(f"{trimmed} entries trimmed, expected {num_groups}")
         empty(server.client)

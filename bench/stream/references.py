@@ -1,4 +1,4 @@
-"""References that hold nothing of Penstock: `redis-benchmark`, and a plain TCP connection."""
+"""References without Penstock: `redis-benchmark`, and a plain TCP connection."""
 
 import csv
 import math
@@ -19,14 +19,14 @@ from bench.stream.load import LoadProcess, Send
 from bench.stream.measuring import MEGABYTE
 
 RECEIVE_BYTES = 65536
-"""What redis-py asks its socket for at a time."""
+"""The size of redis-py's reads from its socket."""
 USER = "benchmark"
 TIMEOUT_S = 300.0
 
 
 def add_benchmark_user(client: "redis.Redis") -> None:
-    """redis-benchmark takes a password on its command line only: it gets a user for whom any will do. What the server
-    listens on can be opened from this machine alone, and holds a benchmark's records for some seconds."""
+    """redis-benchmark takes a password on its command line only: it gets a user whom any password lets in. The server
+    listens on this machine alone, and holds a benchmark's records for some seconds."""
     client.acl_setuser(USER, enabled=True, nopass=True, keys=["*"], commands=["+@all"])
 
 
@@ -68,7 +68,7 @@ def _binary() -> Path:
 
 
 def loopback_mb_per_s(sender: LoadProcess, message_bytes: int, num_messages: int) -> float:
-    """What Python receives over TCP from another process that sends messages of this size."""
+    """The rate at which Python receives messages of this size over TCP from another process."""
     buffer = memoryview(bytearray(RECEIVE_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -87,7 +87,7 @@ def loopback_mb_per_s(sender: LoadProcess, message_bytes: int, num_messages: int
 
 
 def open_tcp_port(client: "redis.Redis") -> int:
-    """Has the server listen on loopback too; returns the port."""
+    """Makes the server listen on loopback too; returns the port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     client.config_set("bind", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""What reliability costs a real run: the demo with its checkpoints beside the same run without them."""
+"""The cost of reliability in a real run: the demo with its checkpoints against the same run without them."""
 
 import os
 import re
@@ -36,8 +36,8 @@ VARIANTS = {
 
 
 def reliability_figures(bench: Bench) -> list[Figure]:
-    """Groups per second of short runs in turns, each as the run file has it: its producers, its threads, no core of
-    its own for anybody. So small a learning rate moves no weight: every update meets the same work."""
+    """Groups per second of short runs in turns, each with the producers and threads of the run file, pinned to no
+    core. So small a learning rate moves no weight: every update meets the same work."""
     checkpoint_s: list[float] = []
     numbers = iter(range(10**6))
 

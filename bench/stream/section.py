@@ -1,8 +1,8 @@
-"""The stream section: what crossing Redis costs, each figure beside a reference measured in turn with it."""
+"""The stream section: the cost of crossing Redis, each figure against a reference measured in turn with it."""
 
 from bench.pipeline.records import record_figures
 from bench.result import Figure
-from bench.section import Bench, Section
+from bench.section import Bench, BenchSection
 from bench.stream.measuring import QUICK_STREAM, StreamSettings
 from bench.stream.rates import append_figures, producers_figures, read_figures
 from bench.stream.reliability import reliability_figures
@@ -10,11 +10,11 @@ from bench.stream.whole import memory_figures, peer_figures
 
 
 def encode_figures(bench: Bench) -> list[Figure]:
-    """The one of the records' figures that has a place in this section's table."""
+    """The figure of the records that belongs to this section too."""
     return [figure for figure in record_figures() if figure.name == "encoding a group"]
 
 
-STREAM = Section(
+STREAM = BenchSection(
     "stream",
     {
         "encode": encode_figures,

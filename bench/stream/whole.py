@@ -1,4 +1,4 @@
-"""Rollouts end to end against a peer's manner of streaming them, and what they weigh in the server."""
+"""Rollouts end to end against PipelineRL's way of streaming them, and their memory in the server."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from penstock.schemas.rollout import RolloutGroup, encode_group
 from bench.pipeline.records import GROUP_SIZE
 from bench.result import BenchError, Figure, Goal, compare
 from bench.section import Bench
-from bench.stream.desks import AppendDesk, ReadDesk, group_of, patient_client, release_prompts
+from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, release_prompts
 from bench.stream.load import LoadProcess, PeerWrite, Produce
 from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, in_turns, load_processes, rate_figure
 from bench.stream.peer import Form, PeerReader
@@ -21,15 +21,15 @@ KEYS = Keys("bench")
 PEER_STREAM = "bench:peer"
 COMPLETION_TOKENS = 1024
 PEER_GOALS: dict[Form, float] = {"arrays": 5.0, "lists": 2.5}
-"""By what the engine hands over to the producer."""
+"""By the form in which the engine returns numbers to the producer."""
 MEMORY_KILOBYTES = (16, 20, 64, 80, 256)
-"""Round numbers, and some that lie just above one of the sizes the server's allocator has."""
+"""Round numbers, and some just above a size class of the server's allocator."""
 MEMORY_MB = 32.0
 MEMORY_GOAL = 1.3
 
 
 def peer_figures(bench: Bench) -> list[Figure]:
-    """Rollouts per second from a writing process into the hand of a reading one, both ways on the same server."""
+    """Rollouts per second from a writing process to a reading one, both ways on the same server."""
     num_groups = bench.settings.peer_groups
     num_rollouts = num_groups * GROUP_SIZE
     with bench_server(bench, "peers") as server, load_processes(bench, server, "producer-0") as (process,):
@@ -62,7 +62,7 @@ def peer_figures(bench: Bench) -> list[Figure]:
             f"rollouts/s end to end, {form} handed over, against {records}",
             found[form],
             found[records],
-            reference_is=f"PipelineRL's manner: {records}, one per XADD, pickled; XREAD COUNT 1; same server",
+            reference_is=f"PipelineRL's way: {records}, one per XADD, pickled; XREAD COUNT 1; same server",
             goal=Goal(at_least=PEER_GOALS[form]) if records == "rollouts of lists" else None,
             details=details,
         )
@@ -74,16 +74,16 @@ def peer_figures(bench: Bench) -> list[Figure]:
 def _ours(server: BenchServer, process: LoadProcess, num_groups: int, form: Form) -> float:
     """Seconds."""
     release_prompts(server.client, KEYS, num_groups)
-    desk = ReadDesk(server.url, KEYS, num_groups)
+    end = TrainerEnd(server.url, KEYS, num_groups)
     process.prepare(Produce(run=KEYS.run, num_groups=num_groups, completion_tokens=COMPLETION_TOKENS, form=form))
     began = time.monotonic()
     process.go()
-    while desk.num_read < num_groups:
-        desk.read(block=True)
-    desk.acknowledge()
+    while end.num_read < num_groups:
+        end.read(block=True)
+    end.acknowledge()
     took_s = time.monotonic() - began
     process.result()
-    desk.close()
+    end.close()
     empty(server.client)
     return took_s
 
@@ -98,7 +98,7 @@ def _peer(server: BenchServer, process: LoadProcess, num_groups: int, form: Form
         by_group=by_group,
     )
     num_records = num_groups * (1 if by_group else GROUP_SIZE)
-    with patient_client(server.url) as client:
+    with plain_client(server.url) as client:
         reader = PeerReader(client, PEER_STREAM)
         process.prepare(job)
         began = time.monotonic()
@@ -116,7 +116,7 @@ def _peer(server: BenchServer, process: LoadProcess, num_groups: int, form: Form
 
 
 def memory_figures(bench: Bench) -> list[Figure]:
-    """The server's memory for what waits on the stream, appended by the writer; the worst of several sizes."""
+    """The server's memory for groups on the stream, appended by the writer; the worst of several sizes."""
     by_size: dict[str, float] = {}
     worst: tuple[float, float, float] = (0.0, 0.0, 0.0)
     with bench_server(bench, "memory") as server:
@@ -148,18 +148,18 @@ def _weigh(server: BenchServer, group: RolloutGroup) -> tuple[float, float]:
     before = _used_memory(server.client)
 
     async def append() -> None:
-        desk = AppendDesk(server.url, KEYS, "producer-0", num_groups)
-        await desk.claim(num_groups)
-        desk.put(group)
-        await desk.append()
-        await desk.close()
+        end = ProducerEnd(server.url, KEYS, "producer-0", num_groups)
+        await end.claim(num_groups)
+        end.put(group)
+        await end.append()
+        await end.close()
 
     asyncio.run(append())
     return _used_memory(server.client) - before, float(num_groups * payload_bytes)
 
 
 def _used_memory(client: "redis.Redis") -> float:
-    """Waits until it has stopped changing: buffers of clients that have left go within a second or two."""
+    """Waits until it has stopped changing: the server frees the buffers of gone clients within a second or two."""
     before = -1.0
     while True:
         info: Any = client.info("memory")

@@ -1,4 +1,4 @@
-"""What the study compares: the methods, the lags, the learning rates, the grid that they span, a cell's result."""
+"""The study's methods, lags and learning rates, the grid that they span, and a cell's result."""
 
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the policy moves in an optimizer step."""
+    """A learning rate: how far the policy moves in an optimizer step."""
 
     name: str
     learning_rate: float
@@ -79,11 +79,11 @@ PACES = (
 )
 LAGS = (1, 4, 16)
 REFERENCE = METHODS[0].name
-"""The method of the reference cells, at lag 0: what the same data budget brings on-policy."""
+"""The method of the reference cells, at lag 0: the same data budget on-policy."""
 GRID_SEED = 1
 SEEDS = (1, 2, 3)
 COMPARED_PACE, COMPARED_LAG = "fast", 16
-"""Where the methods differ, and all seeds are run."""
+"""The methods differ here, so all seeds are run."""
 
 
 class StudyCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ def grid() -> list[StudyCell]:
 
 
 def settings(cell: StudyCell, config: RunConfig) -> dict[str, Any]:
-    """What decides a cell's outcome, as JSON holds it: a finished cell of other settings is run again."""
+    """See `Experiment.settings`."""
     everything = msgspec.to_builtins(config)
     named = ("seed", "num_updates", "group_size", "groups_per_batch", "max_lag", "environment", "advantage")
     of_trainer = ("learning_rate", "betas", "weight_decay", "warmup_steps", "decay", "max_grad_norm")

@@ -41,7 +41,7 @@ _SEEDS_APART = 1_000_003
 
 
 class StudyRecorder:
-    """Turns task indexes into the groups that the trainer would read off the stream.
+    """Turns task indexes into the groups that the trainer would read from the stream.
 
     tokenizer: a transformers tokenizer of the model.
     """
@@ -55,7 +55,7 @@ class StudyRecorder:
     def groups(self, indexes: Sequence[int], version: int, seed: int) -> list[RolloutGroup]:
         """One group an index, sampled by the weights that the sampler holds and labelled `version`.
 
-        Each went through the wire format: what is returned was decoded from bytes.
+        Each is encoded to the wire format and decoded again.
         """
         settings = self._config.sampling
         sampling = SamplingSettings(

@@ -1,4 +1,4 @@
-# What producers and the trainer share: Python, the engine (3.5 GB) and every other requirement, installed once. The
+# Shared by producers and the trainer: Python, the engine (3.5 GB) and every other requirement, installed once. The
 # project itself is a thin layer on top, so that a changed line of it installs none of this again.
 FROM docker.io/library/python:3.11.13-slim-bookworm
 
@@ -12,7 +12,7 @@ RUN apt-get update \
     && useradd --uid 10001 --create-home penstock
 
 COPY deploy/images/requirements-${ENGINE}.txt /tmp/requirements.txt
-# The CPU build of torch is on an index of its own; where a mirror has it too, the first try finds it there.
+# The CPU build of torch is on an index of its own; if a mirror has it too, the first try finds it there.
 RUN python3 -m venv /opt/venv \
     && torch=$(grep -o '^torch==.*+cpu$' /tmp/requirements.txt || true) \
     && { [ -z "$torch" ] \

@@ -1,4 +1,4 @@
-"""`python -m penstock.deploy.images.hand_out RUN`: the passwords of a run's parts, made once, and to each part its own.
+"""`python -m penstock.deploy.images.hand_out RUN`: makes the passwords of a run once and gives each part its own.
 
 Every part mounts one folder of `--to`, and so sees no password but its own:
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="one file for each user, made where it is missing",
+        help="one file for each user, made if it is missing",
     )
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="holds a folder for each part")
     parser.add_argument("--redis", required=True, metavar="HOST:PORT", help="where redis_exporter finds Redis")

@@ -1,8 +1,9 @@
-"""Prints what an image installs, one pin a line: all that the project needs with one of its extras.
+"""Prints the packages of an image, one pin a line: all that the project needs with one of its extras.
 
 The versions are those of a `pip inspect` (of an environment that is known to work) or of a `pip install --report`:
 
-    .venv/bin/python -m pip inspect | .venv/bin/python -m penstock.deploy.images.lock cpu > deploy/images/requirements-cpu.txt
+    .venv/bin/python -m pip inspect \\
+        | .venv/bin/python -m penstock.deploy.images.lock cpu > deploy/images/requirements-cpu.txt
 """
 
 import json
@@ -16,16 +17,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 MACHINES = ("x86_64", "aarch64")
-"""What images are built for."""
+"""Machines that images are built for."""
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 BUILD = ("setuptools",)
-"""What installs the project itself, on top of the rest."""
+"""Installs the project itself."""
 OF_OLDER_PYTHONS = ('async-timeout==5.0.1; python_full_version < "3.11.3"',)
-"""What redis-py needs on such a one (Debian 12's), wherever this runs."""
+"""A requirement of redis-py on these Pythons (Debian 12's), which this Python's inspection does not show."""
 
 
 def pins(roots: Iterable[str], packages: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """`name==version` of every package that `roots` lead to, sorted by name, and with a marker where one machine alone
+    """`name==version` of every package that `roots` lead to, sorted by name, and with a marker if one machine alone
     needs it.
 
     To be run on x86_64: what is not installed is left out, and arm needs nothing of its own.

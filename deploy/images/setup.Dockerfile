@@ -1,4 +1,4 @@
-# Makes the passwords of a run once and hands each part its own. Standard library only.
+# Makes the passwords of a run once and gives each part its own. Standard library only.
 FROM docker.io/library/python:3.11.13-slim-bookworm
 
 # The modules that hand_out imports, laid out as the package `penstock`, which is not installed here.
@@ -13,6 +13,6 @@ RUN useradd --uid 10001 --create-home penstock \
     && install --directory --owner=penstock --group=penstock \
         /handout/redis /handout/producer /handout/trainer /handout/observer /handout/operator
 USER penstock
-# A one-shot: it ends, and its status says whether it went well.
+# A one-shot: its exit status is the health check.
 HEALTHCHECK NONE
 ENTRYPOINT ["python3", "-m", "penstock.deploy.images.hand_out"]

@@ -1,8 +1,8 @@
 #!/bin/sh
-# The trainer of run $RUN in a container: `trainer.sh RUN.toml [OPTION...]`. Continues the run where its checkpoints are
-# on the volume already, so that the same command serves for the first start and for every later one.
-# Ends with the trainer's status, but with 143 where a signal stopped it before the end of the run: whoever starts a
-# failed container again then goes on with it, and 0 means that the run is complete.
+# The trainer of run $RUN in a container: `trainer.sh RUN.toml [OPTION...]`. Continues the run if its checkpoints are
+# on the volume already: the same command serves for the first start and every later one.
+# Ends with the trainer's status, but with 143 if a signal stopped it before the end of the run: what restarts failed
+# containers then continues it, and 0 means that the run is complete.
 set -u
 
 : "${RUN:?the name of the run is missing}"

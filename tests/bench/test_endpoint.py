@@ -20,7 +20,7 @@ from bench.endpoint.gateway import (
     GatewayReading,
     GatewaySettings,
     Pair,
-    Table,
+    SideBySide,
     gateway_config,
     history_turns,
     processor_figure,
@@ -143,7 +143,7 @@ def test_the_history_comes_to_its_length_in_long_turns():
 def test_both_servers_hold_the_same_conversation_in_turns(topics):
     log: list[tuple[str, list[dict[str, str]]]] = []
     ours, theirs = PlayedServer("ours", log), PlayedServer("theirs", log)
-    table = Table(ours, theirs, topics)
+    table = SideBySide(ours, theirs, topics)
     settings = GatewaySettings(calls=4, turn_tokens=50)
     found = table.hold(settings, 1600)
     assert [name for name, _ in log[-8:]] == ["ours", "theirs", "theirs", "ours"] * 2

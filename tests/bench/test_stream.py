@@ -14,7 +14,7 @@ from bench.__main__ import RUN_FILE
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun
 from bench.result import BenchError
 from bench.section import Bench, measure
-from bench.stream.desks import AppendDesk, ReadDesk, fill, group_of, release_prompts
+from bench.stream.ends import ProducerEnd, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, _maker
 from bench.stream.measuring import QUICK_STREAM, in_turns, rate_figure
 from bench.stream.peer import PeerReader, PeerWriter, texts_of
@@ -79,12 +79,12 @@ def test_a_group_of_a_size_has_that_size(kilobytes):
 @pytest.mark.redis
 async def test_the_writer_leaves_every_group_on_the_stream_and_no_prompt(redis_url, redis_client):
     release_prompts(redis_client, KEYS, 20)
-    desk = AppendDesk(redis_url, KEYS, "a", 20)
-    await desk.claim(20)
-    desk.put(group_of(4096))
+    end = ProducerEnd(redis_url, KEYS, "a", 20)
+    await end.claim(20)
+    end.put(group_of(4096))
     assert redis_client.xlen(KEYS.rollouts) == 0
-    began, ended = await desk.append()
-    await desk.close()
+    began, ended = await end.append()
+    await end.close()
     assert ended > began
     entries = redis_client.xrange(KEYS.rollouts)
     assert [int(fields[Field.INDEX]) for _, fields in entries] == list(range(1, 21))
@@ -96,21 +96,21 @@ async def test_the_writer_leaves_every_group_on_the_stream_and_no_prompt(redis_u
 def test_the_reader_reads_everything_and_its_commit_trims_it(decodes, redis_url, redis_client):
     total = fill(redis_client, KEYS, group_of(4096), 70)
     assert total == sum(len(fields[Field.PAYLOAD]) for _, fields in redis_client.xrange(KEYS.rollouts))
-    desk = ReadDesk(redis_url, KEYS, 70, decodes=decodes)
-    while desk.num_read < 70:
-        assert desk.read(block=False)
-    assert desk.acknowledge() == 70
-    desk.close()
+    end = TrainerEnd(redis_url, KEYS, 70, decodes=decodes)
+    while end.num_read < 70:
+        assert end.read(block=False)
+    assert end.acknowledge() == 70
+    end.close()
     assert redis_client.xlen(KEYS.rollouts) == 0
 
 
 @pytest.mark.redis
 def test_a_refused_group_is_not_counted_as_read(redis_url, redis_client):
     fill(redis_client, KEYS, group_of(4096), 2)
-    desk = ReadDesk(redis_url, KEYS, 1)
+    end = TrainerEnd(redis_url, KEYS, 1)
     with pytest.raises(RuntimeError, match="refuses"):
-        desk.read(block=False)
-    desk.close()
+        end.read(block=False)
+    end.close()
 
 
 @pytest.mark.redis

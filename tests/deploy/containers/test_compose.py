@@ -125,7 +125,7 @@ def test_commands_to_a_run_find_what_its_trainer_has() -> None:
 
 def test_every_command_of_the_page_is_one_that_there_is() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text()
-    lines = [line for block in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
+    lines = [line for block in re.findall(r"^```\w*\n(.*?)^```", page, re.M | re.S) for line in block.splitlines()]
     for way in (r"docker compose run .*?\bpenstock ", r"kubectl exec .*? -- penstock "):
         given = {
             words[0]: (line, cli._parser().parse_args(words))

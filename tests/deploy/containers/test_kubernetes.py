@@ -187,7 +187,9 @@ def test_every_dashboard_is_in_a_config_map_that_the_sidecar_looks_for(objects: 
 
 def test_the_pages_commands_run_from_the_root_and_keep_passwords_out_of_it() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-    (block,) = (each for each in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hand_out" in each)
+    (block,) = (
+        each for each in re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hand_out" in each
+    )
     assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0
     named = re.findall(r"(?<![\w/])deploy/[\w./-]+", block)
     assert named and all((ROOT / name).exists() for name in named)
@@ -201,7 +203,7 @@ def test_the_pages_commands_run_from_the_root_and_keep_passwords_out_of_it() -> 
 def test_the_pages_commands_put_a_model_onto_the_volume_beside_others(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
     (block,) = (
-        each for each in re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hf download" in each
+        each for each in re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "hf download" in each
     )
     block = block.replace("/runs", str(tmp_path / "runs"))
     (tmp_path / "kubectl").write_text(

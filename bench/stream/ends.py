@@ -24,10 +24,10 @@ from penstock.schemas.rollout import RolloutGroup, encode_group
 
 from bench.pipeline.records import GROUP_SIZE, make_group
 
-PATIENCE_S = 60.0
-"""A server may stand still for seconds while a busy disk takes its append-only file."""
+OUTAGE_S = 60.0
+"""A server may stall for seconds while a busy disk takes its append-only file."""
 BYTES_PER_TOKEN = 8 * GROUP_SIZE
-"""Of payload, for one more token in every completion of a group."""
+"""Payload of one more token in every completion of a group."""
 VOCABULARY = 50_000
 ENTRIES_PER_ROUND_TRIP = 16
 
@@ -35,8 +35,8 @@ Span = tuple[float, float]
 """Monotonic seconds at which something began and ended; the clock is the same in every process."""
 
 
-def patient_client(url: str) -> "redis.Redis":
-    return redis.Redis.from_url(url, protocol=2, socket_timeout=PATIENCE_S)
+def plain_client(url: str) -> "redis.Redis":
+    return redis.Redis.from_url(url, protocol=2, socket_timeout=OUTAGE_S)
 
 
 def group_of(num_bytes: int) -> RolloutGroup:
@@ -45,12 +45,12 @@ def group_of(num_bytes: int) -> RolloutGroup:
     return make_group(completion_tokens=max(4, (num_bytes - frame) // BYTES_PER_TOKEN))
 
 
-class AppendDesk:
-    """A producer's writer whose groups are sampled: its prompts are claimed, and what is left is to append them."""
+class ProducerEnd:
+    """A producer's claims and writer without an engine: it claims prompts and appends ready-made groups."""
 
     def __init__(self, url: str, keys: Keys, producer_id: str, num_groups: int) -> None:
         metrics = ProducerMetrics()
-        self.connection = ProducerConnection.open(url, outage_s=PATIENCE_S, metrics=metrics)
+        self.connection = ProducerConnection.open(url, outage_s=OUTAGE_S, metrics=metrics)
         self.table = InFlightTable(num_groups=num_groups, group_size=GROUP_SIZE)
         self.claims = Claims(self.connection, keys, producer_id, self.table, ProducersConfig())
         self.writer = Writer(self.connection, keys, self.table, metrics)
@@ -62,18 +62,18 @@ class AppendDesk:
             await self.claims.take()
 
     def put(self, group: RolloutGroup) -> None:
-        """Hands a group over for every claim; it is encoded here."""
+        """Gives the writer a group for every claim; it is encoded here."""
         for claim in self.table:
             self.writer.put(claim, msgspec.structs.replace(group, index=claim.index))
 
     async def append(self) -> Span:
-        """Appends what was put. The server's answer to the last of it ends it."""
+        """Appends what was put, until the server has answered to the last of it."""
         began = time.monotonic()
         await self.until_done(self.writer.drain())
         return began, time.monotonic()
 
     async def append_in_bursts(self, group: RolloutGroup, burst: int) -> Span:
-        """Encodes and appends a group for every claim, `burst` at a time, each time when those before are in Redis."""
+        """Encodes and appends a group for every claim, `burst` at a time, each when the one before is in Redis."""
 
         async def append() -> None:
             for n, claim in enumerate(self.table, 1):
@@ -121,14 +121,14 @@ def fill(client: "redis.Redis", keys: Keys, group: RolloutGroup, num_groups: int
     return total
 
 
-class ReadDesk:
-    """A trainer's reader, its books and its commit script, without a trainer."""
+class TrainerEnd:
+    """A trainer's reader, ledger and commit script without a trainer."""
 
     def __init__(self, url: str, keys: Keys, num_released: int, *, decodes: bool = True) -> None:
-        self._connection = TrainerConnection(url, PATIENCE_S)
+        self._connection = TrainerConnection(url, OUTAGE_S)
         self._ledger = Ledger()
         self._ledger.num_released = num_released
-        # The versions that `records.make_group` labels its tokens with are all announced.
+        # The versions that `make_group` labels its tokens with are all announced.
         self._lag_of = LagTable(2000, {}, {})
         kind = Reader if decodes else _Undecoded
         self._reader = kind(
@@ -159,7 +159,7 @@ class ReadDesk:
 
 
 class _Undecoded(Reader):
-    """Reads as the reader does and looks at nothing."""
+    """Reads as the reader does and decodes nothing."""
 
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: Any) -> None:
         pass
