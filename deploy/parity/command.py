@@ -1,4 +1,4 @@
-"""`penstock parity`: rollouts and weights from wherever they are, one verdict."""
+"""The command `penstock parity`: opens its target, runs the check, shows the report; and the refusal of the gate."""
 
 import argparse
 import os

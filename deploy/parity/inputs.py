@@ -102,7 +102,7 @@ class ParityInput:
     title: their origin, as in "run demo".
     policy_version: the trainer's newest; -1 if unknown.
     forks, announced: of the run, as `penstock.schemas.policy.lag` takes them.
-    notes: for the reader of the report, on how the rollouts were chosen.
+    notes: how the rollouts were chosen, for the reader of the report.
     """
 
     title: str
