@@ -72,6 +72,26 @@ def test_every_field_of_a_run_file_has_a_row_and_a_help_text() -> None:
     assert [row[0] for row in rows if not row[-1].strip(" |")] == []
 
 
+FREE_TABLES = ("environment.kwargs.", "reward.kwargs.", "objective.kwargs.", "engine.args.")
+FILES = ("json", "jsonl", "log", "md", "png", "py", "safetensors", "svg", "toml", "yaml", "yml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_field_of_a_run_file_that_a_page_names_is_there(page: Path) -> None:
+    fields = set(re.findall(r"^\| `([\w.]+)`", configuration.page(), re.M))
+    sections = {field.rpartition(".")[0] for field in fields if "." in field}
+    text = text_of(page)
+    if page.name == "coming-from.md":  # the last column is Penstock's
+        text = "\n".join(line.split(" | ")[-1] for line in text.splitlines())
+    named = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", text)
+    missing = [
+        name
+        for name in named
+        if name.partition(".")[0] in sections and name not in fields | sections and not name.startswith(FREE_TABLES)
+    ]
+    assert [name for name in missing if name.rpartition(".")[2] not in FILES] == []
+
+
 def test_the_page_of_commands_has_every_command_and_no_other() -> None:
     rows = re.findall(r"^\| `penstock ([^`]*)`", text_of(DOCS / "commands.md"), re.M)
     names = {re.match(r"[a-z-]+(?: [a-z]+)*", row)[0] for row in rows}  # type: ignore[index]
