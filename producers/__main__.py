@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.producers.endpoint.access import api_key
-from penstock.producers.endpoint.answers import AnswerParser
+from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError, Environment
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.rewards import reward_function
 from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.plugins import construct
-from penstock.schemas.process.redis_url import redis_url, register_metrics_port, unregister_metrics_port
+from penstock.schemas.process.redis_url import redis_url
 from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
@@ -86,31 +87,17 @@ async def _build(
     connection = ProducerConnection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
     closing.push_async_callback(connection.close)
     await check_id_is_free(connection, Keys(config.name), producer_id)
-    port = metrics.serve(config.metrics)
-    closing.callback(metrics.close)
-    if config.folder(runs).is_dir():
-        target = (config.folder(runs), producer_id, config.metrics.host, port)
-        register_metrics_port(*target)
-        closing.callback(unregister_metrics_port, *target)
+    port = metrics.registry.serve(config.metrics, config.folder(runs), producer_id)
+    closing.callback(metrics.registry.close)
     parser = _answer_parser(config, tokenizer)
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
     logs.bind(policy_version=lambda: engine.policy_version)
     log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
-    producer = Producer(
-        config,
-        runs=runs,
-        producer_id=producer_id,
-        connection=connection,
-        engine=engine,
-        environment=environment,
-        reward=reward,
-        tokenizer=tokenizer,
-        metrics=metrics,
-        metrics_port=port,
-        answer_parser=parser,
-        stop=stop,
+    context = ProducerContext(
+        config, runs=runs, producer_id=producer_id, connection=connection, metrics=metrics, metrics_port=port
     )
+    producer = Producer(context, engine, environment, tokenizer, reward=reward, answer_parser=parser, stop=stop)
     await producer.open()
     return producer
 

@@ -1,4 +1,4 @@
-"""The life of a rollout: claimed, posed, sampled, scored, appended. And the end of a producer's."""
+"""The loop of a producer: claimed, posed, sampled, scored, appended; and the order in which it shuts down."""
 
 import asyncio
 import contextlib
@@ -6,114 +6,107 @@ import logging
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
-from penstock.producers.endpoint.answers import AnswerParser
+from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError, Environment
-from penstock.producers.observe.event_log import EventLog
-from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import Episodes
 from penstock.producers.rollout.rewards import RewardFunction, RewardScorer
 from penstock.producers.stream.claims import Claims
-from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import LoadReport, WeightFollower
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import ConfigError
 from penstock.schemas.heartbeat import Heartbeat, InFlight
-from penstock.schemas.keys import Keys
 from penstock.schemas.process.cancellation import cancel_and_wait
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
-"""A producer that is told to stop lets groups finish for so long before it hands the rest back."""
+"""How long a producer that is told to stop lets groups finish before it hands the rest back."""
 SHUTDOWN_TIMEOUT_S = 5.0
-"""Redis gets so long to take what a stopping producer leaves; claims it does not hear of expire by themselves."""
+"""How long Redis may take to accept what a stopping producer leaves. Claims it does not hear of expire."""
 
 
 class Producer:
-    """Everything one producer process is made of, put together.
+    """Turns prompts into rollouts with one engine.
 
-    answer_parser: of reasoning and tool calls in the answers to agents, where the run has an endpoint for them.
+    The loop waits, in this order, for
+
+    | what                                  | who unblocks it                        |
+    |---------------------------------------|----------------------------------------|
+    | weights within the lag bound          | `weights`: the trainer's announcement  |
+    | room in the in-flight table           | `writer`: an append                    |
+    | a prompt                              | `claims`: the trainer's release        |
+    | weights fresh enough for that prompt  | `weights`                              |
+    | completions, then rewards             | the engine; the reward's thread        |
+
+    A clean stop, after `stop` is set:
+
+    1. No more claims and no more openings by agents.
+    2. Groups and agents' rollouts have `GRACE_S` to finish, none if the run is finished; the others are cancelled.
+    3. The writer appends what is finished and the claims of the others are handed back, in `SHUTDOWN_TIMEOUT_S`.
+    4. The services end, and the heartbeat is deleted last: one sent later would keep the id taken.
+    5. The caller closes engine, metrics and connection.
+
+    answer_parser: of reasoning and tool calls in the answers to agents, if the run has an endpoint for them.
+    reward: None takes the environment's.
     stop: set from outside (a signal) to end `serve`; also set when the run is finished.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        *,
-        runs: Path,
-        producer_id: str,
-        connection: ProducerConnection,
+        context: ProducerContext,
         engine: Engine,
         environment: Environment,
-        reward: RewardFunction,
         tokenizer: Any,
-        metrics: ProducerMetrics,
-        metrics_port: int = 0,
+        *,
+        reward: RewardFunction | None = None,
         answer_parser: AnswerParser | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
+        config, connection, keys = context.config, context.connection, context.keys
         if config.endpoint is None and hasattr(environment, "converse"):
             raise ConfigError(
                 f"environment.path = {config.environment.path!r}: it converses, which goes through the endpoint; "
                 "expected an [endpoint] table in the run file"
             )
-        keys = Keys(config.name)
         self.stop = stop or asyncio.Event()
         self._config = config
-        self._producer_id = producer_id
+        self._context = context
         self._engine = engine
-        self._metrics = metrics
-        self._metrics_port = metrics_port
-        self._telemetry = EventLog(config.folder(runs), producer_id)
-        self._table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
+        self.table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
+        self.weights = WeightFollower(
+            connection, keys, engine, context.weights_folder, context.metrics, self._record_load
+        )
+        # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
-        self._claims = Claims(connection, keys, producer_id, self._table, config.producers, streams)
-        self._weights = WeightFollower(
-            connection, keys, engine, config.weights_folder(runs), metrics, self._record_load
-        )
-        self._scorer = RewardScorer(reward)
+        self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
+        self._scorer = RewardScorer(reward or environment.reward)
         self._episodes = Episodes(
-            config,
-            environment=environment,
-            tokenizer=tokenizer,
-            engine=engine,
-            scorer=self._scorer,
-            producer_id=producer_id,
-            metrics=metrics,
+            context, environment=environment, tokenizer=tokenizer, engine=engine, scorer=self._scorer
         )
-        self._writer = Writer(connection, keys, self._table, metrics)
-        self._beat = HeartbeatSender(connection, keys, producer_id, self._describe, self._on_finished)
+        self.writer = Writer(connection, keys, self.table, context.metrics)
+        self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
         self._run_is_finished = False
         self._tokens_per_s = 0.0
-        self._endpoint = None
+        self.endpoint = None
         if config.endpoint is not None:
             # Its server comes with the engine, and the launcher imports this module without either.
             from penstock.producers.endpoint.agent_endpoint import AgentEndpoint
 
-            self._agent_claims = Claims(
-                connection, keys, producer_id, self._table, config.producers, (keys.prompts,), one_at_a_time=True
-            )
-            self._endpoint = AgentEndpoint(
-                config,
-                producer_id=producer_id,
-                keys=keys,
-                connection=connection,
-                claims=self._agent_claims,
-                table=self._table,
-                weights=self._weights,
-                writer=self._writer,
+            self.endpoint = AgentEndpoint(
+                context,
+                table=self.table,
+                weights=self.weights,
+                writer=self.writer,
                 engine=engine,
                 environment=environment,
                 tokenizer=tokenizer,
                 parser=answer_parser,
-                metrics=metrics,
-                telemetry=self._telemetry,
             )
 
     async def open(self) -> None:
@@ -123,47 +116,45 @@ class Producer:
             RedisGoneError: Redis was away for too long.
             ProducerIdTakenError: another process runs under this id.
         """
-        await self._beat.claim_id()
+        await self._heartbeat.claim_id()
         await self._claims.open()
-        if self._endpoint is not None:
-            await self._agent_claims.open()
-        self._telemetry.write("start", fingerprint=self._engine.fingerprint)
+        if self.endpoint is not None:
+            await self.endpoint.agents.claims.open()
+        self._context.events.write("start", fingerprint=self._engine.fingerprint)
 
     async def serve(self) -> None:
-        """Turns prompts into rollouts until told to stop, then leaves nothing behind that only it could finish.
+        """Turns prompts into rollouts until `stop`, then leaves nothing behind that only it could finish.
 
         Raises:
             EngineError: the engine serves no longer. Its claims stay, and count as an attempt when they are taken over.
             RedisGoneError: Redis was away for too long.
         """
         parts = (
-            self._beat.run,
+            self._heartbeat.run,
             self._record_rate,
-            self._weights.follow,
-            self._weights.keep_current,
+            self.weights.follow,
+            self.weights.keep_current,
             self._claims.keep,
-            self._writer.run,
+            self.writer.run,
         )
         try:
             async with asyncio.TaskGroup() as services:
                 running = [services.create_task(part()) for part in parts]
                 await self._work_until_stopped()
-                heard = await self._drain()
+                drained = await self._drain()
                 await cancel_and_wait(running)
-            if heard:
-                # Only now: a heartbeat sent after its removal would keep the id taken.
+            if drained:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                        await self._beat.stop()
+                        await self._heartbeat.stop()
         finally:
-            if self._endpoint is not None:
-                await self._endpoint.close(append=False)
+            if self.endpoint is not None:
+                await self.endpoint.close(append=False)
             self._scorer.close()
-            self._telemetry.close()
+            self._context.events.close()
 
     async def _work_until_stopped(self) -> None:
-        """Claims and runs groups until `stop`. The order in which things end here, then in `_drain`,
-        then in `serve` is that of every clean stop."""
+        """Claims and runs groups until `stop`, then ends what runs: steps 1 and 2 of a clean stop."""
         async with asyncio.TaskGroup() as groups:
             claiming = groups.create_task(self._claim(groups))
             serving = groups.create_task(self._serve_agents())
@@ -171,43 +162,43 @@ class Producer:
             await cancel_and_wait([claiming])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
-                    if self._endpoint is not None:
-                        await self._endpoint.drain()
+                    if self.endpoint is not None:
+                        await self.endpoint.drain()
                     await self._wait_until_idle()
             await cancel_and_wait([*self._running, serving])
-            if self._endpoint is not None:
-                await self._endpoint.close(append=not self._run_is_finished)
+            if self.endpoint is not None:
+                await self.endpoint.close(append=not self._run_is_finished)
 
     async def _serve_agents(self) -> None:
-        """Serves the run's agents, where it has an endpoint for them; runs until cancelled."""
-        if self._endpoint is not None:
-            await self._endpoint.start()
-            await self._endpoint.run()
+        """Serves the run's agents, if it has an endpoint for them; runs until cancelled."""
+        if self.endpoint is not None:
+            await self.endpoint.start()
+            await self.endpoint.run()
 
     async def _drain(self) -> bool:
-        """Waits until Redis has every finished group and every unfinished claim is somebody else's to take.
+        """Waits until Redis has every finished group and every unfinished claim is free for others: step 3.
 
-        Returns False where Redis was not to be had in `SHUTDOWN_TIMEOUT_S`.
+        Returns False if Redis is unreachable for `SHUTDOWN_TIMEOUT_S`.
         """
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                await self._writer.drain()
+                await self.writer.drain()
                 num_claims = await self._claims.hand_back()
-                if self._endpoint is not None:
-                    num_claims += await self._agent_claims.hand_back()
+                if self.endpoint is not None:
+                    num_claims += await self.endpoint.agents.claims.hand_back()
                 log.info("stopped: %d unfinished claims handed back", num_claims)
                 return True
         except TimeoutError:
             idle_s = self._config.producers.claim_idle_s
-            log.warning("stopped without Redis: %d claims are others' in %g s", len(self._table), idle_s)
+            log.warning("stopped without Redis: %d claims are free for others in %g s", len(self.table), idle_s)
             return False
 
     async def _claim(self, groups: asyncio.TaskGroup) -> None:
         """Waits for weights within the lag bound, for room, and for a prompt. A weight load, a group's append and the
         trainer's release unblock it. Runs until cancelled."""
         while True:
-            await self._weights.wait_until_current(self._config.lag_bound)
-            await self._table.wait_for_room()
+            await self.weights.wait_until_current(self._config.lag_bound)
+            await self.table.wait_for_room()
             for claim in await self._claims.take():
                 if claim.attempt == 1:
                     self._start(groups, claim)
@@ -218,10 +209,10 @@ class Producer:
         task = groups.create_task(self._run(claim))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        self._metrics.in_flight.set(len(self._table))
+        self._context.metrics.in_flight.set(len(self.table))
 
     async def _run_alone(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
-        """A prompt that was given up before may be what ended its producer: nothing else is at stake beside it."""
+        """Runs a prompt that was given up before with nothing beside it: it may be what ended its producer."""
         await self._wait_until_idle()
         self._start(groups, claim)
         await self._wait_until_idle()
@@ -231,25 +222,26 @@ class Producer:
             await asyncio.wait(set(self._running))
 
     async def _run(self, claim: Claim) -> None:
-        """One claim from its prompt to the writer. Waits for weights that are fresh enough for it; a load unblocks it.
+        """Takes one claim from its prompt to the writer. Waits for weights that are fresh enough for it; a load
+        unblocks it.
 
-        An evaluation asks what policy `version` is worth, so it waits for that version itself (or a newer one).
+        An evaluation measures policy `version`, so it waits for that version itself (or a newer one).
         """
         max_attempts = self._config.producers.max_attempts
         if claim.attempt > max_attempts:
-            self._writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
+            self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
-        await self._weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
         run = self._episodes.run
-        if claim.evaluation_id is not None and self._endpoint is not None and self._endpoint.evaluates:
-            run = self._endpoint.evaluate
+        if claim.evaluation_id is not None and self.endpoint is not None and self.endpoint.evaluates:
+            run = self.endpoint.evaluate
         try:
-            self._writer.put(claim, await run(claim))
+            self.writer.put(claim, await run(claim))
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others
             log.exception("%s failed", claim)
-            self._writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}"))
+            self.writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}"))
 
     def _on_finished(self) -> None:
         if not self._run_is_finished:
@@ -258,7 +250,7 @@ class Producer:
         self.stop.set()
 
     def _record_load(self, report: LoadReport) -> None:
-        self._telemetry.write(
+        self._context.events.write(
             "weights",
             policy_version=report.policy_version,
             pause_s=report.pause_s,
@@ -276,33 +268,33 @@ class Producer:
             num_tokens = self._num_tokens
             self._tokens_per_s = (num_tokens - before) / (now - since)
             since = now
-            self._telemetry.write(
+            self._context.events.write(
                 "rate",
                 tokens_per_s=self._tokens_per_s,
                 num_tokens=num_tokens,
-                in_flight=len(self._table),
+                in_flight=len(self.table),
                 policy_version=self._engine.policy_version,
             )
 
     def _describe(self) -> Heartbeat:
         return Heartbeat(
-            producer_id=self._producer_id,
+            producer_id=self._context.producer_id,
             host=socket.gethostname(),
             pid=os.getpid(),
             policy_version=self._engine.policy_version,
-            in_flight=tuple(InFlight(index=c.index, claimed_s=c.claimed_s, attempt=c.attempt) for c in self._table),
+            in_flight=tuple(InFlight(index=c.index, claimed_s=c.claimed_s, attempt=c.attempt) for c in self.table),
             tokens_per_s=self._tokens_per_s,
             num_tokens_generated=self._num_tokens,
-            num_groups_appended=self._writer.num_groups_appended,
-            num_weight_loads_failed=self._weights.num_failed,
-            metrics_port=self._metrics_port,
+            num_groups_appended=self.writer.num_groups_appended,
+            num_weight_loads_failed=self.weights.num_failed,
+            metrics_port=self._context.metrics_port,
             fingerprint=self._engine.fingerprint,
             sent_s=time.time(),
-            last_error=self._weights.last_error,
-            endpoint="" if self._endpoint is None else self._endpoint.url,
+            last_error=self.weights.last_error,
+            endpoint="" if self.endpoint is None else self.endpoint.url,
         )
 
     @property
     def _num_tokens(self) -> int:
         """Tokens sampled since the start."""
-        return self._episodes.num_tokens + (0 if self._endpoint is None else self._endpoint.num_tokens)
+        return self._episodes.num_tokens + (0 if self.endpoint is None else self.endpoint.num_tokens)

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 import msgspec
-from penstock.producers.endpoint.answers import Answers, PlainText
 from penstock.producers.endpoint.call_ledger import CallLedger
 from penstock.producers.endpoint.calls import Calls
+from penstock.producers.endpoint.chat.answers import Answers, PlainText
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
-from penstock.producers.endpoint.requests import ChatRequest, parse_chat
 from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.in_flight import Claim

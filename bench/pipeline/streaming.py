@@ -21,6 +21,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.rewards import reward_function
 from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
@@ -141,17 +142,11 @@ class _Windows:
         connection = ProducerConnection.open(url, outage_s=10.0, metrics=metrics)
         client = connect(url)
         try:
-            producer = Producer(
-                config,
-                runs=self._run_folders,
-                producer_id=PRODUCER_ID,
-                connection=connection,
-                engine=meter,
-                environment=self._environment,
-                reward=reward_function(config, self._environment),
-                tokenizer=self._tokenizer,
-                metrics=metrics,
+            context = ProducerContext(
+                config, runs=self._run_folders, producer_id=PRODUCER_ID, connection=connection, metrics=metrics
             )
+            reward = reward_function(config, self._environment)
+            producer = Producer(context, meter, self._environment, self._tokenizer, reward=reward)
             await producer.open()
             serving = asyncio.create_task(producer.serve(), name="producer")
             await self._wait_for_first_request(meter, serving, feeder)

@@ -1,23 +1,18 @@
 """The trainer's Prometheus metrics."""
 
-import errno
 import logging
 import math
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.schemas.config import MetricsConfig, RunConfig
-from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, lag_key
+from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
 from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry
-from penstock.schemas.process.redis_url import register_metrics_port, unregister_metrics_port
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram
 
 log = logging.getLogger(__name__)
-
-PORTS_TO_TRY = 100
 
 _SECONDS = ("wait_s", "step_s", "publish_s")
 _LINE_FLOATS = frozenset(("time_s", *_SECONDS))
@@ -32,42 +27,42 @@ class TrainerMetrics:
 
     def __init__(self, **labels: str) -> None:
         self.registry = LabelledRegistry(labels)
-        self._closing = ExitStack()
-        self._gauges = {key: self._make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
+        make = self.registry.make
+        self._gauges = {key: make(Gauge, metric) for key, metric in TRAINER_GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set(math.nan)
-        self._by_lag = {name: self._make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
+        self._by_lag = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
         self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
-        self._objective = self._make(Gauge, M.OBJECTIVE)
+        self._objective = make(Gauge, M.OBJECTIVE)
         self._objective_names: set[str] = set()
-        self._lag = self._make(Histogram, M.TOKEN_LAG)
-        self._tokens_trained = self._make(Counter, M.TOKENS_TRAINED)
-        self._tokens_masked = self._make(Counter, M.TOKENS_MASKED)
-        self._updates = self._make(Counter, M.UPDATES)
-        self._last_update = self._make(Gauge, M.LAST_UPDATE)
-        self._credit = self._make(Gauge, M.CREDIT)
-        self._lag_bound = self._make(Gauge, M.LAG_BOUND)
-        self._optimizer_steps = self._make(Counter, M.OPTIMIZER_STEPS)
-        self._steps_skipped = self._make(Counter, M.STEPS_SKIPPED)
-        self._seconds = self._make(Histogram, M.STEP_SECONDS)
-        self.accuracy = self._make(Gauge, M.ACCURACY)
+        self._lag = make(Histogram, M.TOKEN_LAG)
+        self._tokens_trained = make(Counter, M.TOKENS_TRAINED)
+        self._tokens_masked = make(Counter, M.TOKENS_MASKED)
+        self._updates = make(Counter, M.UPDATES)
+        self._last_update = make(Gauge, M.LAST_UPDATE)
+        self._credit = make(Gauge, M.CREDIT)
+        self._lag_bound = make(Gauge, M.LAG_BOUND)
+        self._optimizer_steps = make(Counter, M.OPTIMIZER_STEPS)
+        self._steps_skipped = make(Counter, M.STEPS_SKIPPED)
+        self._seconds = make(Histogram, M.STEP_SECONDS)
+        self.accuracy = make(Gauge, M.ACCURACY)
         self.accuracy.set(math.nan)
-        self._groups_settled = self._make(Counter, M.GROUPS_SETTLED)
-        self._groups_released = self._make(Counter, M.GROUPS_RELEASED)
-        self.groups_open = self._make(Gauge, M.GROUPS_OPEN)
-        self._groups_released_again = self._make(Counter, M.GROUPS_RELEASED_AGAIN)
-        self._duplicates = self._make(Counter, M.DUPLICATES)
+        self._groups_settled = make(Counter, M.GROUPS_SETTLED)
+        self._groups_released = make(Counter, M.GROUPS_RELEASED)
+        self.groups_open = make(Gauge, M.GROUPS_OPEN)
+        self._groups_released_again = make(Counter, M.GROUPS_RELEASED_AGAIN)
+        self._duplicates = make(Counter, M.DUPLICATES)
         self._counted: dict[Any, int] = {}
         """By counter, the total of the ledger that it has counted up to."""
-        self.prompts_open = self._make(Gauge, M.PROMPTS)
-        self.weight_bytes = self._make(Counter, M.WEIGHT_BYTES)
-        self.parity_alert = self._make(Gauge, M.PARITY_ALERT)
-        self.mismatch_band = self._make(Gauge, M.MISMATCH_BAND)
-        self.mismatch_mean = self._make(Gauge, M.MISMATCH_MEAN)
+        self.prompts_open = make(Gauge, M.PROMPTS)
+        self.weight_bytes = make(Counter, M.WEIGHT_BYTES)
+        self.parity_alert = make(Gauge, M.PARITY_ALERT)
+        self.mismatch_band = make(Gauge, M.MISMATCH_BAND)
+        self.mismatch_mean = make(Gauge, M.MISMATCH_MEAN)
         self.mismatch_mean.set(math.nan)
-        self.checkpoint_seconds = self._make(Histogram, M.CHECKPOINT_SECONDS)
-        self.stream_errors = self._make(Counter, M.STREAM_ERRORS)
-        self.sink_errors = self._make(Counter, M.SINK_ERRORS)
+        self.checkpoint_seconds = make(Histogram, M.CHECKPOINT_SECONDS)
+        self.stream_errors = make(Counter, M.STREAM_ERRORS)
+        self.sink_errors = make(Counter, M.SINK_ERRORS)
 
     def begin(self, config: RunConfig, ledger: Ledger) -> None:
         """Sets what the run file fixes, and starts to count from here: groups, and the time to the next update."""
@@ -134,31 +129,10 @@ class TrainerMetrics:
         self._objective_names = set(found)
 
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
-        """Serves `/metrics` on the first free port from `config.port` on; returns the port."""
-        for port in range(config.port, config.port + (PORTS_TO_TRY if config.port else 1)):
-            try:
-                server, thread = start_http_server(port, addr=config.host, registry=self.registry)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            port = server.server_port
-            register_metrics_port(run_folder, "trainer", config.host, port)
-            self._closing.callback(thread.join)
-            self._closing.callback(server.server_close)
-            self._closing.callback(server.shutdown)
-            self._closing.callback(unregister_metrics_port, run_folder, "trainer", config.host, port)
-            log.info("metrics at http://%s:%d/metrics", config.host, port)
-            return port
-        raise OSError(f"metrics.port = {config.port}: {PORTS_TO_TRY} ports from there are in use")
+        """Serves `/metrics` until `close`; returns the port. See `LabelledRegistry.serve`."""
+        port = self.registry.serve(config, run_folder, "trainer")
+        log.info("metrics at http://%s:%d/metrics", config.host, port)
+        return port
 
     def close(self) -> None:
-        """Ends the serving, if there is one."""
-        self._closing.close()
-
-    def _make(self, kind: Any, metric: Metric) -> Any:
-        options = {"buckets": metric.buckets} if metric.buckets else {}
-        made = kind(metric.name, metric.help, metric.labels, registry=self.registry, **options)
-        for value in metric.values:
-            made.labels(value)
-        return made
+        self.registry.close()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.schemas.config import ConfigError, EndpointConfig
 
 KEY = "PENSTOCK_API_KEY"

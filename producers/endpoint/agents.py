@@ -6,16 +6,15 @@ import time
 from collections import OrderedDict
 
 import msgspec
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import Environment
-from penstock.producers.observe.event_log import EventLog
-from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
@@ -36,43 +35,47 @@ LEAST_SHORT_GROUP = 2
 class Agents:
     """The groups that agents have open on this producer.
 
-    claims: of the prompts stream alone, one at a time.
+    claims: from the prompts stream alone, one at a time.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        context: ProducerContext,
+        endpoint: EndpointConfig,
         *,
-        producer_id: str,
         environment: Environment,
-        claims: Claims,
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
         fingerprint: EngineFingerprint,
         sampling: SamplingSettings,
-        metrics: ProducerMetrics,
-        telemetry: EventLog,
     ) -> None:
-        if config.endpoint is None:
-            raise ValueError("a run without [endpoint] has no agents")
-        self._idle_timeout_s = config.endpoint.idle_timeout_s
-        self._group_deadline_s = config.endpoint.group_deadline_s
+        config, keys = context.config, context.keys
+        self._idle_timeout_s = endpoint.idle_timeout_s
+        self._group_deadline_s = endpoint.group_deadline_s
         self._group_size = config.group_size
         self._max_attempts = config.producers.max_attempts
         self._lag_bound = config.lag_bound
         # Agents keep a group for as long as they like, and evaluations come in between.
         self._reserve = 1 if config.producers.groups_in_flight > 1 and config.evaluation.num_prompts != 0 else 0
-        self._producer_id = producer_id
+        self._producer_id = context.producer_id
         self._environment = environment
-        self._claims = claims
+        self.claims = Claims(
+            context.connection,
+            keys,
+            context.producer_id,
+            table,
+            config.producers,
+            (keys.prompts,),
+            one_at_a_time=True,
+        )
         self._table = table
         self._weights = weights
         self._writer = writer
         self._fingerprint = fingerprint
         self._sampling = sampling
-        self._metrics = metrics
-        self._telemetry = telemetry
+        self._metrics = context.metrics
+        self._events = context.events
         self._groups: list[AgentGroup] = []
         self._open: dict[str, AgentRollout] = {}
         self._ended: OrderedDict[str, tuple[Reward | None, str]] = OrderedDict()
@@ -159,7 +162,7 @@ class Agents:
         for group in list(self._groups):
             if not group.rollouts and now - group.posed > self._idle_timeout_s:
                 self._groups.remove(group)
-                await self._claims.give_back(group.claim)
+                await self.claims.give_back(group.claim)
                 self._metrics.in_flight.set(len(self._table))
 
     async def drain(self) -> None:
@@ -201,7 +204,7 @@ class Agents:
 
     async def _take(self) -> bool:
         """Claims until there is a group to open rollouts in; False where no prompt is left."""
-        while claims := await self._claims.take():
+        while claims := await self.claims.take():
             for claim in claims:
                 self._pose(claim)
             if self._with_place() is not None:
@@ -275,7 +278,7 @@ class Agents:
             self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}"))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
-            self._telemetry.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
+            self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
 
 
 def _later(status: int, message: str, code: str) -> ApiError:

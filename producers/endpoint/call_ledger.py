@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.producers.endpoint.errors import ApiError, bad_request
-from penstock.producers.endpoint.messages import canonical_form, chain_keys, extend_chain
-from penstock.producers.endpoint.suffix_encoding import Encoded
-from penstock.producers.endpoint.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request
+from penstock.producers.endpoint.chat.messages import canonical_form, chain_keys, extend_chain
+from penstock.producers.endpoint.splice.suffix_encoding import Encoded
+from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, pack_ids
 from penstock.schemas.segments import RecordedCall

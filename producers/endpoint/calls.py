@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
-from penstock.producers.endpoint.answers import Answers
 from penstock.producers.endpoint.call_ledger import Call
-from penstock.producers.endpoint.errors import ApiError, bad_request
+from penstock.producers.endpoint.chat.answers import Answers
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request
+from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
-from penstock.producers.endpoint.requests import ChatRequest
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import sample

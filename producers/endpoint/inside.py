@@ -2,16 +2,18 @@
 
 import asyncio
 import math
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.calls import Calls
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.endpoint.requests import parse_chat
-from penstock.producers.interfaces import Environment
+from penstock.producers.interfaces import ConversingEnvironment
+from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
-from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
@@ -20,8 +22,8 @@ CREDIT_S = 0.2
 """Pause before another prompt is asked for where there was none."""
 
 
-class Conversation:
-    """What an environment talks to: one rollout, of as many calls as it likes, one after another or side by side."""
+class RolloutConversation:
+    """The `Conversation` of one rollout."""
 
     def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings) -> None:
         self._rollout = rollout
@@ -29,25 +31,11 @@ class Conversation:
         self._sampling = sampling
 
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
-        """The assistant's message, to be put behind `messages` as it is. fields: those of OpenAI's request (`tools`).
-
-        Raises:
-            ApiError: a request that cannot be answered; one past the context has the code `context_length_exceeded`,
-                one of a rollout that has ended `rollout_ended`.
-            EngineError: the engine serves no longer.
-        """
+        """See `Conversation.chat`."""
         request = parse_chat({"messages": messages, **fields}, self._sampling)
         answered = await self._calls.answer(self._rollout, request)
         answered.call.delivered = True
         return answered.message
-
-
-class ConversingEnvironment(Environment, Protocol):
-    """An environment that holds its conversations itself."""
-
-    async def converse(self, prompt: Prompt, conversation: Conversation) -> float | Reward:
-        """One rollout, of a training prompt or of a held-out one, from its first call to its reward."""
-        ...
 
 
 class InsideAgents:
@@ -55,24 +43,22 @@ class InsideAgents:
 
     def __init__(
         self,
+        context: ProducerContext,
         environment: ConversingEnvironment,
         *,
-        producer_id: str,
         agents: Agents,
         calls: Calls,
-        sampling: SamplingSettings,
-        evaluation_sampling: SamplingSettings,
         deadline_s: float,
         fingerprint: EngineFingerprint,
     ) -> None:
         self._environment = environment
-        self._producer_id = producer_id
-        self._evaluation_sampling = evaluation_sampling
+        self._producer_id = context.producer_id
+        self._evaluation_sampling = evaluation_sampling(context.config)
         self._deadline_s = deadline_s
         self._fingerprint = fingerprint
         self._agents = agents
         self._calls = calls
-        self._sampling = sampling
+        self._sampling = training_sampling(context.config)
 
     async def run(self) -> None:
         """Waits for room and credit, then converses; until the producer takes no more openings, or cancelled.
@@ -134,7 +120,7 @@ class InsideAgents:
         """
         outcome: Reward | str
         try:
-            conversation = Conversation(rollout, self._calls, self._sampling)
+            conversation = RolloutConversation(rollout, self._calls, self._sampling)
             outcome = _checked(await self._environment.converse(rollout.group.prompt, conversation))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

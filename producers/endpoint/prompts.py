@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
-from penstock.producers.endpoint.errors import bad_request
-from penstock.producers.endpoint.messages import for_template
-from penstock.producers.endpoint.requests import ChatRequest
-from penstock.producers.endpoint.suffix_encoding import Encoded, SuffixEncoder
-from penstock.producers.endpoint.token_ids import SpliceRefused
-from penstock.producers.endpoint.turn_boundary import find_turn_boundary, special_token_ids
+from penstock.producers.endpoint.chat.errors import bad_request
+from penstock.producers.endpoint.chat.messages import for_template
+from penstock.producers.endpoint.chat.requests import ChatRequest
+from penstock.producers.endpoint.splice.suffix_encoding import Encoded, SuffixEncoder
+from penstock.producers.endpoint.splice.token_ids import SpliceRefused
+from penstock.producers.endpoint.splice.turn_boundary import find_turn_boundary, special_token_ids
 from penstock.schemas.config import ConfigError
 
 Json = dict[str, Any]

@@ -5,22 +5,22 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from penstock.producers.endpoint.access import check_access
+from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
-from penstock.producers.endpoint.answers import chunks, finish_reason, response
 from penstock.producers.endpoint.calls import FATAL, Calls
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.groups import AgentRollout, producer_of
-from penstock.producers.endpoint.listening import listen
-from penstock.producers.endpoint.requests import ChatRequest, parse_chat, parse_finish, parse_json
-from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.heartbeat import decode_heartbeat
-from penstock.schemas.keys import Keys
+from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 from penstock.schemas.rollout import SamplingSettings
 from redis.exceptions import RedisError
 
@@ -40,36 +40,29 @@ LOOK_UP_S = 2.0
 
 
 class EndpointServer:
-    """Serves `agents` and `calls` between `start` and `close`.
-
-    key: what requests must carry; None: nothing.
-    model: the name under which the policy is served.
-    """
+    """Serves `agents` and `calls` between `start` and `close`."""
 
     def __init__(
         self,
-        config: EndpointConfig,
+        context: ProducerContext,
+        endpoint: EndpointConfig,
         *,
-        key: str | None,
-        model: str,
         agents: Agents,
         calls: Calls,
         sampling: SamplingSettings,
         max_model_len: int,
-        connection: ProducerConnection,
-        keys: Keys,
-        producer_id: str,
     ) -> None:
-        self._config = config
-        self._key = key
-        self._model = model
+        self._config = endpoint
+        self._key = api_key(endpoint)
+        self._model = Path(context.config.model.path).name
+        """The name under which the policy is served."""
         self._agents = agents
         self._calls = calls
         self._sampling = sampling
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
-        self._connection = connection
-        self._keys = keys
-        self._producer_id = producer_id
+        self._connection = context.connection
+        self._keys = context.keys
+        self._producer_id = context.producer_id
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Where agents reach this producer, once it is started."""
@@ -88,9 +81,14 @@ class EndpointServer:
         # Cancelled with its client: nobody waits for the answer, and what it would sample is in the way of others.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        listening, port = listen(self._config.host, self._config.port)
+        host = self._config.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = on_free_port(
+            "endpoint", host, self._config.port, lambda port: socket.create_server((host, port), family=family)
+        )
         await web.SockSite(self._runner, listening).start()
-        host = socket.gethostname() if self._config.host in ("0.0.0.0", "::") else self._config.host
+        port = listening.getsockname()[1]
+        host = socket.gethostname() if host in EVERYWHERE else host
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("agents are served at %s", self.url)
 

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
-from penstock.producers.endpoint.answers import ParsedAnswer
-from penstock.producers.endpoint.requests import ChatRequest
+from penstock.producers.endpoint.chat.answers import ParsedAnswer
+from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.schemas.config import ConfigError, EndpointConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import Parser, ParserManager

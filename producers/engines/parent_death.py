@@ -1,7 +1,8 @@
-"""A leash on child processes: they end with the process that started them, from their first moment on.
+"""A parent-death signal for child processes: each is killed when the process that started it ends.
 
-What multiprocessing starts does not end with a parent that is killed, and a child that still boots would wait for it
-for good. PR_SET_PDEATHSIG does not do: it fires when the parent's *thread* ends that started the child.
+A child of multiprocessing outlives a parent that is killed, and one that is still booting would wait for it for ever.
+Linux's own signal, `prctl(PR_SET_PDEATHSIG)`, is sent when the *thread* that created the child ends, which may be long
+before its process does. So each child watches its parent from its first moment on.
 """
 
 import contextlib
@@ -17,61 +18,61 @@ from typing import Any
 
 from penstock.schemas.process import logs
 
-LOOK_S = 0.25
-"""An orphan lives so long at most."""
+CHECK_S = 0.25
+"""How often a child looks for its parent."""
 
 
 class BoundSpawnProcess(SpawnProcess):
     def __reduce__(self) -> tuple[Any, ...]:
-        # In the child, `_on_leash` runs before the rest is unpickled, which imports vLLM and takes seconds. What comes
+        # In the child, `_rebuild` runs before the rest is unpickled, which imports vLLM and takes seconds. What comes
         # still earlier, the import of the main module, ends by itself.
-        return _on_leash, (os.getpid(), type(self)), self.__dict__
+        return _rebuild, (os.getpid(), type(self)), self.__dict__
 
 
 class BoundForkProcess(ForkProcess):
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
-        hold(self._parent_pid)  # type: ignore[attr-defined]
+        set_parent_death_signal(self._parent_pid)  # type: ignore[attr-defined]
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc]
 
 
-_LEASHED: dict[str, type[BaseProcess]] = {"spawn": BoundSpawnProcess, "fork": BoundForkProcess}
+_BOUND: dict[str, type[BaseProcess]] = {"spawn": BoundSpawnProcess, "fork": BoundForkProcess}
 
 
-def hold(parent: int) -> None:
-    """From now on this process and what it starts in its group end together with the process `parent`.
+def set_parent_death_signal(parent: int) -> None:
+    """From now on this process and what it starts in its group are killed when the process `parent` ends.
 
-    A session of its own keeps a Ctrl-C at the terminal for the parent, which ends its children in order.
+    A session of its own leaves a Ctrl-C at the terminal to the parent, which ends its children in order.
     """
     if os.getpgrp() != os.getpid():
         os.setsid()
-    threading.Thread(target=_watch, args=(parent,), name="penstock-leash", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent,), name="parent-death", daemon=True).start()
 
 
-def leash_children() -> None:
-    """Has each process that multiprocessing starts from now on, by spawn or by fork, hold to this one."""
-    for method, leashed in _LEASHED.items():
-        multiprocessing.get_context(method).Process = leashed  # type: ignore[attr-defined]
+def bind_children() -> None:
+    """Gives each process that multiprocessing starts from now on, by spawn or by fork, a parent-death signal."""
+    for method, bound in _BOUND.items():
+        multiprocessing.get_context(method).Process = bound  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def children_leashed() -> Iterator[None]:
-    """The same for the processes that are started meanwhile."""
-    leash_children()
+def children_bound() -> Iterator[None]:
+    """Gives each process that multiprocessing starts inside the block a parent-death signal."""
+    bind_children()
     try:
         yield
     finally:
-        for method in _LEASHED:
+        for method in _BOUND:
             vars(multiprocessing.get_context(method)).pop("Process", None)
 
 
 def _watch(parent: int) -> None:
-    """Waits for the end of the parent, by which this process becomes another's child."""
+    """Waits for the parent to end, which makes this process the child of another."""
     while os.getppid() == parent:
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _on_leash(parent: int, kind: type[BaseProcess]) -> BaseProcess:
-    hold(parent)
+def _rebuild(parent: int, kind: type[BaseProcess]) -> BaseProcess:
+    set_parent_death_signal(parent)
     logs.inherit("engine")
     return kind.__new__(kind)

@@ -15,11 +15,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import vllm
 from penstock.producers.engines.completions import pack
-from penstock.producers.engines.parent_death import children_leashed
+from penstock.producers.engines.parent_death import children_bound
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.stale_kv import DROP_STALE_KV
 from penstock.producers.engines.weight_files import BaseModel, HeldFile, check
-from penstock.producers.engines.weight_transfer import BACKEND, LEASH_VARIABLE, EngineReport
+from penstock.producers.engines.weight_transfer import BACKEND, BIND_VARIABLE, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
@@ -150,7 +150,7 @@ class VllmEngine:
         return await asyncio.shield(asyncio.ensure_future(self._replace_weights(manifest, path)))
 
     async def capture(self, token_ids: list[int], path: str) -> None:
-        """Writes the hidden states of a replayed sequence to `path`; see `penstock.producers.interfaces.InspectableEngine`.
+        """Writes the hidden states of a replayed sequence to `path`; see `InspectableEngine.capture`.
 
         Raises:
             ValueError: vLLM refuses the sequence.
@@ -297,7 +297,7 @@ class VllmEngine:
 
 def _set_environment(config: RunConfig) -> None:
     """What vLLM takes from the environment, here and in its engine process."""
-    os.environ[LEASH_VARIABLE] = "1"
+    os.environ[BIND_VARIABLE] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # What goes past every logger: warnings of C++, and what a tracker says of the semaphores of a killed engine.
@@ -325,7 +325,7 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
 
     def boot() -> None:
         try:
-            with children_leashed():
+            with children_bound():
                 booting.set_result(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
         except BaseException as error:
             booting.set_exception(error)

@@ -1,4 +1,4 @@
-"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and a leash on what it starts."""
+"""vLLM plug-in, loaded in every engine process: weights from safetensors files, and children that end with it."""
 
 import logging
 import multiprocessing
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from penstock.producers.engines import stale_kv
 from penstock.producers.engines.hidden_states import HiddenStateCapture
-from penstock.producers.engines.parent_death import leash_children
+from penstock.producers.engines.parent_death import bind_children
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "penstock_safetensors"
-LEASH_VARIABLE = "PENSTOCK_ENGINE_LEASH"
+BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
 """Set in the environment of engines whose own processes must not outlive them."""
 
 
@@ -141,5 +141,5 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransferEngine)
     stale_kv.install()
-    if os.environ.get(LEASH_VARIABLE) and multiprocessing.parent_process() is not None:
-        leash_children()
+    if os.environ.get(BIND_VARIABLE) and multiprocessing.parent_process() is not None:
+        bind_children()

@@ -4,12 +4,10 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.producers.interfaces import Conversation
 from penstock.schemas.prompt import Message, Prompt, Reward
-
-if TYPE_CHECKING:
-    from penstock.producers.endpoint.inside import Conversation
 
 Json = dict[str, Any]
 
@@ -91,7 +89,7 @@ class Calculator(CalculatorTasks):
         _check("max_turns", max_turns, 1, 64)
         self._max_turns = max_turns
 
-    async def converse(self, prompt: Prompt, conversation: "Conversation") -> Reward:
+    async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
         messages: list[Json] = [{"role": message.role, "content": message.content} for message in prompt.messages or ()]
         called = False
         for _ in range(self._max_turns):

@@ -1,6 +1,28 @@
-"""The seams of a producer: what an engine and an environment must offer. Neither needs a base class."""
+"""The seams of a producer: `Environment`, which poses tasks and scores answers, and `Engine`, which samples. Neither
+needs a base class; a run file names an environment by its import path (`environment.path = "my_lab:Capitals"`).
 
-from typing import Protocol
+    from penstock.schemas.prompt import Prompt
+
+    class Capitals:
+        num_evaluation_prompts = 1
+
+        def __init__(self, *, seed: int) -> None:
+            self.tasks = [("France", "Paris"), ("Japan", "Tokyo")]
+
+        def prompt(self, index: int) -> Prompt:
+            country, capital = self.tasks[index % 2]
+            return Prompt(text=f"The capital of {country} is", answer=capital)
+
+        def evaluation_prompt(self, n: int) -> Prompt:
+            return Prompt(text="The capital of Peru is", answer="Lima")
+
+        def reward(self, prompt: Prompt, completion: str) -> float:
+            return float(completion.strip().startswith(prompt.answer))
+
+`ConversingEnvironment` is for tasks of several turns.
+"""
+
+from typing import Any, Protocol
 
 import msgspec
 from penstock.schemas.policy import WeightManifest
@@ -9,9 +31,9 @@ from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSe
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine sampled after one prompt.
+    """One sampled continuation of a prompt.
 
-    token_ids: int32 bytes, `[num_sampled]`, the stop token included where it was sampled.
+    token_ids: int32 bytes, `[num_sampled]`, the stop token included if it was sampled.
     behavior_logprobs: float32 bytes, `[num_sampled]`, processed, natural log.
     version_spans: tile `[0, num_sampled)`.
     """
@@ -48,7 +70,7 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
 
-        One that the engine itself breaks off has the finish reason "abort" and what was sampled of it until then.
+        A completion that the engine itself breaks off has the finish reason "abort" and the tokens sampled until then.
         """
         ...
 
@@ -66,15 +88,15 @@ class Engine(Protocol):
 
 
 class InspectableEngine(Engine, Protocol):
-    """An engine that shows what it computes inside."""
+    """An engine that can show the hidden states of its model."""
 
     async def capture(self, token_ids: list[int], path: str) -> None:
-        """Replays one sequence with the weights now served and writes its hidden states to `path`, a file laid out as
-        `penstock.schemas.hidden_states` says.
+        """Replays one sequence with the weights now served and writes its hidden states to `path`, in the layout of
+        `penstock.schemas.hidden_states`.
 
         Raises:
             ValueError: the engine refuses the sequence.
-            CaptureError: it is not idle, or its model is not one whose inside it can show.
+            CaptureError: it is not idle, or it cannot record a model of this architecture.
         """
         ...
 
@@ -93,3 +115,25 @@ class Environment(Protocol):
         ...
 
     def reward(self, prompt: Prompt, completion: str) -> float | Reward: ...
+
+
+class Conversation(Protocol):
+    """One rollout as a conversing environment sees it: any number of calls, one after another or side by side."""
+
+    async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """The assistant's message, to be appended to `messages` as it is. fields: those of OpenAI's request (`tools`).
+
+        Raises:
+            ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one past the context
+                and `rollout_ended` for one of a rollout that has ended.
+            EngineError: the engine serves no longer.
+        """
+        ...
+
+
+class ConversingEnvironment(Environment, Protocol):
+    """An environment that holds its conversations itself. The run file needs an `[endpoint]` table."""
+
+    async def converse(self, prompt: Prompt, conversation: Conversation) -> float | Reward:
+        """One rollout of a training or a held-out prompt, from its first call to its reward."""
+        ...

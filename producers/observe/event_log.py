@@ -1,4 +1,4 @@
-"""What a producer leaves in the run folder for the report: one JSON object a line."""
+"""A producer's events in the run folder, one JSON object a line, for the report."""
 
 import time
 from pathlib import Path
@@ -8,14 +8,16 @@ from penstock.schemas.process.json_lines import JsonLines
 
 
 class EventLog:
-    """Appends to `<run folder>/producers/<id>.jsonl`; writes nothing where there is no run folder (another host)."""
+    """Appends to `<run folder>/producers/<id>.jsonl`; writes nothing if there is no run folder (on another host)."""
 
     def __init__(self, run_folder: Path, producer_id: str) -> None:
+        self._run_folder = run_folder
+        self._file = run_folder / "producers" / f"{producer_id}.jsonl"
         self._lines: JsonLines | None = None
-        if run_folder.is_dir():
-            self._lines = JsonLines(run_folder / "producers" / f"{producer_id}.jsonl")
 
     def write(self, event: str, **fields: Any) -> None:
+        if self._lines is None and self._run_folder.is_dir():
+            self._lines = JsonLines(self._file)
         if self._lines is not None:
             self._lines.write(event=event, time_s=time.time(), **fields)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, Environment
-from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.rewards import RewardError, RewardScorer
 from penstock.producers.rollout.sampling import evaluation_sampling, sample, training_sampling
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
@@ -39,21 +39,20 @@ class Episodes:
 
     def __init__(
         self,
-        config: RunConfig,
+        context: ProducerContext,
         *,
         environment: Environment,
         tokenizer: Any,
         engine: Engine,
         scorer: RewardScorer,
-        producer_id: str,
-        metrics: ProducerMetrics,
     ) -> None:
+        config = context.config
         self._environment = environment
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorer = scorer
-        self._producer_id = producer_id
-        self._metrics = metrics
+        self._producer_id = context.producer_id
+        self._metrics = context.metrics
         self._deadline_s = config.producers.generation_deadline_s
         self._group_size = config.group_size
         self._sampling = training_sampling(config)

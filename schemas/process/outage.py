@@ -1,5 +1,134 @@
-"""Living through an outage of Redis: what producer and trainer share."""
+"""Living through an outage of Redis: which errors pass, how long it may last, and one log line when it begins and one
+when it ends.
+
+The producer repeats its commands in an event loop and the trainer in threads; what both decide by is here. redis-py's
+own `Retry` bounds the number of attempts, an outage is bounded in time and by a signal, so of redis-py only the backoff
+is used.
+"""
+
+import logging
+import time
+from typing import Any, TypeVar
+
+from penstock.schemas.config import ConfigError
+from penstock.schemas.process.redis_url import certificate_problem, place_of
+from redis import exceptions
+from redis.backoff import EqualJitterBackoff
+
+log = logging.getLogger(__name__)
+
+Client = TypeVar("Client")
+
+CONNECT_TIMEOUT_S = 5.0
+BACKOFF = EqualJitterBackoff(cap=2.0, base=0.05)
+"""The pauses between attempts."""
+
+# Answers of a server that will serve again: loading, a replica in the middle of a failover, a full disk, a script that
+# takes long, a blocking read whose stream was deleted, and a transaction of which nothing was executed for one of these
+# reasons. Any other error answer is a bug or a missing permission.
+_PASSING = (
+    exceptions.BusyLoadingError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.ExecAbortError,
+)
+_PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "UNBLOCKED", "BUSY")
+_REFUSALS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
 class RedisGoneError(RuntimeError):
     """Redis stayed away longer than the run file allows, or refuses this process."""
+
+
+class OutageTracker:
+    """Follows one server's outages, however many commands meet them.
+
+    num_begun, num_ended: outages since the start. Whoever keeps state in Redis compares one of them with what it last
+        saw, and looks again.
+    """
+
+    def __init__(self, url: str, outage_s: float) -> None:
+        self.where = f"Redis at {place_of(url)}" if url else "Redis"
+        self.outage_s = outage_s
+        self.since: float | None = None
+        """When the outage began, in monotonic seconds; None without one."""
+        self.num_begun = 0
+        self.num_ended = 0
+        self._url = url
+
+    def check_refused(self, error: BaseException) -> None:
+        """Returns unless waiting is in vain. While connecting, redis-py wraps a refusal in a ConnectionError.
+
+        Raises:
+            RedisGoneError: Redis refuses the credentials or the command, or shows a certificate that does not verify.
+        """
+        if isinstance(error, exceptions.NoPermissionError):
+            raise RedisGoneError(f"{self.where} refuses a command: {error}") from error
+        if any(isinstance(reason, _REFUSALS) for reason in (error, error.__cause__, error.__context__)):
+            raise RedisGoneError(f"{self.where} refuses the credentials: {error}") from error
+        problem = certificate_problem(error, self._url)
+        if problem is not None:
+            raise RedisGoneError(problem) from error
+
+    def failed(self, error: BaseException, reason: str = "") -> None:
+        """Notes that a command found Redis away, for a reason other than the error's own text if `reason` is given.
+
+        Raises:
+            RedisGoneError: the outage has lasted for `outage_s`.
+        """
+        now, reason = time.monotonic(), reason or str(error)
+        if self.since is None:
+            self.since = now
+            self.num_begun += 1
+            log.warning("%s is away (%s); trying again for up to %.0f s", self.where, reason, self.outage_s)
+        elif now - self.since > self.outage_s:
+            raise RedisGoneError(
+                f"{self.where} has been away for {now - self.since:.0f} s "
+                f"(redis.outage_s = {self.outage_s:g}): {reason}"
+            ) from error
+
+    def answered(self, started: float) -> None:
+        """Notes an answer to a command sent at `started`; one sent before the outage says nothing about its end."""
+        if self.since is not None and started >= self.since:
+            log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
+            self.since = None
+            self.num_ended += 1
+
+
+def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
+    """A client of redis-py, synchronous or asyncio, that connects at its first command. User, password and TLS come
+    with the URL (`rediss://user:password@host`); one from outside has gone through `schemas.process.redis_url`, which
+    refuses options that would undo `settings`.
+
+    Raises:
+        ConfigError: not a Redis URL.
+    """
+    factory: Any = kind
+    try:
+        # RESP3 would change the shapes of replies.
+        client: Client = factory.from_url(url, protocol=2, socket_connect_timeout=CONNECT_TIMEOUT_S, **settings)
+        return client
+    except ValueError:  # its message may quote a part of the password
+        raise ConfigError(
+            "REDIS_URL or redis.url is no Redis URL; expected redis://[user:password@]host[:port][/database], "
+            "rediss://... for TLS, or unix:///path"
+        ) from None
+
+
+def pause_s(num_failures: int) -> float:
+    """How long to wait after so many failures of one command, with jitter."""
+    return BACKOFF.compute(min(num_failures, 16) - 1)  # redis-py's 2 ** n overflows a float in the end
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the server will serve again without anybody changing the command."""
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
+        return True
+    return isinstance(error, exceptions.ResponseError) and says(error, *_PASSING_CODES)
+
+
+def says(error: exceptions.ResponseError, *codes: str) -> bool:
+    """Whether the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
+    text = str(error)
+    return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)

@@ -1,18 +1,96 @@
-"""What the metrics of producer and trainer share in Prometheus' client."""
+"""The metrics of one process over HTTP: one registry, one server, and a file that tells Prometheus where it is."""
 
+import contextlib
+import json
+import logging
+import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Metric
+from penstock.schemas.config import MetricsConfig
+from penstock.schemas.metrics import Metric
+from penstock.schemas.process.files import write_whole
+from penstock.schemas.process.ports import EVERYWHERE, on_free_port
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import Metric as Family
+
+log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind")
 
 
 class LabelledRegistry(CollectorRegistry):
-    """A registry that puts the same labels on every sample."""
+    """A registry that puts the same labels on every sample; several fit one process."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__()
-        self._every = dict(labels)
+        self._labels = dict(labels)
+        self._closing = contextlib.ExitStack()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         for family in super().collect():
-            family.samples = [one._replace(labels={**self._every, **one.labels}) for one in family.samples]
+            family.samples = [one._replace(labels={**self._labels, **one.labels}) for one in family.samples]
             yield family
+
+    def make(self, kind: type[Kind], metric: Metric) -> Kind:
+        """A counter, gauge or histogram of this registry, with a series for each of the metric's known label values."""
+        factory: Any = kind
+        options = {"buckets": metric.buckets} if metric.buckets else {}
+        made = factory(metric.name, metric.help, metric.labels, registry=self, **options)
+        for value in metric.values:
+            made.labels(value)
+        result: Kind = made
+        return result
+
+    def serve(self, config: MetricsConfig, run_folder: Path, role: str) -> int:
+        """Serves `/metrics` on the first free port from `config.port` on and returns that port. If the run folder is
+        there, `<run>/metrics/<role>.json` names it until `close`.
+
+        Raises:
+            ConfigError: the host cannot be listened on, or no port in the range is free.
+        """
+        server, thread = on_free_port(
+            "metrics",
+            config.host,
+            config.port,
+            lambda port: start_http_server(port, addr=config.host, registry=self),
+        )
+        port = server.server_port
+        self._closing.callback(thread.join)
+        self._closing.callback(server.server_close)
+        self._closing.callback(server.shutdown)
+        if run_folder.is_dir():
+            register_metrics_port(run_folder, role, config.host, port)
+            self._closing.callback(unregister_metrics_port, run_folder, role, config.host, port)
+        return port
+
+    def close(self) -> None:
+        """Stops serving, if `serve` was called."""
+        self._closing.close()
+
+
+def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
+    """Writes `<run>/metrics/<role>.json` in Prometheus' file_sd format."""
+    file = _target_file(run_folder, role)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, _target(run_folder, role, host, port))
+
+
+def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
+    """Deletes the file, so that no alert fires for a process that has ended in good order. One that a successor has
+    written stays."""
+    file = _target_file(run_folder, role)
+    with contextlib.suppress(OSError):
+        if file.read_text() == _target(run_folder, role, host, port):
+            file.unlink()
+
+
+def _target_file(run_folder: Path, role: str) -> Path:
+    return run_folder / "metrics" / f"{role}.json"
+
+
+def _target(run_folder: Path, role: str, host: str, port: int) -> str:
+    if host in EVERYWHERE:
+        host = socket.gethostname()  # where others find it, in a container's network too
+    return json.dumps([{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}])

@@ -1,19 +1,15 @@
-"""Where a run's Redis is, and where its processes expose metrics: small files every later command can find."""
+"""Where a run's Redis is: the environment, the run file, or a small file that the launcher writes."""
 
-import contextlib
 import json
 import os
-import socket
 import ssl
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.process.files import write_whole
 
 URL = "REDIS_URL"
 PASSWORD_FILE = "REDIS_PASSWORD_FILE"
-_EVERYWHERE = ("", "0.0.0.0", "::")
 _CERTIFICATES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
@@ -124,29 +120,3 @@ def _read_password(file: Path) -> str:
     if not password:
         raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: the file is empty, expected a password")
     return password
-
-
-def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
-    """Leaves `<run>/metrics/<role>.json` in Prometheus' file_sd format."""
-    file = _target_file(run_folder, role)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, _target(run_folder, role, host, port))
-
-
-def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
-    """Takes the file away again, so that a process that has ended in good order is not missed. One that a successor has
-    written stays."""
-    file = _target_file(run_folder, role)
-    with contextlib.suppress(OSError):
-        if file.read_text() == _target(run_folder, role, host, port):
-            file.unlink()
-
-
-def _target_file(run_folder: Path, role: str) -> Path:
-    return run_folder / "metrics" / f"{role}.json"
-
-
-def _target(run_folder: Path, role: str, host: str, port: int) -> str:
-    if host in _EVERYWHERE:
-        host = socket.gethostname()  # where others find it, in a container's network too
-    return json.dumps([{"targets": [f"{host}:{port}"], "labels": {"run": run_folder.name, "role": role}}])

@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
 from penstock.schemas.prompt import Prompt
 
@@ -80,18 +81,10 @@ class ProducerThread(threading.Thread):
         metrics, tasks = ProducerMetrics(), self._tasks
         connection = ProducerConnection.open(self._url, outage_s=45.0, metrics=metrics)
         try:
-            producer = Producer(
-                self._config,
-                runs=self._runs,
-                producer_id=self._id,
-                connection=connection,
-                engine=ScriptedEngine(),
-                environment=tasks,
-                reward=tasks.reward,
-                tokenizer=Characters(),
-                metrics=metrics,
-                stop=self._end,
+            context = ProducerContext(
+                self._config, runs=self._runs, producer_id=self._id, connection=connection, metrics=metrics
             )
+            producer = Producer(context, ScriptedEngine(), tasks, Characters(), stop=self._end)
             await producer.open()
             await producer.serve()
         finally:

@@ -3,8 +3,8 @@
 import json
 import re
 
-from penstock.producers.endpoint.answers import ParsedAnswer
-from penstock.producers.endpoint.requests import ChatRequest
+from penstock.producers.endpoint.chat.answers import ParsedAnswer
+from penstock.producers.endpoint.chat.requests import ChatRequest
 
 
 class TaggedCalls:

@@ -13,6 +13,7 @@ import pytest
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest
@@ -105,25 +106,16 @@ async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[R
     engine = Recorder(await vllm_engine.start(config))
     metrics, environment = ProducerMetrics(), Numbers()
     connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
-    producer = Producer(
-        config,
-        runs=tmp_path,
-        producer_id="a",
-        connection=connection,
-        engine=engine,
-        environment=environment,
-        reward=environment.reward,
-        tokenizer=agent.tokenizer,
-        metrics=metrics,
-        answer_parser=VllmAnswerParser(agent.tokenizer, endpoint),
-    )
+    context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
+    parser = VllmAnswerParser(agent.tokenizer, endpoint)
+    producer = Producer(context, engine, environment, agent.tokenizer, answer_parser=parser)
     weights = config.weights_folder(tmp_path)
     weights.mkdir(parents=True)
     await producer.open()
     task = asyncio.create_task(producer.serve())
     one = Run(producer, task, engine, agent, redis_client, Keys("agents"), metrics, weights)
     one.announce(0)
-    await until(lambda: task.done() or producer._weights.loaded, 60)
+    await until(lambda: task.done() or producer.weights.loaded, 60)
     yield one
     producer.stop.set()
     await asyncio.gather(task, return_exceptions=True)
@@ -164,7 +156,7 @@ async def test_rollouts_of_the_openai_client_are_what_the_engine_saw_and_sampled
             run.announce(version)
 
     changing = asyncio.create_task(change_weights())
-    base = run.producer._endpoint.url
+    base = run.producer.endpoint.url
     calls = await asyncio.gather(*(converse(base, n % 2) for n in range(GROUP_SIZE * NUM_GROUPS)))
     changing.cancel()
     await until(lambda: run.client.xlen(run.keys.rollouts) == NUM_GROUPS, 60)
@@ -205,7 +197,7 @@ async def test_calls_that_the_engine_aborts_are_resumed_from_their_partial_ids(r
                 run.announce(n // 25)
 
     aborting = asyncio.create_task(abort())
-    await asyncio.gather(*(converse(run.producer._endpoint.url, n % 2) for n in range(GROUP_SIZE)))
+    await asyncio.gather(*(converse(run.producer.endpoint.url, n % 2) for n in range(GROUP_SIZE)))
     aborting.cancel()
     await until(lambda: run.client.xlen(run.keys.rollouts) == 1, 60)
     (group,) = run.groups()

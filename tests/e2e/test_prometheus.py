@@ -96,7 +96,7 @@ class Watched:
         if time.monotonic() > self._cut_s + 2:
             self._cut_s = time.monotonic()
             client.client_kill_filter(_type="normal")
-        return "redis is away" in (self.folder / "logs" / "trainer.log").read_text()
+        return "is away" in (self.folder / "logs" / "trainer.log").read_text()
 
     def _num_updates(self) -> int:
         lines = self.folder / "updates.jsonl"

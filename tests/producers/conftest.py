@@ -16,6 +16,7 @@ from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
@@ -199,17 +200,10 @@ async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_pat
         tokenizer, environment = load_tokenizer(config), Numbers()
 
         def build(engine: ScriptedEngine, producer_id: str, address: Any) -> Producer:
-            return Producer(
-                config,
-                runs=tmp_path,
-                producer_id=producer_id,
-                connection=connect(address),
-                engine=engine,
-                environment=environment,
-                reward=environment.reward,
-                tokenizer=tokenizer,
-                metrics=metrics,
+            context = ProducerContext(
+                config, runs=tmp_path, producer_id=producer_id, connection=connect(address), metrics=metrics
             )
+            return Producer(context, engine, environment, tokenizer)
 
         started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
         started[-1].trainer.announce(0)

@@ -292,12 +292,12 @@ def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection,
 def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):
     kinds = []
     connection = TrainerConnection(f"unix://{tmp_path}/none.sock", outage_s=0.2, on_error=kinds.append)
-    with pytest.raises(RedisGoneError, match="Redis has been away for"):
+    with pytest.raises(RedisGoneError, match="has been away for"):
         connection.call(lambda client: client.ping())
     assert set(kinds) == {"ConnectionError"}
 
 
 def test_a_refused_password_is_an_error_at_once(server_url):
     connection = TrainerConnection(server_url.replace("unix://:", "unix://:not-"), outage_s=30)
-    with pytest.raises(RedisGoneError, match="Redis refuses the user name or password"):
+    with pytest.raises(RedisGoneError, match="refuses the credentials"):
         connection.call(lambda client: client.ping())

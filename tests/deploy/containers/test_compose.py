@@ -19,7 +19,8 @@ from penstock.deploy.images.lock import BUILD, pins
 from penstock.deploy.inspector.command import DEFAULT_HOST, DEFAULT_PORT
 from penstock.deploy.security.acl import user_name
 from penstock.schemas.config import MetricsConfig
-from penstock.schemas.process.redis_url import PASSWORD_FILE, URL, register_metrics_port, unregister_metrics_port
+from penstock.schemas.process.prometheus import register_metrics_port, unregister_metrics_port
+from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
 
 from bench.compose_check.images import STAND_IN, STAND_INS
 

@@ -27,7 +27,8 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig, load_config
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.metrics import LAG_LABELS, lag_key
-from penstock.schemas.process.redis_url import connection_file, register_metrics_port
+from penstock.schemas.process.prometheus import register_metrics_port
+from penstock.schemas.process.redis_url import connection_file
 from prometheus_client import generate_latest, start_http_server
 from rich.console import Console
 

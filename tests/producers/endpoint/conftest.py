@@ -11,6 +11,7 @@ pytest.importorskip("aiohttp", reason="the endpoint's HTTP server comes with vLL
 
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig, SamplingConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import RolloutGroup, decode_group
@@ -39,8 +40,8 @@ class Served(NamedTuple):
 
     @property
     def url(self) -> str:
-        assert self.producer._endpoint is not None
-        return self.producer._endpoint.url
+        assert self.producer.endpoint is not None
+        return self.producer.endpoint.url
 
     async def entries(self, num_entries: int) -> list[dict[bytes, bytes]]:
         """The next entries of the rollout stream."""
@@ -85,25 +86,17 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
             trainer.announce(0)
         engine = engine or ScriptedEngine(script=tool_user(), max_model_len=4096)
         environment, metrics = environment or Numbers(), ProducerMetrics()
-        producer = Producer(
-            config,
-            runs=tmp_path,
-            producer_id=producer_id,
-            connection=connect(server),
-            engine=engine,
-            environment=environment,
-            reward=environment.reward,
-            tokenizer=tokenizer_of("chatml"),
-            metrics=metrics,
-            answer_parser=TaggedCalls(),
+        context = ProducerContext(
+            config, runs=tmp_path, producer_id=producer_id, connection=connect(server), metrics=metrics
         )
+        producer = Producer(context, engine, environment, tokenizer_of("chatml"), answer_parser=TaggedCalls())
         await producer.open()
         task = asyncio.create_task(producer.serve())
-        await until(lambda: task.done() or (producer._weights.loaded and producer._endpoint.url != ""))
+        await until(lambda: task.done() or (producer.weights.loaded and producer.endpoint.url != ""))
         if task.done():
             task.result()
-        assert producer._endpoint is not None
-        client = AgentClient(producer._endpoint.url, key)
+        assert producer.endpoint is not None
+        client = AgentClient(producer.endpoint.url, key)
         started.append(Served(producer, task, engine, client, server, trainer, metrics))
         return started[-1]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from penstock.producers.endpoint.access import api_key, check_access
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.schemas.config import ConfigError, EndpointConfig
 
 OPEN = EndpointConfig(host="0.0.0.0")

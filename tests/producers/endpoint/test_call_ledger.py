@@ -6,8 +6,8 @@ import random
 import msgspec
 import pytest
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
-from penstock.producers.endpoint.errors import ApiError
-from penstock.producers.endpoint.messages import canonical_form, chain_keys, for_template
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.messages import canonical_form, chain_keys, for_template
 from penstock.producers.interfaces import Completion
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import Rollout, VersionSpan, pack_floats, pack_ids

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.producers.endpoint.suffix_encoding import SuffixEncoder
-from penstock.producers.endpoint.token_ids import SpliceRefused
-from penstock.producers.endpoint.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
+from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
+from penstock.producers.endpoint.splice.token_ids import SpliceRefused
+from penstock.producers.endpoint.splice.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
 from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids, unpack_ids
 from penstock.schemas.segments import RecordedCall, segments
 

@@ -5,7 +5,7 @@ import contextlib
 import math
 
 import pytest
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
 from penstock.schemas.keys import Field, Kind
@@ -157,7 +157,7 @@ async def test_a_cancellation_that_the_environment_let_out_is_its_failure_alone(
     await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
     ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
     assert b"1 environment: CancelledError" in fields[Field.REASON]
-    await until(lambda: not one.producer._table)
+    await until(lambda: not one.producer.table)
     assert not one.task.done()
 
 
@@ -211,7 +211,7 @@ async def test_a_held_out_conversation_that_hangs_fails_at_the_deadline(serve) -
     await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
     ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
     assert b"not finished after 1 s (endpoint.group_deadline_s)" in fields[Field.REASON]
-    await until(lambda: not one.producer._table)
+    await until(lambda: not one.producer.table)
 
 
 async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> None:
@@ -249,7 +249,7 @@ async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(se
     one.trainer.release(1, 2)
     (other,) = await one.groups(1)
     assert other.index == 2
-    one.producer._endpoint._agents._end_overdue(math.inf)
+    one.producer.endpoint.agents._end_overdue(math.inf)
     kinds = {int(fields[Field.INDEX]): fields[Field.KIND] for fields in await one.entries(1)}
     assert kinds == {1: Kind.DEAD}
     await until(lambda: environment.cancelled == 2)
@@ -280,7 +280,7 @@ async def test_an_environment_that_makes_something_else_of_its_end_ends_alone(se
     one = await serve(environment=environment, group_size=2)
     one.trainer.release(1, 1)
     await until(lambda: environment.num_waiting == 2)
-    one.producer._endpoint._agents._end_overdue(math.inf)
+    one.producer.endpoint.agents._end_overdue(math.inf)
     await until(lambda: environment.num_waiting == 0)
     one.trainer.release(2, 2)
     dead, group = await one.entries(2)

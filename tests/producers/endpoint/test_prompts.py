@@ -3,11 +3,11 @@
 import copy
 
 import pytest
-from penstock.producers.endpoint.answers import Answers, ParsedAnswer
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
-from penstock.producers.endpoint.errors import ApiError
+from penstock.producers.endpoint.chat.answers import Answers, ParsedAnswer
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
-from penstock.producers.endpoint.requests import ChatRequest, parse_chat
 from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 

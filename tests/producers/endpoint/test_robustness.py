@@ -33,7 +33,7 @@ def num_alive() -> int:
 
 def no_agent_is_left(one) -> bool:
     """Those that died are found dead once their time is over, which on a busy machine must not be soon."""
-    agents = one.producer._endpoint._agents
+    agents = one.producer.endpoint.agents
     agents._end_overdue(time.monotonic() + IDLE_S + 1)
     return not agents.num_open
 
@@ -105,7 +105,7 @@ async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_
     before = num_alive()
     for first_index in (100, 300):
         await wave(one, first_index, ends)
-        await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer._table, SETTLED_S)
+        await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table, SETTLED_S)
         await until(lambda: num_alive() <= before, SETTLED_S)
     assert ends["finished"] + ends["died"] == 2 * NUM_AGENTS and ends["delivered"] == ends["finished"]
     assert one.engine.num_active == 0 and one.engine.cancelled and ends["repeated"]

@@ -29,7 +29,7 @@ ASKED = [{"role": "user", "content": "what is three plus four"}]
 
 
 def agents_of(one) -> Agents:
-    return one.producer._endpoint._agents
+    return one.producer.endpoint.agents
 
 
 def runs(segment: Segment) -> list[list[int]]:
@@ -158,7 +158,7 @@ async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
     bound = one.producer._config.lag_bound
     one.trainer.release(1, 1, version=bound + 1)
     one.trainer.announce(bound + 1, checksum="0" * 32)  # weights that never load
-    await until(lambda: one.producer._weights.behind > bound)
+    await until(lambda: one.producer.weights.behind > bound)
     status, body = await one.client.request("POST", "/r")
     assert (status, body["error"]["code"]) == (429, "weights_behind")
     one.trainer.announce(bound + 2)
@@ -352,7 +352,7 @@ async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve)
     one.trainer.release(1, 2)
     rollouts = [await one.client.open(), await one.client.open()]
     one.producer.stop.set()
-    await until(lambda: one.producer._endpoint._agents._is_closing)
+    await until(lambda: one.producer.endpoint.agents._is_closing)
     status, body = await one.client.request("POST", "/r")
     assert (status, body["error"]["code"]) == (503, "stopping")
     for rollout in rollouts:
@@ -416,7 +416,7 @@ async def test_a_group_that_cannot_be_encoded_is_dead_and_holds_no_claim(serve, 
         agents._end_overdue(math.inf)
     (fields,) = await one.entries(1)
     assert fields[Field.KIND] == Kind.DEAD and fields[Field.REASON].startswith(b"producer: TypeError")
-    await until(lambda: not one.producer._table)
+    await until(lambda: not one.producer.table)
     assert one.count("penstock_agent_tokens_total") > 0 == one.count("penstock_agent_tokens_delivered_total")
     assert not one.task.done()
 
@@ -504,8 +504,8 @@ async def test_a_group_that_nobody_opens_is_handed_back(serve) -> None:
     one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=0.2, group_deadline_s=90.0))
     one.trainer.release(1, 1)
     ((released, _),) = one.server.client.xrange(KEYS.prompts)
-    assert await agents_of(one)._claim() and len(one.producer._table) == 1
-    await until(lambda: not one.producer._table)
+    assert await agents_of(one)._claim() and len(one.producer.table) == 1
+    await until(lambda: not one.producer.table)
     ((again, fields),) = one.server.client.xrange(KEYS.prompts)
     assert again != released and (fields[Field.INDEX], fields[Field.ATTEMPT]) == (b"1", b"0")
     assert (await one.client.open())["index"] == 1
@@ -531,7 +531,7 @@ async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> 
 
     one = await serve()
     agents = agents_of(one)
-    agents._claims.take = take
+    agents.claims.take = take
     opening = asyncio.create_task(one.client.request("POST", "/r"))
     await until(lambda: agents._claiming is not None)
     await asyncio.wait_for(agents.close(append=False), 20)

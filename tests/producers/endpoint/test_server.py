@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from penstock.producers.endpoint.calls import Calls
-from penstock.producers.endpoint.requests import parse_json
+from penstock.producers.endpoint.chat.requests import parse_json
 from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
 from penstock.schemas.config import ConfigError, EndpointConfig, SamplingConfig
 

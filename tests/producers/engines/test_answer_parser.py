@@ -4,8 +4,8 @@ import json
 import warnings
 
 import pytest
-from penstock.producers.endpoint.answers import Answers
-from penstock.producers.endpoint.requests import parse_chat
+from penstock.producers.endpoint.chat.answers import Answers
+from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import ConfigError, EndpointConfig
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_leashed
+from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_bound
 
 from process_family import MARK, family
 from waiting import wait_for
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 # process of its own.
 PARENT = """
 import multiprocessing, pathlib, subprocess, sys, time
-from penstock.producers.engines.parent_death import children_leashed
+from penstock.producers.engines.parent_death import children_bound
 
 class Slow:
     def __reduce__(self):
@@ -38,7 +38,7 @@ def work(slow):
     time.sleep(600)
 
 if __name__ == "__main__":
-    with children_leashed():
+    with children_bound():
         multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(Slow(),)).start()
     time.sleep(600)
 """
@@ -79,7 +79,7 @@ def test_a_child_whose_parent_died_before_it_could_run_ends_at_once(start_parent
 
 
 def test_a_child_that_ends_by_itself_is_joined_and_the_contexts_are_as_before():
-    with children_leashed():
+    with children_bound():
         for method, kind in (("spawn", BoundSpawnProcess), ("fork", BoundForkProcess)):
             assert multiprocessing.get_context(method).Process is kind
         process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(7,))

@@ -2,6 +2,7 @@
 
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -14,10 +15,10 @@ def scraped(port: int) -> str:
         return reply.read().decode()
 
 
-def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics) -> None:
-    port = metrics.serve(MetricsConfig(port=0))
+def test_every_metric_of_a_producer_is_served(metrics: ProducerMetrics, tmp_path: Path) -> None:
+    port = metrics.registry.serve(MetricsConfig(port=0), tmp_path, "a")
     text = scraped(port)
-    metrics.close()
+    metrics.registry.close()
     names = [value.name for value in vars(ProducerMetric).values() if isinstance(value, Metric)]
     assert len(names) == 20
     for name in names:
@@ -40,13 +41,13 @@ def test_a_counter_is_there_from_the_start_for_each_value_known_beforehand(metri
     assert value("penstock_groups_appended_total", {"kind": "dead"}) == 0
 
 
-def test_a_port_in_use_makes_way_for_the_next_free_one(metrics: ProducerMetrics) -> None:
+def test_a_port_in_use_makes_way_for_the_next_free_one(metrics: ProducerMetrics, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = metrics.serve(MetricsConfig(port=taken.getsockname()[1]))
+        port = metrics.registry.serve(MetricsConfig(port=taken.getsockname()[1]), tmp_path, "a")
         assert port > taken.getsockname()[1]
-        metrics.close()
+        metrics.registry.close()
 
 
-def test_a_host_that_is_not_ours_is_refused_with_its_field(metrics: ProducerMetrics) -> None:
+def test_a_host_that_is_not_ours_is_refused_with_its_field(metrics: ProducerMetrics, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics.host = '192.0.2.1', metrics.port = 9400: cannot listen"):
-        metrics.serve(MetricsConfig(host="192.0.2.1"))
+        metrics.registry.serve(MetricsConfig(host="192.0.2.1"), tmp_path, "a")

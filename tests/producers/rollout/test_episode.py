@@ -6,6 +6,7 @@ import pytest
 from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import RewardScorer
+from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, EvaluationConfig, ModelConfig, ProducersConfig, SamplingConfig
 from penstock.schemas.policy import WeightManifest
@@ -39,20 +40,18 @@ SUM = Prompt(text="12+34=", answer="46")
 
 
 @pytest.fixture
-def episodes(make_config, metrics):
+def episodes(make_config, metrics, tmp_path):
     """`episodes(environment, engine, **config)`, with the test's tokenizer."""
 
     def build(environment=None, engine=None, reward=None, **changes) -> Episodes:
         config = make_config(**{"group_size": 2, **changes})
         environment = environment or OneTask(SUM)
         return Episodes(
-            config,
+            ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
             environment=environment,
             tokenizer=load_tokenizer(config),
             engine=engine or ScriptedEngine(),
             scorer=RewardScorer(reward or environment.reward),
-            producer_id="a",
-            metrics=metrics,
         )
 
     return build

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
@@ -13,6 +14,17 @@ from redis import exceptions
 
 KEYS = Keys("test")
 QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.2, claim_refresh_s=0.05)
+
+
+async def live_through_an_outage(connection: ProducerConnection) -> None:
+    errors = [exceptions.ConnectionError("refused")]
+
+    async def command() -> None:
+        if errors:
+            raise errors.pop()
+
+    await connection.retrying(command)
+    assert connection.num_recoveries == 1
 
 
 class Holder:
@@ -157,7 +169,7 @@ async def test_after_a_reconnect_nothing_is_taken_over_for_one_idle_time(streams
     release(streams.client, 1)
     await first.claims.take()
     await asyncio.sleep(0.25)
-    streams.connection.num_recoveries += 1
+    await live_through_an_outage(streams.connection)
     assert await second.claims.take() == []
     release(streams.client, 2)
     second.claims._more_waiting = True

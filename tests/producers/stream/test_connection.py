@@ -11,18 +11,25 @@ import fakeredis
 import pytest
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream import connection as module
-from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.connection import FORGET_S, AdaptiveTimeout, ProducerConnection
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process import outage
 from penstock.schemas.process.outage import RedisGoneError
 from redis import exceptions
+from redis.backoff import EqualJitterBackoff
 
 
 @pytest.fixture
-def link(metrics: ProducerMetrics, monkeypatch: pytest.MonkeyPatch) -> ProducerConnection:
-    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.002)
+def link_for(metrics: ProducerMetrics, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], ProducerConnection]:
+    """Makes a connection that waits for so many seconds."""
+    monkeypatch.setattr(outage, "BACKOFF", EqualJitterBackoff(cap=0.002, base=0.001))
     client = fakeredis.FakeAsyncRedis(protocol=2)
-    return ProducerConnection(client, client, outage_s=0.2, metrics=metrics)
+    return lambda outage_s: ProducerConnection(client, client, outage_s=outage_s, metrics=metrics)
+
+
+@pytest.fixture
+def link(link_for: Callable[[float], ProducerConnection]) -> ProducerConnection:
+    return link_for(0.2)
 
 
 def failing(*errors: Exception) -> Callable[[], Awaitable[str]]:
@@ -41,9 +48,9 @@ def num_errors(metrics: ProducerMetrics, kind: str) -> float:
     return metrics.registry.get_sample_value("penstock_stream_errors_total", {"kind": kind}) or 0.0
 
 
-async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link, metrics, caplog) -> None:
+async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link_for, metrics, caplog) -> None:
     caplog.set_level(logging.INFO)
-    link._outage_s = 30.0
+    link = link_for(30.0)
     errors = exceptions.ConnectionError("refused"), exceptions.TimeoutError("slow"), ConnectionResetError("reset")
     assert await link.retrying(failing(*errors)) == "answer"
     away, back = caplog.messages
@@ -53,9 +60,9 @@ async def test_an_outage_is_one_line_when_it_begins_and_one_when_it_ends(link, m
     assert link.num_recoveries == 1
 
 
-async def test_an_outage_is_told_once_however_many_tasks_meet_it(link, caplog) -> None:
+async def test_an_outage_is_told_once_however_many_tasks_meet_it(link_for, caplog) -> None:
     caplog.set_level(logging.INFO)
-    link._outage_s = 30.0
+    link = link_for(30.0)
     num_refused = Counter(dict.fromkeys(range(5), 0))
 
     async def command(task: int) -> str:
@@ -190,3 +197,51 @@ async def test_a_command_that_nobody_answers_ends_when_the_outage_has_lasted_too
     monkeypatch.setattr(module, "ANSWER_S", 0.03)
     with pytest.raises(RedisGoneError, match=r"has been away for .* no answer in 0\.\d+ s"):
         await link.retrying(asyncio.Event().wait)
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_a_command_that_was_given_up_gets_twice_the_time_and_others_in_proportion(clock: Clock) -> None:
+    timeout = AdaptiveTimeout(longest_s=600)
+    assert timeout.limit_s(10) == 10
+    timeout.exceeded(10, 10)
+    assert timeout.limit_s(10) == 20
+    timeout.exceeded(30, 60)
+    assert (timeout.limit_s(10), timeout.limit_s(30)) == (40, 120)
+
+
+def test_many_that_are_given_up_at_once_count_as_one(clock: Clock) -> None:
+    timeout = AdaptiveTimeout(longest_s=600)
+    for _ in range(5):
+        timeout.exceeded(10, 10)
+    assert timeout.limit_s(10) == 20
+
+
+def test_none_gets_more_than_the_longest_unless_it_does_so_usually(clock: Clock) -> None:
+    timeout = AdaptiveTimeout(longest_s=15)
+    timeout.exceeded(10, 10)
+    assert (timeout.limit_s(10), timeout.limit_s(25)) == (15, 25)
+
+
+def test_it_is_forgotten_once_none_has_needed_it_for_a_while(clock: Clock) -> None:
+    timeout = AdaptiveTimeout(longest_s=600)
+    timeout.exceeded(10, 10)
+    clock.now += FORGET_S - 1
+    timeout.answered(10, 12)
+    clock.now += FORGET_S - 1
+    timeout.answered(10, 3)
+    assert timeout.limit_s(10) == 20
+    clock.now += 2
+    assert timeout.limit_s(10) == 10

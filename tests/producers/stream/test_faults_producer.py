@@ -134,8 +134,8 @@ async def test_two_producers_that_start_at_once_under_one_name_become_one(run, m
     async def live(pid: int) -> None:
         producer = one.build(ScriptedEngine(), "twin", one.server)
         # They are one process here; what tells them apart is what they say of themselves.
-        describe = producer._beat._describe
-        producer._beat._describe = lambda: msgspec.structs.replace(describe(), pid=pid)
+        describe = producer._heartbeat._describe
+        producer._heartbeat._describe = lambda: msgspec.structs.replace(describe(), pid=pid)
         await producer.open()
         await producer.serve()
 
@@ -163,7 +163,7 @@ async def test_a_producer_that_was_stopped_for_long_ends_when_another_has_its_na
     assert decode_heartbeat(one.client.get(KEYS.producer("a"))).pid == theirs.pid, "the other's is left alone"
 
 
-async def test_a_blocking_read_longer_than_the_patience_of_the_client_loses_nothing(run, monkeypatch) -> None:
+async def test_a_blocking_read_longer_than_the_timeout_of_the_client_loses_nothing(run, monkeypatch) -> None:
     # The server holds each read for 2 s; the client gives it up after 0.3 s and does not know what it missed.
     monkeypatch.setattr(connection_module, "ANSWER_S", 0.3)
     one = run()
@@ -207,8 +207,8 @@ async def test_a_power_loss_takes_groups_and_acknowledgements_alike(run) -> None
     assert not task.done()
     # What the server gave out again while it was still in flight here was not begun anew beside itself.
     assert {fields[Field.KIND] for _, fields in one.client.xrange(KEYS.rollouts)} == {Kind.GROUP}
-    await until(lambda: len(producer._table) == 0)
-    assert producer._table.groups_free == one.config.producers.groups_in_flight
+    await until(lambda: len(producer.table) == 0)
+    assert producer.table.groups_free == one.config.producers.groups_in_flight
 
 
 async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -> None:
@@ -221,11 +221,11 @@ async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -
         await until(lambda: len(one.appended()) >= 10)
         proxy.refuse()
         # Everything it had in flight is generated, then it waits: nothing new is claimed, sampled or kept.
-        await until(lambda: len(producer._writer._waiting) == len(producer._table) > 0 and not engine.num_active)
+        await until(lambda: len(producer.writer._waiting) == len(producer.table) > 0 and not engine.num_active)
         num_requests = len(engine.requests)
         await asyncio.sleep(1.5)
         assert len(engine.requests) == num_requests
-        assert len(producer._writer._waiting) <= len(producer._table) <= bound
+        assert len(producer.writer._waiting) <= len(producer.table) <= bound
         proxy.accept()
         await until(lambda: all_appended(one, 100))
     assert not task.done()
@@ -243,7 +243,7 @@ async def test_at_the_memory_limit_a_producer_pauses_and_goes_on(run, caplog) ->
     num_appended, num_requests = len(one.appended()), len(engine.requests)
     await asyncio.sleep(1.0)
     assert (len(one.appended()), len(engine.requests)) == (num_appended, num_requests)
-    assert len(producer._table) <= one.config.producers.groups_in_flight
+    assert len(producer.table) <= one.config.producers.groups_in_flight
     one.client.config_set("maxmemory", 0)
     await until(lambda: all_appended(one, 100))
     assert set(one.appended().values()) == {1} and not task.done()
@@ -286,8 +286,8 @@ async def test_an_emptied_redis_is_served_on_and_left_in_order(run, caplog) -> N
     await until(lambda: all_appended(one) and one.client.xlen(KEYS.evaluations) == 0)
     answers = [fields for stream in (KEYS.rollouts, KEYS.evaluation_results) for _, fields in one.client.xrange(stream)]
     assert {fields[Field.KIND] for fields in answers} == {Kind.GROUP}
-    await until(lambda: len(producer._table) == 0)
-    assert producer._table.groups_free == one.config.producers.groups_in_flight, "no room has leaked"
+    await until(lambda: len(producer.table) == 0)
+    assert producer.table.groups_free == one.config.producers.groups_in_flight, "no room has leaked"
     engine._token_s = 60
     one.client.flushall()
     work_of_the_trainer()

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from penstock.producers.endpoint.errors import ApiError
-from penstock.producers.endpoint.requests import parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.requests import parse_chat, parse_finish, parse_json
 from penstock.schemas.rollout import SamplingSettings
 
 SAMPLING = SamplingSettings(temperature=0.8, max_tokens=64)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.producers.endpoint.token_ids import (
+from penstock.producers.endpoint.splice.token_ids import (
     SpliceRefused,
     TokenMetadataError,
     bridge,

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
-from penstock.producers.endpoint.token_ids import Spans, splice, splice_at_turn_start
+from penstock.producers.endpoint.splice.token_ids import Spans, splice, splice_at_turn_start
 from penstock.schemas.prefixes import num_shared
 
 Render = Callable[[list[dict[str, Any]], bool], list[int]]
@@ -43,7 +43,7 @@ class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
         template_token_ids: list[int],
         generated_spans: Spans,
     ) -> Spliced:
-        """The next prompt, strictly checked; arguments as for `penstock.producers.endpoint.token_ids.splice`.
+        """The next prompt, strictly checked; arguments as for `penstock.producers.endpoint.splice.token_ids.splice`.
 
         Raises:
             SpliceRefused: send the template's prompt, in a new segment.

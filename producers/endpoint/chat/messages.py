@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.producers.endpoint.token_ids import TOKEN_FIELDS
+from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 
 Json = dict[str, Any]
 

@@ -5,8 +5,8 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.producers.endpoint import suffix_encoding
-from penstock.producers.endpoint.suffix_encoding import SuffixEncoder
+from penstock.producers.endpoint.splice import suffix_encoding
+from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -7,9 +7,9 @@ import string
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from penstock.producers.endpoint.requests import ChatRequest
-from penstock.producers.endpoint.token_ids import TOKEN_FIELDS
-from penstock.producers.endpoint.turn_boundary import special_token_ids
+from penstock.producers.endpoint.chat.requests import ChatRequest
+from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
+from penstock.producers.endpoint.splice.turn_boundary import special_token_ids
 from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import unpack_floats, unpack_ids
 

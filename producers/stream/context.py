@@ -1,0 +1,36 @@
+"""What the parts of one producer have in common."""
+
+from pathlib import Path
+
+from penstock.producers.observe.event_log import EventLog
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
+
+
+class ProducerContext:
+    """One producer of one run: its settings and its id, its connection to Redis, and where it reports to.
+
+    runs: the folder of all runs' folders; this run's may be missing on this host.
+    metrics_port: of this process; 0 if nothing serves its metrics.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        runs: Path,
+        producer_id: str,
+        connection: ProducerConnection,
+        metrics: ProducerMetrics,
+        metrics_port: int = 0,
+    ) -> None:
+        self.config = config
+        self.producer_id = producer_id
+        self.keys = Keys(config.name)
+        self.connection = connection
+        self.metrics = metrics
+        self.metrics_port = metrics_port
+        self.events = EventLog(config.folder(runs), producer_id)
+        self.weights_folder = config.weights_folder(runs)
