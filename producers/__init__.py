@@ -1,1 +1,5 @@
-"""An engine, environments, and the loop that turns prompts into rollouts on the stream."""
+"""Producers: each turns prompts into rollouts on the stream, with one engine and the newest weights.
+
+`loop.Producer` is the loop, `__main__` starts it as a process, and `interfaces` has the seams for your own environment
+and engine.
+"""

@@ -44,8 +44,8 @@ def main(
 ) -> int:
     """Runs one producer until SIGTERM, SIGINT or the end of the run; returns the exit status.
 
-    0 after a clean stop. With one logged line: 2 for settings that cannot be used, 1 where it could not start or go on
-    for another reason (Redis, the engine, an id in use).
+    0 after a clean stop. With one logged line: 2 for settings that cannot be used, 1 if it cannot start or continue for
+    another reason (Redis, the engine, an id in use).
     """
     name = producer_id or f"{socket.gethostname()}-{os.getpid()}"
     logs.configure("producer", run=config.name, id=name)
@@ -65,7 +65,7 @@ async def _produce(config: RunConfig, runs: Path, producer_id: str, engine_facto
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as closing:
         building = _build(config, runs, producer_id, engine_factory, stop, closing)
-        # Until the producer serves there is nothing to hand back: a signal ends the start where it is.
+        # Until the producer serves it holds no claims: a signal cancels the start.
         producer = await _unless_stopped(stop, building)
         if producer is not None:
             await producer.serve()
@@ -79,7 +79,7 @@ async def _build(
     stop: asyncio.Event,
     closing: AsyncExitStack,
 ) -> Producer:
-    """Everything a producer is made of, the cheap checks first; what was opened is closed by `closing`."""
+    """Builds the producer, the cheap checks first; `closing` closes what was opened."""
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     reward = reward_function(config, environment)
     tokenizer = load_tokenizer(config)
@@ -114,7 +114,7 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> 
 
 
 async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
-    # It reads this when it is imported, here and in its engine process: no handler of its own, and a level.
+    # Read by vLLM when it is imported, here and in its engine process: no handler of its own, and a level.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     try:
@@ -128,7 +128,7 @@ async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
 
 def _answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
     if config.endpoint is not None:
-        api_key(config.endpoint)  # what can be refused before the engine boots is
+        api_key(config.endpoint)  # raises before the engine boots
     if config.endpoint is None or (config.endpoint.tool_parser is None and config.endpoint.reasoning_parser is None):
         return None
     try:
@@ -139,7 +139,7 @@ def _answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
 
 
 def _seed(config: RunConfig, producer_id: str) -> int:
-    """Engines that share a seed would sample with the same noise."""
+    """A random seed per producer: engines that share one would sample the same noise."""
     digest = hashlib.blake2b(f"{config.seed}:{producer_id}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

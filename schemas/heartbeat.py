@@ -1,4 +1,4 @@
-"""What a producer says of itself, every few seconds, under a key that expires when it stops."""
+"""The heartbeat of a producer: sent every few seconds, under a key that expires when it stops."""
 
 import msgspec
 from penstock.schemas.rollout import EngineFingerprint
@@ -35,7 +35,7 @@ _decoder = msgspec.json.Decoder(Heartbeat)
 
 
 def decode_heartbeat(value: bytes) -> Heartbeat:
-    """Raises msgspec.DecodeError for what is none, or one of another release."""
+    """Raises msgspec.DecodeError for anything but a heartbeat of this release."""
     try:
         return _decoder.decode(value)
     except RecursionError as error:

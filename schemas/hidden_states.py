@@ -1,4 +1,4 @@
-"""Hidden states of one replayed sequence, as an engine writes them and the parity check reads them: a safetensors file.
+"""The safetensors file of one replayed sequence's hidden states, which an engine writes and the parity check reads.
 
 Tensors, for N tokens, hidden size H and L decoder layers, in the type that the engine computes with unless said
 otherwise. The residual stream is the sum that runs through the layers; engines may carry it in two parts, the file
@@ -12,7 +12,7 @@ holds the sum::
     stream                  [N, H]    the stream after the last layer
     norm                    [N, H]    after the final norm
     logprobs                [N - 1]   float32, at temperature 1: log p(token n + 1 | tokens up to n)
-    as_served               [H]       `norm` of the last token once more, by the engine as it serves: compiled
+    as_served               [H]       `norm` of the last token once more, by the compiled graph that serves requests
 
 The metadata names the layout (`format`), L (`num_layers`) and the version of the weights (`policy_version`).
 """

@@ -6,11 +6,11 @@ PRODUCERS_GROUP = "producers"
 """The consumer group of the prompts and evaluations streams."""
 
 DEAD_ROLLOUTS_KEPT = 1000
-"""Agents may die by the million, and Redis must not fill up with them."""
+"""Bounds the stream of dead rollouts: agents may fail by the million."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_DIGITS = 18
-"""Of a number in a field: what they can say fits the 64 bits that a record has for it."""
+"""The most digits of a number in a field: it fits the 64 bits that a record has for it."""
 
 
 class Keys:
@@ -38,7 +38,7 @@ class Keys:
         self.commit = f"{tag}:commit"
         """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
         self.lease = f"{tag}:lease"
-        """String with a time to live: the trainer that holds the run, for those that stand by."""
+        """String with a time to live: the trainer that leads the run, for those that stand by."""
         self.dead = f"{tag}:dead"
         """Stream: dead letters (`index`, `reason`, `payload`)."""
         self.dead_index = f"{tag}:dead_index"
@@ -71,15 +71,15 @@ class Field:
     ROLLOUT = b"rollout"
     PRODUCER = b"producer"
     ATTEMPT = b"attempt"
-    """Of a prompt that was handed back: the attempts it had before; absent from a fresh release."""
+    """Earlier attempts of a prompt that was handed back; absent from a fresh release."""
     EVALUATION = b"evaluation"
     MANIFEST = b"manifest"
     ENTRY = b"entry"
-    """Of a dead letter: id of the rollout entry it was made of; empty where there was none."""
+    """Id of the rollout entry that a dead letter was made of; empty without one."""
 
 
 class Kind:
-    """What a rollout-stream entry is."""
+    """The kinds of rollout-stream entries."""
 
     GROUP = b"group"
     DEAD = b"dead"
@@ -98,9 +98,9 @@ class Commit:
 
 
 def number_in(field: bytes | None) -> int | None:
-    """The number that a field of an entry or of a hash says; None for anything but 1 to 18 digits.
+    """The number in a field of an entry or of a hash; None for anything but 1 to 18 digits.
 
-    Whoever may append may write any bytes there. `int` would take signs, spaces and underscores as well, fail for
-    thousands of digits, and give numbers that no record can carry.
+    Whoever may append may write any bytes there. `int` would also accept signs, spaces and underscores, fail for
+    thousands of digits, and return numbers that no record can hold.
     """
     return int(field) if field is not None and len(field) <= _MAX_DIGITS and field.isdigit() else None

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """values: those of the label that are known beforehand. They are served from the start, as 0: a rate over a series
-    that begins at its first event does not see that event.
-    unit: where the name's last word does not say it; "none" for a number without one.
+    """values: label values known beforehand. They are served from the start, as 0: a rate over a series that begins at
+        its first event misses that event.
+    unit: if the name's last word does not say it; "none" for a number without one.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ProducerMetric:
     )
     AGENT_TOKENS_DELIVERED = Metric(
         "penstock_agent_tokens_delivered_total",
-        "Those of them that stand in a group handed to the stream",
+        "Tokens sampled for agents in groups that were appended",
         unit="tokens",
     )
 
@@ -130,7 +130,7 @@ class TrainerMetric:
     GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled", unit="groups")
     LAG_BOUND = Metric("penstock_lag_bound_steps", "Tokens of a larger lag are masked")
     DUPLICATES = Metric(
-        "penstock_duplicates_dropped_total", "Groups dropped since their index was settled or in hand", unit="groups"
+        "penstock_duplicates_dropped_total", "Groups dropped since their index was settled or ready", unit="groups"
     )
     UPDATES = Metric("penstock_updates_total", "Batches consumed", unit="batches")
     OPTIMIZER_STEPS = Metric("penstock_optimizer_steps_total", "Optimizer steps taken")
@@ -275,7 +275,7 @@ TRAINER_GAUGES: dict[str, Metric] = {
         }.items()
     },
 }
-"""Gauges of the last batch, by their key in a line of updates.jsonl. NaN where the batch has no such number."""
+"""Gauges of the last batch, by their key in a line of updates.jsonl. NaN if the batch has no such number."""
 
 TRAINER_GAUGES_BY_LAG: dict[str, Metric] = {
     key: Metric(prometheus_name(key) + "_by_lag", help + ", by lag in optimizer steps", ("lag",), unit=unit)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 VERSIONS_PER_EPOCH = 10**9
-"""A trainer's epoch (how many trainers came before it) is the version's leading part: no version is ever reused."""
+"""A trainer's epoch (the number of trainers before it) is the version's leading part: no version is ever reused."""
 UNKNOWN_VERSION = -1
 
 
@@ -16,7 +16,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces one policy. The bytes lie elsewhere: a safetensors file, relative to the run's weights folder.
+    """Announces one policy. Its weights are in a safetensors file, relative to the run's weights folder.
 
     `checksum` is the BLAKE2b-128 of the whole file, hexadecimal; `total_bytes` its size. `parent_version` is the policy
     that this one was trained from (for a re-announcement after a resume: the checkpoint's), -1 for the base model.
@@ -51,7 +51,7 @@ def split_version(version: int) -> tuple[int, int]:
 def lag(version: int, current: int, forks: Mapping[int, int], announced: Mapping[int, int] | None = None) -> int:
     """The optimizer steps on the path between two policies.
 
-    On one line `current - version`; through the fork where a rollback lies between; 0 between a checkpoint and its
+    On one line `current - version`; through the fork if a rollback lies between them; 0 between a checkpoint and its
     re-announcement.
 
     Args:
@@ -61,7 +61,7 @@ def lag(version: int, current: int, forks: Mapping[int, int], announced: Mapping
         announced: for each epoch that has ended, the last version announced; None skips that check.
 
     Raises:
-        UnknownVersionError: nobody announced `version`.
+        UnknownVersionError: `version` was never announced.
         FutureVersionError: `version` is ahead of `current` on its line.
     """
     if version < 0:

@@ -1,4 +1,4 @@
-"""Sequences that begin alike."""
+"""Common prefixes of sequences."""
 
 from typing import TypeVar
 
@@ -7,7 +7,7 @@ S = TypeVar("S", str, bytes, list[int])
 
 
 def num_shared(left: S, right: S) -> int:
-    """The length of the longest common prefix, found by comparing slices: the time of a few copies."""
+    """The length of the longest common prefix, found by comparing slices, which takes as long as a few copies."""
     low, high = 0, min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
@@ -22,8 +22,8 @@ def num_shared(left: S, right: S) -> int:
 
 
 class PrefixTrie:
-    """Sequences of int32 ids as bytes, each with a value. An edge holds as many ids as it can and is compared whole, so
-    that a look-up costs the length of what is looked up, however many sequences there are."""
+    """Maps sequences of int32 ids, as bytes, to values. An edge holds as many ids as possible and is compared at once,
+    so that a look-up takes time proportional to the length of its argument, however many sequences there are."""
 
     def __init__(self) -> None:
         self._root = _Node(b"")
@@ -56,7 +56,7 @@ class PrefixTrie:
 
 
 class _Node:
-    """Where a sequence ends or two part; `edge` holds the ids since its parent."""
+    """The end of a sequence, or a branching; `edge` holds the ids since the parent."""
 
     __slots__ = ("children", "edge", "value")
 
@@ -67,7 +67,7 @@ class _Node:
         """By the first id of their edges."""
 
     def split(self, num_bytes: int) -> "_Node":
-        """A node for the first part of the edge, with this one, which keeps the rest, below it."""
+        """Splits the edge: returns a node for its first part, with this one below it for the rest."""
         upper = _Node(self.edge[:num_bytes])
         self.edge = self.edge[num_bytes:]
         upper.children[self.edge[:_ID_BYTES]] = self

@@ -1,4 +1,4 @@
-"""What a model is asked, and what its answer was worth."""
+"""Prompts and rewards."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A task as an environment poses it: exactly one of `text` and `messages`.
 
-    `text` is tokenized as it stands; `messages` go through the tokenizer's chat template with a generation prompt.
+    `text` is tokenized as it is; `messages` go through the tokenizer's chat template with a generation prompt.
     `answer` and `metadata` are for the reward and for readers of the record; the model never sees them.
 
     >>> Prompt(text="12+34=", answer="46")
@@ -33,7 +33,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
-    """A scalar reward and, for readers, what it is made of."""
+    """A scalar reward and, for the report, its parts."""
 
     value: float
     parts: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Rollouts as they cross the stream: one record per prompt group, dense numbers as packed bytes."""
+"""The wire format of rollouts: one record per prompt group, dense numbers as packed bytes."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ MAX_ENTRY_BYTES = 4 * 1024 * 1024
 MAX_ITEMS = 4096
 """The most entries of a table or list beside the numbers: reward parts, metadata, messages, stop tokens."""
 MAX_REWARD = 1e9
-"""Beyond it sums and squares over a batch may overflow, and one record would cost the whole batch."""
+"""Larger rewards could overflow sums and squares over a batch, and one record would spoil the whole batch."""
 MAX_REASON_CHARACTERS = 500
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
@@ -30,7 +30,7 @@ if sys.byteorder != "little" or array("i").itemsize != 4:
 class RecordError(ValueError):
     """A record that breaks the contract; the message names the field, what it holds and what was expected.
 
-    It goes into logs and dead letters and may quote the record: one line, cut at `MAX_REASON_CHARACTERS`.
+    The message goes into logs and dead letters and may quote the record: one line, cut at `MAX_REASON_CHARACTERS`.
     """
 
     def __init__(self, message: str) -> None:
@@ -38,9 +38,9 @@ class RecordError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` in all: what is longer
-    is cut and says how long it was. Applied again, it changes nothing."""
-    # What is cut off need not be escaped first: it may be megabytes.
+    """`text` without line breaks and other control characters, at most `MAX_REASON_CHARACTERS` long: longer text is cut
+    and its length is appended. Idempotent."""
+    # Cut before escaping: the text may have megabytes.
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: MAX_REASON_CHARACTERS + 1]
     )
@@ -102,7 +102,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are sampled: the part of the behavior policy that is not its weights."""
+    """The sampling settings: the part of the behavior policy that is not its weights."""
 
     temperature: float = 1.0
     """Softmax temperature; below 1e-5 sampling is greedy and logprobs are those of temperature 1, as in vLLM."""
@@ -115,10 +115,10 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, beside the model's own end of sequence."""
     presence_penalty: float = 0.0
-    """Taken off the logit of each token that was sampled before. The three penalties are vLLM's; the trainer reproduces
-    none of them, the parity check knows them in records of other engines."""
+    """Subtracted from the logit of each token that was sampled before. The three penalties are vLLM's; the trainer
+    reproduces none of them, the parity check knows them in records of other engines."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token for each time it was sampled before."""
+    """Subtracted from the logit of a token for each time it was sampled before."""
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in the context or sampled before."""
 
@@ -133,7 +133,7 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What produced the logprobs: every setting that can move them, as the running engine reports it."""
+    """Every engine setting that can affect logprobs, as the running engine reports it."""
 
     engine: str
     version: str
@@ -156,7 +156,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The siblings sampled from one prompt: what one entry of the rollout stream holds.
+    """The siblings sampled from one prompt: one entry of the rollout stream.
 
     `index` is the released task index and the group's id. An evaluation group has `evaluation_id`
     (`"<version>-<n>"`), index 0, and never crosses the rollout stream.
@@ -172,11 +172,11 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_id: str | None = None
     schema_version: int = SCHEMA_VERSION
     missing: str = ""
-    """Why there are fewer siblings than the run asks for; empty for a whole group."""
+    """The reason why there are fewer siblings than `group_size`; empty for a complete group."""
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])
-"""Highest bytes of the float32 numbers from 0 to 2^-11 and of those below, but not far below: finite, at most 1e-3."""
+"""Highest bytes of ordinary logprobs as float32: finite, at most 2^-11 (below 1e-3), not extremely negative."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RolloutGroup)
@@ -184,7 +184,7 @@ _decoder = msgspec.msgpack.Decoder(RolloutGroup)
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as int32 little-endian bytes."""
-    # Three times as fast as an array of the same list; native `i` is what the check at the top makes sure of.
+    # Three times as fast as `array`; the check at the top of this module guarantees that native `i` is int32.
     return struct.Struct(f"{len(token_ids)}i").pack(*token_ids)
 
 
@@ -202,10 +202,10 @@ def unpack_floats(data: bytes) -> "array[float]":
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Encodes a group as msgpack. Lengths are checked here, the numbers themselves by whoever decodes.
+    """Encodes a group as msgpack. Lengths are checked here, the numbers themselves on decoding.
 
     Raises:
-        RecordError: parts that disagree with each other, or more than `MAX_ENTRY_BYTES`.
+        RecordError: lengths that disagree, or more than `MAX_ENTRY_BYTES`.
     """
     _check_structure(group)
     payload = _encoder.encode(group)
@@ -220,11 +220,11 @@ def encode_group(group: RolloutGroup) -> bytes:
 def decode_group(payload: bytes) -> RolloutGroup:
     """Decodes and checks one group.
 
-    Whatever the bytes claim, it takes time and memory for those that are there: at most about 35 times their size.
+    Time and memory are bounded by the payload's real size, to at most about 35 times of it, whatever it claims to hold.
 
     Raises:
-        RecordError: not msgpack of this schema, a schema version from the future, lengths that disagree, or numbers
-            that are no ids and no logprobs.
+        RecordError: not msgpack of this schema, a newer schema version, lengths that disagree, or numbers that are not
+            valid ids and logprobs.
     """
     if len(payload) > MAX_ENTRY_BYTES:
         raise RecordError(f"payload: {len(payload):,} bytes, expected at most {MAX_ENTRY_BYTES:,}")
@@ -259,7 +259,7 @@ def _check_structure(group: RolloutGroup) -> None:
 
 
 def _check_context(group: RolloutGroup) -> None:
-    """What the group says beside its rollouts."""
+    """Checks the fields of the group other than its rollouts."""
     where, prompt = f"group {group.index}", group.prompt
     temperature, top_p = group.sampling.temperature, group.sampling.top_p
     if not 0 <= temperature < math.inf:
@@ -322,7 +322,7 @@ def _check_segment(segment: Segment, where: str) -> None:
 
 
 def _check_values(segment: Segment, where: str) -> None:
-    # The highest bytes tell at the speed of a copy that nothing is wrong; numbers are looked at one by one otherwise.
+    # The highest bytes show at the speed of a copy that all is well; only otherwise are numbers checked one by one.
     if not segment.token_ids[3::4].isascii():
         raise RecordError(f"{where}.token_ids: {min(unpack_ids(segment.token_ids))}, expected 0 or more")
     if segment.sampling_mask is not None:
@@ -331,7 +331,7 @@ def _check_values(segment: Segment, where: str) -> None:
     if not segment.behavior_logprobs[3::4].translate(None, _ORDINARY_HIGH_BYTES):
         return
     logprobs = unpack_floats(segment.behavior_logprobs)
-    # A sum is finite exactly when every term is, as far as float32 values in a Python float go: one C loop, no scan.
+    # The sum of float32 values in a Python float is finite exactly if every term is: one loop in C.
     if not math.isfinite(sum(logprobs)):
         raise RecordError(f"{where}.behavior_logprobs holds a value that is not finite")
     if max(logprobs) > 1e-3:
@@ -341,7 +341,7 @@ def _check_values(segment: Segment, where: str) -> None:
 def _check_sampling_mask(
     kept: tuple[bytes, ...], ids: "array[int]", runs: Sequence[tuple[int, int]], where: str
 ) -> None:
-    """Each sampled token must be among the ids that the sampler kept there."""
+    """Checks that each sampled token is among the ids that the sampler kept."""
     positions = (position for start, end in runs for position in range(start, end))
     for n, (position, entry) in enumerate(zip(positions, kept, strict=True)):
         if len(entry) % 4:
@@ -357,7 +357,7 @@ def _check_sampling_mask(
 
 
 def _merge(runs: Sequence[tuple[int, int]], num_tokens: int, where: str, name: str) -> list[tuple[int, int]]:
-    """`runs` with those that touch made one; raises unless they ascend, are disjoint and lie in [0, num_tokens)."""
+    """`runs` with adjacent ones merged; raises unless they ascend, are disjoint and lie in [0, num_tokens)."""
     merged: list[tuple[int, int]] = []
     first = previous_end = 0
     for start, end in runs:

@@ -1,9 +1,9 @@
 """From the recorded calls of a rollout to the segments that are trained.
 
-A call whose prompt begins with all that an earlier call saw and sampled continues it, and one segment holds both. A
-prompt that begins otherwise (the harness edited, summarised or stripped its history, or a second agent spoke) opens a
-segment of its own. Every sampled token is trained in exactly one segment, preceded there by exactly the ids that the
-engine was given; a segment that shares its beginning with an earlier one holds that beginning as context.
+A call whose prompt begins with the prompt and completion of an earlier call continues it, and one segment holds both.
+A prompt that begins otherwise (the harness edited, summarised or stripped its history, or a second agent spoke) opens a
+new segment. Every sampled token is trained in exactly one segment, preceded there by exactly the ids that the engine
+was given; a segment that shares its beginning with an earlier one holds that beginning as context.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ _ID_BYTES = 4
 
 
 class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the model: what the engine was given and what it sampled.
+    """One call of the model: its prompt and its completion.
 
     t: the call's place in the order in which the rollout's calls began; a call continues only earlier ones.
     prompt_token_ids: int32 bytes, `[num_prompt_tokens]`, as the engine was given them.
-    generation_token_ids: int32 bytes, `[num_sampled]`, the stop token included where it was sampled.
+    generation_token_ids: int32 bytes, `[num_sampled]`, the stop token included if it was sampled.
     behavior_logprobs: float32 bytes, `[num_sampled]`.
     version_spans: tile `[0, num_sampled)`.
-    delivered: whether the answer reached the client; None: not known.
+    delivered: whether the answer reached the client; None if unknown.
     """
 
     call_id: str
@@ -38,7 +38,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chain(NamedTuple):
-    """Calls of which each continues the one before, and their segment. A call that an earlier chain holds as well is
+    """Calls of which each continues the one before, and their segment. A call that is also in an earlier chain is
     trained there and context here."""
 
     call_ids: tuple[str, ...]
@@ -46,8 +46,8 @@ class Chain(NamedTuple):
 
 
 class DroppedCall(NamedTuple):
-    """A call whose tokens are not trained, and why: `nothing_sampled`, `not_delivered` (the client never had the
-    answer), `retry_superseded` (the client asked again with the same prompt and went on from that answer)."""
+    """A call whose tokens are not trained, and the reason: `nothing_sampled`, `not_delivered` (the client never
+    received the answer), `retry_superseded` (the client asked again with the same prompt and continued from that answer)."""
 
     call_id: str
     reason: str
@@ -63,9 +63,9 @@ class CallError(RecordError):
 
 
 def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCall]]:
-    """The segments of one rollout, whatever the order in which its calls are given.
+    """The segments of one rollout; its calls may be given in any order.
 
-    An answer that the client had is never dropped, nor is one that a later call builds on.
+    An answer that the client received is never dropped, nor is one that a later call continues.
 
     Returns:
         Chains by their last call's `t`, and the dropped calls by theirs. There may be no chain: nothing was sampled,
@@ -111,7 +111,7 @@ def segments(calls: Iterable[RecordedCall]) -> tuple[list[Chain], list[DroppedCa
 
 
 def _unused(sampled: list[RecordedCall], parents: list[int | None]) -> dict[str, str]:
-    """The calls whose answers were lost on the way or given up, and why, by id."""
+    """The calls whose answers were lost or superseded, with the reason, by id."""
     built_on = {parent for parent in parents if parent is not None}
     prompts_built_on = {sampled[n].prompt_token_ids for n in built_on}
     reasons = {}

@@ -1,4 +1,4 @@
-"""Who may use the endpoint: nobody but this machine without a key, and whoever has the key with one."""
+"""Access to the endpoint: with a key for those who have it, without one from this machine only."""
 
 import hmac
 import ipaddress
@@ -14,7 +14,7 @@ KEY_FILE = "PENSTOCK_API_KEY_FILE"
 
 
 def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key that requests must carry, a secret; None where everybody on this machine may send them.
+    """The key that requests must carry, a secret; None if everyone on this machine may send them.
 
     Raises:
         ConfigError: a key file that cannot be used, or no key for an address that others can reach.
@@ -33,8 +33,8 @@ def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ)
 def check_access(headers: Mapping[str, str], key: str | None) -> None:
     """
     Raises:
-        ApiError: 401 for a request that does not carry the key; without a key 403 for one that a page in a browser
-            sends, since any page may.
+        ApiError: 401 for a request without the key; if there is no key, 403 for a request from a web page, because any
+            page could send it.
     """
     if key is None:
         if "Origin" in headers:

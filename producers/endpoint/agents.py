@@ -1,4 +1,4 @@
-"""Agents at work: rollouts opened on credit, groups put together of what is finished, and handed to the writer."""
+"""The groups that agents work on: rollouts are opened on credit, and groups of finished ones go to the writer."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, Samplin
 log = logging.getLogger(__name__)
 
 CLAIM_S = 5.0
-"""An opening waits so long for a claim; one that comes later is the next opening's."""
+"""How long an opening waits for a claim; one that comes later serves the next opening."""
 RETRY_AFTER_S = 2
 ENDED_KEPT = 4096
-"""Rollouts that ended are told from ones that never were, the last so many."""
+"""The number of ended rollouts that are remembered, to be told from unknown ones."""
 GROUP_BYTES = 64 * 1024
-"""Of a group's entry, for what it says beside its prompt and its rollouts."""
+"""The part of a group's entry reserved for what is neither prompt nor rollout."""
 LEAST_SHORT_GROUP = 2
-"""A producer that stops hands a group with fewer finished rollouts back: their rewards have nothing to compare with."""
+"""The fewest finished rollouts with which a stopping producer appends a group: a single reward has no baseline."""
 
 
 class Agents:
@@ -56,7 +56,7 @@ class Agents:
         self._group_size = config.group_size
         self._max_attempts = config.producers.max_attempts
         self._lag_bound = config.lag_bound
-        # Agents keep a group for as long as they like, and evaluations come in between.
+        # Agents may keep a group open for long: one place stays free for evaluations.
         self._reserve = 1 if config.producers.groups_in_flight > 1 and config.evaluation.num_prompts != 0 else 0
         self._producer_id = context.producer_id
         self._environment = environment
@@ -92,11 +92,11 @@ class Agents:
         return self._table.groups_free > self._reserve
 
     async def wait_for_room(self) -> None:
-        """Waits until one more group fits beside what is left to evaluations."""
+        """Waits until one more group fits beside the place reserved for evaluations."""
         await self._table.wait_for_room(self._reserve + 1)
 
     async def open(self) -> AgentRollout:
-        """A place in the oldest group that has one, else in a group that is claimed for it.
+        """Opens a rollout in the oldest group with a free place, else in a newly claimed group.
 
         Raises:
             ApiError: 429 without credit or room, 503 for a producer that stops.
@@ -104,16 +104,16 @@ class Agents:
         while (group := self._with_place()) is None or self._is_closing:
             if self._is_closing:
                 raise _later(503, "this producer is stopping; open the rollout on another", "stopping")
-            # Others may wait for the same claim, and be quicker to fill its places.
+            # Other openings may wait for the same claim and fill its places first.
             if not await self._claim():
-                raise _later(429, "no prompt to be had: the run's credit is in use", "no_credit")
+                raise _later(429, "no prompt is available: the run's credit is in use", "no_credit")
         rollout = group.open(self._producer_id)
         self._open[rollout.id] = rollout
         self._metrics.agent_rollouts_open.set(len(self._open))
         return rollout
 
     def find(self, rollout_id: str) -> AgentRollout | None:
-        """The open rollout of this id; None where it never was here.
+        """The open rollout of this id; None if it was never opened here.
 
         Raises:
             ApiError: 410, it has ended.
@@ -126,8 +126,8 @@ class Agents:
         return rollout
 
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
-        """Freezes a rollout; the last of its group sends the group on its way. Returns what is wrong with it, where it
-        died instead."""
+        """Freezes a rollout with its reward; the last of a group completes the group. Returns the problem with one that
+        cannot be trained and died instead, else an empty string."""
         num_sampled = rollout.ledger.num_sampled
         if wrong := rollout.finish(reward):
             log.warning("rollout %s of %s cannot be finished: %s", rollout.id, rollout.group.claim, wrong)
@@ -136,7 +136,7 @@ class Agents:
         return wrong
 
     def is_finished_with(self, rollout_id: str, reward: Reward) -> bool:
-        """Whether a rollout has ended with this very reward: a finish whose answer was lost comes again."""
+        """True if the rollout has ended with this reward already: a client repeats a finish whose answer was lost."""
         return self._ended.get(rollout_id, (None, ""))[0] == reward
 
     async def watch(self) -> None:
@@ -158,7 +158,7 @@ class Agents:
                 self._close_group(group, reason)
 
     async def _hand_back_unopened(self, now: float) -> None:
-        """Whoever asked for these groups has gone: their prompts are others' to take."""
+        """Returns prompts whose clients have gone before they opened a rollout."""
         for group in list(self._groups):
             if not group.rollouts and now - group.posed > self._idle_timeout_s:
                 self._groups.remove(group)
@@ -173,8 +173,8 @@ class Agents:
             await self._changed.wait()
 
     async def close(self, *, append: bool) -> None:
-        """Ends everything that is open. With `append`, groups with enough finished rollouts go onto the stream; the
-        claims of the others stay in the table, to be handed back."""
+        """Ends everything that is open. With `append`, groups with enough finished rollouts are appended; the claims of
+        the others stay in the table, to be handed back."""
         self._is_closing = True
         if self._claiming is not None:
             await cancel_and_wait([self._claiming])
@@ -191,8 +191,8 @@ class Agents:
         return next((group for group in self._groups if group.has_place), None)
 
     async def _claim(self) -> bool:
-        """Claims a group, or waits for the claim that is under way, which outlives whoever asked for it. Returns
-        whether there was one."""
+        """Claims a group, or waits for the claim in progress, which outlives the opening that began it. Returns whether
+        there was a prompt."""
         if self._claiming is None or self._claiming.done():
             if self._weights.behind > self._lag_bound:
                 raise _later(429, "this producer's weights are behind the run's", "weights_behind")
@@ -203,7 +203,7 @@ class Agents:
         return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
 
     async def _take(self) -> bool:
-        """Claims until there is a group to open rollouts in; False where no prompt is left."""
+        """Claims until there is a group with a free place; False if no prompt is left."""
         while claims := await self.claims.take():
             for claim in claims:
                 self._pose(claim)
@@ -227,27 +227,27 @@ class Agents:
         self._metrics.in_flight.set(len(self._table))
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
-        """How much of its group's stream entry each rollout may take up.
+        """The share of its group's stream entry that each rollout may take.
 
         Raises:
-            Exception: a prompt that the entry cannot hold. Nobody should work on it first.
+            Exception: a prompt that the entry cannot hold, before an agent works on it.
         """
         data = msgspec.msgpack.encode(prompt)
         msgspec.msgpack.decode(data, type=Prompt)
         left = MAX_ENTRY_BYTES - GROUP_BYTES - len(data)
         if left < self._group_size:
-            raise ValueError(f"{len(data):,} bytes encoded, which leave a stream entry no room for rollouts")
+            raise ValueError(f"{len(data):,} bytes encoded, which leave no room for rollouts in a stream entry")
         return left // self._group_size
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
-        """Ends a rollout without a reward. complete: whether its group may go on its way for it."""
+        """Ends a rollout without a reward. complete: whether this may complete its group."""
         log.warning("rollout %s of %s: %s", rollout.id, rollout.group.claim, reason)
         self._metrics.agent_tokens.inc(rollout.ledger.num_sampled)
         rollout.die(reason)
         self._end(rollout, complete=complete)
 
     def _end(self, rollout: AgentRollout, *, complete: bool = True) -> None:
-        """Books a rollout that is open no longer."""
+        """Records that a rollout is no longer open."""
         del self._open[rollout.id]
         self._ended[rollout.id] = rollout.reward, rollout.reason
         while len(self._ended) > ENDED_KEPT:

@@ -1,4 +1,4 @@
-"""What the server itself knows of a rollout: every call, with the tokens that the engine was given and sampled."""
+"""The ledger of a rollout: every call, with the tokens that the engine was given and those it sampled."""
 
 import hashlib
 import struct
@@ -18,9 +18,9 @@ from penstock.schemas.segments import RecordedCall
 Json = dict[str, Any]
 
 TOKEN_BYTES = 8
-"""A sampled token in a record: its id and its logprob. One of the context has its id alone."""
+"""The encoded size of a sampled token: id and logprob. A token of the context has its id alone."""
 CALL_BYTES = 256
-"""What a call adds to a record beside its tokens, at the most."""
+"""An upper bound for what a call adds to the encoded rollout beside its tokens."""
 SPAN_BYTES = 20
 
 
@@ -28,12 +28,12 @@ SPAN_BYTES = 20
 class Call:
     """One answered call.
 
-    base: the call whose prompt and completion this one's prompt begins with; None for a prompt that begins anew.
-    context: int32 bytes: the prompt, without what `base` saw and sampled.
+    base: the call whose prompt and completion this prompt begins with; None for a prompt that begins anew.
+    context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
-    delivered: whether the answer went out to its client.
-    answer: canonical form of the message that it was answered with, once it is recorded.
-    digest: of prompt and completion, once it is recorded.
+    delivered: whether the answer was sent to its client.
+    answer: canonical form of the answer's message, set by `record`.
+    digest: of prompt and completion, set by `record`.
     is_continued: whether another call has it as its base.
     """
 
@@ -55,7 +55,7 @@ class Call:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Half-open, in prompt plus completion: everything that was sampled, in this call and those it continues."""
+        """The sampled tokens of this call and those it continues, as half-open ranges of prompt plus completion."""
         spans, end = [], 0
         for call in (*self._bases, self):
             start = end + len(call.context) // 4
@@ -84,13 +84,13 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class CallLedger:
-    """The calls of one rollout, and by the conversation that each has led to.
+    """The calls of one rollout, also by the conversation that each has led to.
 
-    A message that carries the token ids of an answer is that answer, whatever its text has become; any other is what
-    it says.
+    A message that carries the token ids of an answer is identified by them, even if its text was edited; any other
+    message by its content.
 
-    max_bytes: the rollout's share of the stream entry that its group becomes; also what bounds the memory used here.
-    num_bytes: how much of it the calls take up, at the most.
+    max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
+    num_bytes: an upper bound for the share that the calls take.
     num_begun: calls that have begun.
     """
 
@@ -107,7 +107,7 @@ class CallLedger:
         return sum(call.num_sampled for call in self.calls)
 
     def next_number(self) -> int:
-        """The place of a call that begins now among the calls of the rollout."""
+        """The number of a call that begins now."""
         self.num_begun += 1
         return self.num_begun - 1
 
@@ -115,7 +115,7 @@ class CallLedger:
         """The most tokens that the answer to a prompt may have.
 
         Raises:
-            ApiError: 400, not one.
+            ApiError: 400, no token fits.
         """
         left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES - 4 * self._num_context(base, num_prompt)
         if left < TOKEN_BYTES:
@@ -126,7 +126,7 @@ class CallLedger:
         """Adds an answered call: `reply` is the message that answers `messages`.
 
         Raises:
-            ApiError: 400, calls beside it have left it no room.
+            ApiError: 400, concurrent calls have left no room for it.
         """
         prompt = call.prompt
         num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + TOKEN_BYTES * call.num_sampled
@@ -146,10 +146,10 @@ class CallLedger:
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
         """The call that `messages` continue, and the index of the message that is its answer; None without one.
 
-        It is the call whose conversation is the longest that `messages` begin with.
+        Of several calls, the one with the longest conversation that `messages` begin with.
 
         Raises:
-            ApiError: 400 for token fields that are broken, 409 for tokens that this rollout has not seen.
+            ApiError: 400 for invalid token fields, 409 for token ids that no answer of this rollout had.
         """
         self._check_token_fields(messages)
         keys = self._keys(messages)
@@ -159,10 +159,10 @@ class CallLedger:
         return None
 
     def recorded(self) -> list[RecordedCall]:
-        """The calls as segments are made of them.
+        """The calls from which segments are made.
 
-        An answer that never reached its client is left out where the client, asking again, got the very same tokens:
-        what follows continues the one that it had.
+        An answer that never reached its client is left out if the client, asking again, got the same tokens: what
+        follows continues the answer it received.
         """
         delivered = {call.digest for call in self.calls if call.delivered}
         return [
@@ -181,14 +181,14 @@ class CallLedger:
         ]
 
     def _num_context(self, base: Call | None, num_prompt: int) -> int:
-        """Tokens of a prompt that a segment does not hold already: the first call to continue another lengthens its
-        segment, any other opens one of its own."""
+        """Tokens of a prompt that no segment holds yet: the first call that continues another extends its segment, any
+        other opens a new one."""
         return num_prompt if base is None or base.is_continued else num_prompt - base.spans[-1][1]
 
     def _too_large(self) -> ApiError:
         return bad_request(
-            f"the rollout takes up {self.num_bytes:,} of the {self.max_bytes:,} bytes that are its share of a stream "
-            "entry, and this call does not fit in; expected to be finished before",
+            f"the rollout takes {self.num_bytes:,} of the {self.max_bytes:,} bytes that are its share of a stream "
+            "entry, and this call does not fit; expected to be finished before",
             code="rollout_too_large",
         )
 
@@ -200,14 +200,14 @@ class CallLedger:
         if isinstance(prompt, list) and isinstance(sampled, list):
             try:
                 call = self._by_answer.get((len(prompt), pack_ids(sampled)))
-            except struct.error:  # no ids
+            except struct.error:  # not ids
                 call = None
             if call is not None:
                 return call.answer
         return canonical_form(message)
 
     def _check_token_fields(self, messages: Sequence[Json]) -> None:
-        """Those of the newest message that carries any must be those of an answer."""
+        """Checks that the newest token fields are those of an answer."""
         try:
             index, token_ids = extract_model_prefix(messages)
         except TokenMetadataError as error:

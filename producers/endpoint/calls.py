@@ -1,4 +1,4 @@
-"""One call of an agent: rendered, spliced, sampled, parsed, and written into the rollout's ledger."""
+"""One call of an agent: rendered, spliced, sampled, parsed, and recorded in the rollout's ledger."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 FATAL = (EngineError, RedisGoneError, RedisError)
-"""What ends a producer wherever it is met."""
+"""Errors that end the producer, whichever call meets them."""
 
 
 class Answered(NamedTuple):
@@ -35,10 +35,10 @@ class Answered(NamedTuple):
 
 
 class Calls:
-    """Answers calls, many at once. Rendering and parsing take turns in a thread of their own: a long conversation takes
-    its time, and the event loop has claims to refresh.
+    """Answers calls, many concurrently. Rendering and parsing run in one thread: they take long for long conversations,
+    and the event loop has claims to refresh.
 
-    count: is told the number of tokens of each completion.
+    count: called with the number of tokens of each completion.
     """
 
     def __init__(
@@ -61,20 +61,21 @@ class Calls:
         self._count = count
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what ends this producer, once a call has met it, whatever became of that call."""
+        """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
 
     async def answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
-        """Waits for weights that are fresh enough for the group, then samples; in a task that ends with the rollout or
-        with whoever waits for it, whichever ends first. Cancelling aborts the engine's request.
+        """Waits for weights that are fresh enough for the group, which a load unblocks, then samples. The end of the
+        rollout cancels it, and cancelling it aborts the engine's request.
 
         Raises:
-            ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, this once.
+            ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, the engine failed at
+                this request.
             EngineError: the engine serves no longer.
         """
         if not rollout.is_open:
             raise _has_ended(rollout)
         task = asyncio.create_task(self._answer(rollout, request))
-        task.add_done_callback(self._fail_with)  # whoever waits may have gone, and nobody look at it
+        task.add_done_callback(self._fail_with)  # the awaiting request may be cancelled, and its error lost
         rollout.running.add(task)
         try:
             await asyncio.wait({task})
@@ -120,7 +121,7 @@ class Calls:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.failed.done():
-            self.failed.exception()  # told by `Server.run`, if that was there to hear of it
+            self.failed.exception()  # mark as retrieved: `EndpointServer.run` has raised it if it was running
 
     def _room(self, request: ChatRequest, prompt: RenderedPrompt, rollout: AgentRollout) -> int:
         """The most tokens that the answer may have."""
@@ -154,7 +155,7 @@ class Calls:
         )
         rollout.ledger.record(call, request.messages, message)
         if prompt.parent is not None:
-            prompt.parent.rendered = None  # what continues this call is encoded faster than what branches off before it
+            prompt.parent.rendered = None  # calls mostly continue the newest one; branches are encoded in full
         self._metrics.agent_calls.labels(prompt.kind).inc()
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()

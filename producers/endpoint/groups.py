@@ -1,4 +1,4 @@
-"""Rollouts that agents have open, in the groups that they belong to, and what becomes of both."""
+"""Agents' rollouts and their groups, from the opening to the outcome."""
 
 import asyncio
 import math
@@ -31,10 +31,10 @@ NO_RECORD = "invalid_record"
 
 @dataclass(slots=True, eq=False)
 class AgentRollout:
-    """One conversation or several of an agent at one task, from its opening to its end.
+    """An agent's conversations about one task, from the opening to the end.
 
-    reason: why it died; empty while it is open, and once it is finished.
-    segments: what is trained of it, once it is finished.
+    reason: why it died; empty while it is open and once it is finished.
+    segments: the trained segments, once it is finished.
     """
 
     id: str
@@ -54,9 +54,9 @@ class AgentRollout:
         return not self.running and now - self.last_seen > timeout_s
 
     def finish(self, reward: Reward) -> str:
-        """Freezes it with its reward; one that cannot be trained is dead, and its siblings are none the worse.
+        """Freezes it with its reward; one that cannot be trained is dead, which leaves its siblings as they are.
 
-        Returns what is wrong with it; empty for one that is finished.
+        Returns the problem; empty for one that is finished.
         """
         try:
             chains, _ = segments(self.ledger.recorded())
@@ -66,7 +66,7 @@ class AgentRollout:
         except CallError as error:
             self.die(error.code)
             return str(error)
-        except Exception as error:  # an environment's reward may hold what no record can
+        except Exception as error:  # an environment's reward may hold values that cannot be encoded
             self.die(NO_RECORD)
             return one_line(f"{type(error).__name__}: {error}")
         if not finished.segments:
@@ -91,12 +91,12 @@ class AgentRollout:
 
 @dataclass(slots=True, eq=False)
 class AgentGroup:
-    """The siblings of one claimed prompt; at most `size` are ever opened, so that one that dies leaves it short.
+    """The siblings of one claimed prompt. At most `size` are ever opened: one that dies leaves the group short.
 
     deadline_s: from its first opening to its deadline.
-    sampling: how its calls are answered.
-    rollout_bytes: the most that the record of one rollout may take up.
-    posed: monotonic seconds, as `deadline` is.
+    sampling: the settings of its calls.
+    rollout_bytes: the largest encoded size of one rollout.
+    posed: monotonic seconds, like `deadline`.
     """
 
     claim: Claim
@@ -115,7 +115,7 @@ class AgentGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Every place was taken, and nothing is open any more."""
+        """Every place was taken, and no rollout is open."""
         return not self.has_place and not any(rollout.is_open for rollout in self.rollouts)
 
     @property
@@ -125,7 +125,7 @@ class AgentGroup:
     def open(self, producer_id: str) -> AgentRollout:
         if not self.rollouts:
             self.deadline = time.monotonic() + self.deadline_s
-        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its metrics
+        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         rollout = AgentRollout(rollout_id(producer_id), self, CallLedger(calls_bytes))
         self.rollouts.append(rollout)
         return rollout
@@ -138,7 +138,7 @@ class AgentGroup:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
 
     def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
-        """The group of what is finished; dead where nothing is."""
+        """The group of the finished rollouts; dead without any."""
         finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
         if not finished:
             return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
@@ -157,12 +157,12 @@ class AgentGroup:
 
 
 def rollout_id(producer_id: str) -> str:
-    """A new id, from which every producer can tell whose it is; it stands in a path as it is."""
+    """A new id that names the producer and needs no escaping in a URL's path."""
     safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
     return f"{safe}.{secrets.token_hex(8)}"
 
 
 def producer_of(rollout_id: str) -> str | None:
-    """The producer that opened a rollout; None for an id that none has made."""
+    """The producer that opened a rollout; None for an id that `rollout_id` cannot have made."""
     safe, dot, _ = rollout_id.rpartition(".")
     return unquote(safe.replace("~", "%")) if dot and safe else None

@@ -1,4 +1,4 @@
-"""Agents inside the producer: an environment of several turns talks to the model as an agent outside does."""
+"""Agents inside the producer: a conversing environment calls the model as an agent outside does."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, R
 Json = dict[str, Any]
 
 CREDIT_S = 0.2
-"""Pause before another prompt is asked for where there was none."""
+"""Pause after an opening that found no prompt."""
 
 
 class RolloutConversation:
@@ -61,7 +61,8 @@ class InsideAgents:
         self._sampling = training_sampling(context.config)
 
     async def run(self) -> None:
-        """Waits for room and credit, then converses; until the producer takes no more openings, or cancelled.
+        """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
+        until the producer takes no more openings, or until cancelled.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -78,7 +79,7 @@ class InsideAgents:
                 rollout.running.add(conversations.create_task(self._converse(rollout)))
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """One held-out prompt: a conversation of its own, each call of it answered greedily.
+        """Holds the conversation about one held-out prompt; each call is answered greedily.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -100,23 +101,23 @@ class InsideAgents:
         if isinstance(outcome, Reward):
             rollout.finish(outcome)
         else:
-            rollout.die(outcome)  # from here on an environment that made nothing of being cancelled gets no answer
+            rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
         return group.outcome(self._producer_id, self._fingerprint)
 
     async def _converse(self, rollout: AgentRollout) -> None:
         outcome = await self._hold(rollout)
-        if rollout.is_open:  # a deadline may have ended it, and the environment made nothing of being cancelled
-            rollout.running.discard(asyncio.current_task())  # what ends it is not to be cancelled with it
+        if rollout.is_open:  # a deadline may have ended it, and the environment ignored the cancellation
+            rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
             if isinstance(outcome, Reward):
                 self._agents.finish(rollout, outcome)
             else:
                 self._agents.give_up(rollout, outcome)
 
     async def _hold(self, rollout: AgentRollout) -> Reward | str:
-        """Holds one conversation; returns its reward, or why it has none.
+        """Holds one conversation; returns its reward, or the reason why it has none.
 
         Raises:
-            EngineError: the engine serves no longer, whatever the environment has made of that.
+            EngineError: the engine serves no longer, even if the environment caught the error.
         """
         outcome: Reward | str
         try:
@@ -126,7 +127,7 @@ class InsideAgents:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            outcome = _reason(error)  # of something that the environment itself has cancelled
+            outcome = _reason(error)  # the environment has cancelled something itself
         except Exception as error:  # the environment is the user's, and one rollout never ends the others
             outcome = _reason(error)
         if self._calls.failed.done():

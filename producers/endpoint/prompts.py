@@ -16,12 +16,12 @@ Json = dict[str, Any]
 
 
 class RenderedPrompt(NamedTuple):
-    """What the engine is given for a call.
+    """The prompt of one call.
 
-    kind: `first` opens a conversation; `spliced` continues the tokens of `parent`, and they are what the template
-        writes; `drifted` continues them where the template would have written others; `as_sent` is the messages'
-        own rendering in place of a continuation.
-    reason: why the call opens a segment of its own; empty where it does not.
+    kind: `first` opens a conversation; `spliced` continues the tokens of `parent`, which are also the template's;
+        `drifted` continues them although the template would have written others; `as_sent` is the rendering of the
+        messages instead of a continuation.
+    reason: why the call opens a new segment; empty if it does not.
     """
 
     token_ids: list[int]
@@ -39,14 +39,14 @@ class RenderedPrompt(NamedTuple):
 class Prompts:
     """Renders prompts by the model's own chat template.
 
-    tokenizer: a transformers tokenizer with a chat template. Not safe to be called from two threads at once.
-    exact: whether a continuation keeps what was sampled (`token_exact`).
+    tokenizer: a transformers tokenizer with a chat template. Not thread-safe.
+    exact: whether a continuation keeps the sampled tokens (`token_exact`).
     """
 
     def __init__(self, tokenizer: Any, *, exact: bool, stop_token_ids: Sequence[int]) -> None:
         """
         Raises:
-            ConfigError: a chat template that takes no conversation.
+            ConfigError: a chat template that refuses a conversation.
         """
         self._tokenizer = tokenizer
         self._exact = exact
@@ -57,7 +57,7 @@ class Prompts:
 
         try:
             self._boundary = find_turn_boundary(render, [*special_token_ids(tokenizer), *stop_token_ids])
-        except Exception as error:  # the chat template is the model's own, and raises what it likes
+        except Exception as error:  # the chat template is the model's own and may raise anything
             raise ConfigError(
                 f"model.path: its chat template refuses a user's and an assistant's turn: {error}; [endpoint] needs "
                 "one that takes both"
@@ -101,7 +101,7 @@ class Prompts:
         try:
             text = self._text(messages, request.tools or None, request.template_arguments, add_generation_prompt)
             encoded = self._encoder.encode(text, known)
-        except Exception as error:  # the chat template is the model's own, and raises what it likes
+        except Exception as error:  # the chat template is the model's own and may raise anything
             raise bad_request(
                 f"the model's chat template refuses the messages: {type(error).__name__}: {error}", "messages"
             ) from error

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP, in the producer's own event loop: what each path does, and every error in OpenAI's shape."""
+"""The endpoint over HTTP, in the producer's own event loop: one handler per path, and every error in OpenAI's shape."""
 
 import asyncio
 import logging
@@ -30,12 +30,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES = 1024 * 1024
 BODY_BYTES_PER_TOKEN = 1024
-"""Of the model's context, for messages that carry the token ids of every answer: each names those of its prompt too,
-so that some 300 calls to a full context fit."""
+"""Per token of the model's context. Messages may carry the token ids of every answer and of its prompt: some 300 calls
+up to a full context fit."""
 LARGE_BODY_BYTES = 64 * 1024
 """Larger ones are parsed in a thread."""
 SHUTDOWN_S = 1.0
-"""Answers under way get so long to reach their clients once everything has ended."""
+"""How long answers in progress may take to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
 
 
@@ -65,7 +65,7 @@ class EndpointServer:
         self._producer_id = context.producer_id
         self._runner: web.AppRunner | None = None
         self.url = ""
-        """Where agents reach this producer, once it is started."""
+        """The address that agents reach this producer at, once it is started."""
 
     async def start(self) -> None:
         """Listens on the first free port from `endpoint.port` on.
@@ -78,7 +78,7 @@ class EndpointServer:
         app.router.add_post("/r/{rollout}/v1/chat/completions", self._chat)
         app.router.add_get("/r/{rollout}/v1/models", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
-        # Cancelled with its client: nobody waits for the answer, and what it would sample is in the way of others.
+        # A client that disconnects cancels its handler, so that no tokens are sampled for an answer nobody reads.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         host = self._config.host
@@ -93,10 +93,10 @@ class EndpointServer:
         log.info("agents are served at %s", self.url)
 
     async def run(self) -> None:
-        """Waits for rollouts and groups to be over time; runs until cancelled.
+        """Ends idle rollouts and overdue groups, which time unblocks; runs until cancelled.
 
         Raises:
-            EngineError, RedisGoneError: a request has met what ends this producer.
+            EngineError, RedisGoneError: a request has met an error that ends this producer.
         """
         watching = asyncio.create_task(self._agents.watch())
         try:
@@ -106,7 +106,7 @@ class EndpointServer:
             watching.cancel()
 
     async def close(self) -> None:
-        """Hangs up on everybody."""
+        """Closes every connection."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -132,7 +132,7 @@ class EndpointServer:
             code = error.reason.lower().replace(" ", "_")
             answer = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
         except ConnectionError:
-            return web.Response()  # nobody is there to read it
+            return web.Response()  # the client has gone
         except FATAL as error:
             self._calls.fail(error)
             answer = ApiError(503, "this producer serves no longer", code="producer_failed")
@@ -201,7 +201,7 @@ class EndpointServer:
         """The rollout that a path names.
 
         Raises:
-            ApiError: 404 where no producer knows it, 409 where another has it, 410 where it has ended.
+            ApiError: 404 if no producer knows it, 409 if another has it, 410 if it has ended.
         """
         rollout_id = request.match_info["rollout"]
         rollout = self._agents.find(rollout_id)
@@ -212,7 +212,7 @@ class EndpointServer:
         if producer_id is not None and producer_id != self._producer_id:
             url = await self._url_of(producer_id)
             if url is not None:
-                where = url or "an address that it does not say"
+                where = url or "an unknown address"
                 raise ApiError(
                     409,
                     f"rollout {rollout_id} lives on producer {producer_id} at {where}",
@@ -222,7 +222,7 @@ class EndpointServer:
         raise ApiError(404, f"rollout {rollout_id}: no such rollout", code="no_such_rollout")
 
     async def _url_of(self, producer_id: str) -> str | None:
-        """Where a producer serves agents, empty where it does not say; None where there is no such producer."""
+        """The address that a producer serves agents at, empty if it is unknown; None if there is no such producer."""
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 data: Any = await self._connection.commands.get(self._keys.producer(producer_id))

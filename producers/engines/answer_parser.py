@@ -1,4 +1,4 @@
-"""vLLM's own parsers of reasoning and tool calls, over text that this project's engine has sampled."""
+"""vLLM's own parsers of reasoning and tool calls, applied to what the engine has sampled."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ from penstock.schemas.config import ConfigError, EndpointConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import Parser, ParserManager
 
-# A policy that learns to call tools writes broken calls at first, and each would be logged with its traceback.
+# A policy that learns to call tools writes malformed calls at first, and each would be logged with its traceback.
 logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
 
@@ -21,7 +21,7 @@ class VllmAnswerParser:
     def __init__(self, tokenizer: Any, config: EndpointConfig) -> None:
         """
         Raises:
-            ConfigError: vLLM has no parser of such a name, or it does not go with the model's tokenizer.
+            ConfigError: vLLM has no parser of such a name, or it does not fit the model's tokenizer.
         """
         self._tokenizer = tokenizer
         names = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
@@ -40,7 +40,7 @@ class VllmAnswerParser:
         self._parser: type[Parser] = parser
 
     def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
-        # What a parser reads of a request are its tools; the conversation would be checked all over for nothing.
+        # Parsers read only the tools of a request; validating the whole conversation again would be wasted.
         fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}], "tool_choice": "none"}
         if request.use_tools:
             fields |= {"tools": request.tools, "tool_choice": "auto"}

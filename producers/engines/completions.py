@@ -1,4 +1,4 @@
-"""vLLM's finished outputs as `Completion`s: lists become packed bytes here, once."""
+"""Packs vLLM's finished outputs into `Completion`s."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ def pack(output: Any, request_id: str) -> Completion:
     """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
 
     Raises:
-        EngineError: its parts do not fit each other.
+        EngineError: its parts are inconsistent.
     """
     spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
     num_tokens = len(output.token_ids)
     if not _tile(spans, num_tokens):
         raise EngineError(f"request {request_id}: version spans {spans} do not tile its {num_tokens} tokens")
-    # The flat form holds one id a position exactly where each position has the sampled token's logprob and no other.
+    # With logprobs=0 the flat form holds one id per position: the sampled token's.
     if output.logprobs.token_ids != list(output.token_ids):
         raise EngineError(
             f"request {request_id}: {num_tokens} tokens, but logprobs of {len(output.logprobs.token_ids)}; "

@@ -1,4 +1,4 @@
-"""The inside of a running vLLM engine: hidden states of one sequence, recorded by hooks in its workers."""
+"""Hidden states of one sequence in a running vLLM engine, recorded by hooks in its workers."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ LOGITS_CHUNK_TOKENS = 64
 class HiddenStateCapture:
     """Mixed into vLLM's worker. `begin`, replay the sequence; `as_served`, replay it again; `end`.
 
-    The first replay runs without vLLM's compiled graph and CUDA graphs, in which hooks do not fire; the second one as
-    every request does, so that the two can be compared.
+    The first replay runs without vLLM's compiled graph and CUDA graphs, in which hooks do not fire; the second runs
+    like any request, so that the two can be compared.
     """
 
     def penstock_begin_capture(self, token_ids: list[int]) -> None:
-        """From now on what the model computes for `token_ids` is recorded.
+        """Begins to record the model's hidden states for `token_ids`.
 
         Raises:
-            RuntimeError: the model has not the parts that are recorded, or they lie on several pipeline ranks.
+            RuntimeError: the model lacks the modules that are recorded, or they are on several pipeline ranks.
         """
         worker: Any = self
         self.penstock_end_capture(None, 0)
@@ -30,15 +30,15 @@ class HiddenStateCapture:
         worker._penstock_recorder.attach()
 
     def penstock_capture_as_served(self) -> None:
-        """Hooks off, compiled graph on: only the hidden state that the head receives is recorded now."""
+        """Removes the hooks and enables the compiled graph: only the head's input is recorded from now on."""
         worker: Any = self
         worker._penstock_recorder.attach_as_served()
 
     def penstock_end_capture(self, path: str | None, policy_version: int) -> None:
-        """Leaves the engine as it was; with a path, the first worker writes there what was recorded.
+        """Restores the engine; with a path, the first worker writes the recorded tensors there.
 
         Raises:
-            RuntimeError: something else than the one sequence was computed meanwhile.
+            RuntimeError: something other than the one sequence was computed meanwhile.
         """
         worker: Any = self
         recorder: _Recorder | None = getattr(worker, "_penstock_recorder", None)
@@ -58,9 +58,9 @@ class HiddenStateCapture:
 
 
 class _Recorder:
-    """Hooks on one model and what they saw of the sequence `token_ids`, [N] int64.
+    """Hooks on one model and what they recorded of the sequence `token_ids`, [N] int64.
 
-    A forward pass of the engine holds a part of the sequence, and past it padding: `_step` finds out how much.
+    A forward pass of the engine holds a part of the sequence followed by padding: `_step` finds out how much.
     """
 
     def __init__(self, model: Any, token_ids: list[int]) -> None:
@@ -106,12 +106,12 @@ class _Recorder:
         self._hooks.clear()
         for module, before in self._compiled:
             module.do_not_compile = before
-        # The one of the class comes to light again.
+        # Uncovers the method of the class again.
         vars(self._model).pop("compute_logits", None)
 
     @torch.inference_mode()
     def tensors(self) -> dict[str, Tensor]:
-        """Everything recorded, by the names of `penstock.schemas.hidden_states`. Every rank has to take part."""
+        """Everything recorded, by the names of `penstock.schemas.hidden_states`. Must be called on every rank."""
         num_tokens = len(self._token_ids)
         found = {name: torch.cat(parts) for name, parts in self._parts.items()}
         wrong = {name: len(tensor) for name, tensor in found.items() if len(tensor) != num_tokens}
@@ -165,7 +165,7 @@ class _Recorder:
         return hook
 
     def _keep_sum(self, name: str) -> Any:
-        """The residual stream before a module: vLLM hands over what the last part added and the stream before apart."""
+        """The residual stream before a module; vLLM passes it as two summands."""
 
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> None:
             given = [value for value in (*arguments, *(keywords or {}).values()) if _is_states(value)]

@@ -1,4 +1,4 @@
-"""What the run file asks of vLLM, and whether the running engine reports the same. Plain data: vLLM is not imported."""
+"""The run file's settings as vLLM's arguments, verified against the running engine's report, without importing vLLM."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,8 @@ OWN = ("weight_transfer_config", "worker_extension_cls")
 """Engine arguments that the weight updates depend on."""
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
-"""What vLLM samples groups at. It raises a lower temperature to 0.01 in silence, and takes greedy requests singly."""
+"""The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
+completion only."""
 
 MATMUL_PRECISION = "highest"
 """The float32 matmul precision that the trainer computes with: no TF32."""
@@ -37,8 +38,8 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
     """Arguments for vLLM's AsyncEngineArgs.
 
     Raises:
-        EngineError: `engine.args` sets something that has a field of its own in the run file, or vLLM cannot sample a
-            group as asked.
+        EngineError: `engine.args` sets something that has its own field in the run file, or vLLM cannot sample groups
+            at this temperature.
     """
     engine, temperature = config.engine, config.sampling.temperature
     if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
@@ -77,9 +78,9 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
 
 
 def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Compares what was asked for with what every engine process reports of itself.
+    """Compares the requested settings with those that every engine process reports.
 
-    Of `engine.args`, the plain values are compared that the engine reports under the same name.
+    Plain values of `engine.args` are compared if the engine reports them under the same name.
 
     Raises:
         EngineError: names the first setting that differs, the value wanted and the value found.
@@ -103,7 +104,7 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
 
 
 def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
-    """The engine as it reports itself; in `other` its further arguments, and settings of ours off their defaults."""
+    """The engine as it reports itself; `other` holds `engine.args` and Penstock's settings off their defaults."""
     other = {name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()}
     for name, usual in (("update", "in_flight"), ("cache_salt", "version")):
         if (value := getattr(config.engine, name)) != usual:

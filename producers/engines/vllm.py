@@ -1,4 +1,4 @@
-"""The vLLM engine: every setting that moves a logprob written out and verified, weights replaced in flight."""
+"""The vLLM engine: every setting that affects a logprob is explicit and verified; weights are replaced in flight."""
 
 import asyncio
 import logging
@@ -37,8 +37,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 PARAMS_KEPT = 256
-"""Objects made for `generate`; agents' calls ask for any number of tokens up to the context."""
-DEAD = "vLLM's engine process has died; its own log says why"
+"""`SamplingParams` kept for reuse: agents' calls ask for any number of tokens up to the context."""
+DEAD = "vLLM's engine process has died; see its log"
 MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
 
 
@@ -67,7 +67,7 @@ class VllmEngine:
         """Boots an engine on `config.model.path`, labelled version 0, verified and warm.
 
         Args:
-            seed: of the engine's sampling noise; engines that share one sample with the same noise. None takes
+            seed: random seed of the engine's sampling; engines with the same one sample the same noise. None takes
                 config.seed.
 
         Raises:
@@ -104,7 +104,7 @@ class VllmEngine:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
             EngineError: the engine serves no longer.
         """
-        # KV that older weights computed must not serve a new request.
+        # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
         return await self._run(prompt_token_ids, sampling, num_siblings, request_id, salt)
 
@@ -136,12 +136,12 @@ class VllmEngine:
     async def load_weights(self, manifest: WeightManifest, path: str) -> float:
         """Replaces the weights in flight by those in the verified safetensors file at `path`.
 
-        Requests in flight keep their KV and go on with the new weights; requests that arrive meanwhile wait. With
+        Requests in flight keep their KV and continue with the new weights; requests that arrive meanwhile wait. With
         engine.update = "drained" the load waits for those in flight to end, and clears the cache. Cancelling the call
         does not interrupt a load that has begun.
 
         Returns:
-            The seconds during which no token was sampled, of which the wait for requests to end is no part.
+            The seconds during which no token was sampled, without the wait for requests to end.
 
         Raises:
             WeightLoadError: the old version still serves, labelled so.
@@ -154,7 +154,7 @@ class VllmEngine:
 
         Raises:
             ValueError: vLLM refuses the sequence.
-            CaptureError: the engine is not idle, or vLLM's model has another build than the one that is recorded.
+            CaptureError: the engine is not idle, or vLLM's model has an architecture that cannot be recorded.
             EngineError: the engine serves no longer.
         """
         async with self._loading:
@@ -177,13 +177,13 @@ class VllmEngine:
                     await self._llm.collective_rpc("penstock_end_capture", args=(None, 0))
 
     async def _replay(self, token_ids: list[int]) -> None:
-        """Has the engine compute a sequence anew, whatever its prefix cache holds."""
+        """Has the engine compute a sequence anew, bypassing its prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
         await self._run(token_ids, SamplingSettings(temperature=0, max_tokens=1), 1, name, salt)
 
     async def close(self) -> None:
-        """Ends the engine process at once; requests in flight fail with EngineError."""
+        """Kills the engine process; requests in flight fail with EngineError."""
         async with self._loading:
             await _shut_down(self._llm)
             if self._held is not None:
@@ -218,9 +218,9 @@ class VllmEngine:
             return pause_s
 
     async def _pause(self) -> float:
-        """Stops sampling for an update; drained, only once no request is in flight. Returns when that was, by
-        `time.perf_counter`."""
-        # Not pause_generation(): that sleeps 20 ms on top, for nothing that matters here.
+        """Stops sampling for an update; with engine.update = "drained" only once no request is in flight. Returns the
+        moment, by `time.perf_counter`."""
+        # Not pause_generation(), which sleeps 20 ms more for no benefit here.
         pause = self._llm.engine_core.pause_scheduler_async
         if self._drained:
             await pause(mode="wait", clear_cache=True)
@@ -231,7 +231,7 @@ class VllmEngine:
         return paused
 
     async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
-        """Loads `paths`, or failing that the weights of `policy_version` again."""
+        """Loads `paths`; after a failure, the weights of `policy_version` again."""
         try:
             await self._update(paths)
         except EngineDeadError:
@@ -248,7 +248,7 @@ class VllmEngine:
             raise WeightLoadError(f"policy {manifest.version}: {error}") from error
 
     async def _update(self, paths: list[str]) -> None:
-        # Sent at once and worked through in this order: one round trip less each while nothing is sampled.
+        # Sent together and executed in this order: saves two round trips while nothing is sampled.
         results = await asyncio.gather(
             self._llm.start_weight_update(),
             self._llm.update_weights(WeightTransferUpdateRequest({"paths": paths})),
@@ -260,13 +260,13 @@ class VllmEngine:
                 raise result
 
     async def _warm_up(self, max_num_seqs: int) -> None:
-        """Has the kernels compiled for one sequence and for many before anybody waits for them."""
+        """Compiles the kernels for one sequence and for many before the first request."""
         sampling = SamplingSettings(max_tokens=3)
         for num_siblings in (1, max_num_seqs):
             await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
 
     def _check_prompt(self, ids: list[int], request_id: str) -> None:
-        """Raises ValueError where vLLM would fail; an id outside the vocabulary would even take the engine down."""
+        """Raises ValueError for a prompt that vLLM fails on; an id outside the vocabulary would crash the engine."""
         if not 0 < len(ids) < self.max_model_len:
             raise ValueError(f"request {request_id} refused: {len(ids)} tokens, expected 1 to {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self._vocabulary:
@@ -296,11 +296,11 @@ class VllmEngine:
 
 
 def _set_environment(config: RunConfig) -> None:
-    """What vLLM takes from the environment, here and in its engine process."""
+    """Sets the environment variables that vLLM reads, here and in its engine process."""
     os.environ[BIND_VARIABLE] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # What goes past every logger: warnings of C++, and what a tracker says of the semaphores of a killed engine.
+    # Output that bypasses every logger: warnings of C++, and the resource tracker's about a killed engine's semaphores.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     if current_platform.is_cpu():
@@ -308,18 +308,18 @@ def _set_environment(config: RunConfig) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        # Its cached artifact does not load on CPU: each boot would warn, and compile all over.
+        # Its cached artifact does not load on CPU: each boot would warn and compile again.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
 async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
-    """Builds the engine in a thread, so that signals are served meanwhile; cancelling ends the processes it started.
+    """Builds the engine in a thread, so that signals are handled meanwhile; cancelling kills the processes it started.
 
     Raises:
         EngineError: vLLM refuses.
     """
     if current_platform.is_cpu() and not MULTIPROCESS_ARGUMENTS & set(arguments):
-        # On CPU vLLM puts the worker into a process of its own, which costs a small model a third of its time.
+        # On CPU vLLM runs the worker in a separate process, which costs a small model a third of its throughput.
         arguments = arguments | {"distributed_executor_backend": UniProcExecutor}
     booting: Future[AsyncLLM] = Future()
 
@@ -334,7 +334,7 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
     Thread(target=boot, name="vllm-boot", daemon=True).start()
     try:
         wrapped = asyncio.wrap_future(booting)
-        # Whoever cancels the boot no longer asks for its error.
+        # After a cancelled boot nobody retrieves its exception.
         wrapped.add_done_callback(lambda future: future.cancelled() or future.exception())
         return await asyncio.shield(wrapped)
     except asyncio.CancelledError:
@@ -347,21 +347,21 @@ async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
         raise
     except Exception as error:
         raise EngineError(
-            f"vLLM does not start on model.path = {arguments['model']!r}: {error}; its own log may say more"
+            f"vLLM does not start on model.path = {arguments['model']!r}: {error}; see its log"
         ) from error
 
 
 async def _shut_down(llm: AsyncLLM) -> None:
-    """Kills the engine process, which has nothing to save: its own tear-down burns a core for seconds."""
+    """Kills the engine process, which has nothing to save; its own shutdown keeps a core busy for seconds."""
     if llm.output_handler is not None:
         llm.output_handler.cancel()
     llm.output_processor.propagate_error(EngineDeadError())
-    # It warns of having to kill, which is what was asked for.
+    # It warns that it had to kill the process, which is intended.
     logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)
     resources: Any = llm.engine_core.resources
     await asyncio.to_thread(llm.shutdown, timeout=0)
     for process in resources.engine_manager.processes:
         await asyncio.to_thread(process.join, 5)
     resources.ctx.destroy(linger=0)
-    # AsyncLLM shuts down again when it is collected, by then without the modules that it needs.
+    # AsyncLLM shuts down again when it is garbage-collected, by then without the modules it needs.
     llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Safetensors files as they lie on disk: their headers checked before an engine is touched, and kept readable."""
+"""Safetensors files on disk: headers are checked before the engine loads them, and a loaded file stays readable."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from penstock.schemas.policy import TensorSpec, WeightManifest
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 LARGEST_HEADER_BYTES = 100_000_000
-"""What the format allows."""
+"""The limit of the format."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -20,7 +20,7 @@ class HeaderError(ValueError):
 
 
 def read_header(path: str | Path) -> dict[str, TensorSpec]:
-    """The tensors of a safetensors file by name, from its header; also checks that the file is as long as it says.
+    """The tensors of a safetensors file by name, from its header; also checks the file's length against the header.
 
     Raises:
         OSError: the file cannot be read.
@@ -83,7 +83,7 @@ def _checkpoint_files(folder: Path) -> list[str]:
 
 
 def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> None:
-    """Whether the file at `path` is what `manifest` announces, and fits the model in names, shapes and dtype.
+    """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype.
 
     Raises:
         WeightLoadError: names the tensor, what was expected and what was found.
@@ -111,7 +111,7 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> N
 
 
 class HeldFile:
-    """A file that stays readable on this machine although its name may be deleted."""
+    """A file that stays readable on this machine after its name is deleted."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -119,7 +119,7 @@ class HeldFile:
 
     @property
     def path(self) -> str:
-        """A path that other processes of this user can open, this process living."""
+        """A path that other processes of this user can open while this process lives."""
         held = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return held if os.path.exists(held) else self._path
 

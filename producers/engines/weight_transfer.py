@@ -23,12 +23,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 BACKEND = "penstock_safetensors"
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
-"""Set in the environment of engines whose own processes must not outlive them."""
+"""Environment variable: the children of this process's engine processes get a parent-death signal."""
 
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: both sides see the file system."""
+    """Empty: both sides see the same file system."""
 
 
 @dataclass
@@ -41,14 +41,14 @@ class SafetensorsUpdateInfo(WeightTransferUpdateInfo):
 class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, SafetensorsUpdateInfo]):
     """Loads a checkpoint from a file system that this process sees into the running model.
 
-    A load that fails leaves a mixture of old and new weights, ready for the next load: nothing may be sampled between.
+    A load that fails leaves a mixture of old and new weights, ready for another load; nothing may be sampled before it.
     """
 
     init_info_cls = SafetensorsInitInfo
     update_info_cls = SafetensorsUpdateInfo
 
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        # It warns at every update of layers that have nothing to load: rotary embeddings, tied heads.
+        # At every update it warns about layers that have nothing to load: rotary embeddings, tied heads.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
     def start_weight_update(self) -> None:
@@ -56,7 +56,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        # The base class synchronizes always, which raises where there is no accelerator.
+        # The base class always synchronizes, which raises without an accelerator.
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
@@ -79,13 +79,13 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                # With nothing buffered, finalizing puts the layer's former tensors back.
+                # With nothing buffered, finalizing restores the layer's former tensors.
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self.finish_weight_update()
 
     def _pack_tied_heads(self) -> None:
-        """Packs anew what the CPU build keeps beside a parameter that another layer owns.
+        """Repacks the copy that the CPU build keeps of a parameter that another layer owns.
 
         A head tied to the embedding loads nothing itself, so the reload leaves its packed copy at the old weights.
         """
@@ -101,7 +101,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
 
 
 def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the files in the order of its bytes, mapped from the page cache rather than read."""
+    """Every tensor of the files in file order, memory-mapped."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.offset_keys():
@@ -109,7 +109,7 @@ def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class EngineReport(HiddenStateCapture):
-    """Mixed into vLLM's worker: what the running engine says of itself."""
+    """Mixed into vLLM's worker: reports the settings of the running engine."""
 
     def penstock_report(self) -> dict[str, Any]:
         """Plain settings of this process under vLLM's names, and the types that model and sampler compute with."""

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator at hand: a task of several turns, too hard for a small model's head."""
+"""Arithmetic with a calculator: a task of several turns, too hard for a small model without the tool."""
 
 import json
 import random
@@ -15,7 +15,7 @@ OPERATORS = "+-*"
 HELD_OUT_ONE_IN = 8
 """One expression in so many is held out."""
 MAX_EXPRESSION = 100
-"""Characters that the calculator reads. Without powers a result has about as many digits at most."""
+"""The longest expression. Without powers, a result has at most about as many digits."""
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -35,12 +35,12 @@ _NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
 
 
 class CalculatorTasks:
-    """`What is 47*83-26?` is answered `3875`: for agents outside, which bring the calculator.
+    """`What is 47*83-26?` is answered `3875`. For agents outside the producer, which bring their own calculator.
 
     An expression has `num_operands` numbers of `width` digits. Whether one is held out depends on itself alone, so that
     a warm start and runs with other seeds agree on what was never trained on.
 
-    The reward is 1 where the last number of an answer is the right one, else 0.
+    The reward is 1 if the last number of an answer is the right one, else 0.
     """
 
     def __init__(self, *, seed: int, width: int = 2, num_operands: int = 3, num_evaluation_prompts: int = 64) -> None:
@@ -68,7 +68,7 @@ class CalculatorTasks:
         return Reward(value=exact, parts={"exact": exact})
 
     def _expressions(self, key: str, *, held_out: bool) -> Iterator[str]:
-        """Without end, the same for one key, on one side of the split."""
+        """Expressions without end, the same for one key, from one side of the split."""
         draw = random.Random(key)
         smallest, beyond = 10 ** (self._width - 1), 10**self._width
         while True:
@@ -79,9 +79,9 @@ class CalculatorTasks:
 
 
 class Calculator(CalculatorTasks):
-    """The same tasks in a conversation of at most `max_turns` answers, with the calculator at hand.
+    """The same tasks in a conversation of at most `max_turns` answers, with the calculator as a tool.
 
-    The reward is the last answer's; its part `called` is 1 where the calculator has computed something, else 0.
+    The reward is the last answer's; its part `called` is 1 if the calculator has computed something, else 0.
     """
 
     def __init__(self, *, max_turns: int = 4, **tasks: Any) -> None:
@@ -95,21 +95,21 @@ class Calculator(CalculatorTasks):
         for _ in range(self._max_turns):
             reply = await conversation.chat(messages, tools=TOOLS)
             if not reply.get("tool_calls"):
-                return self._worth(prompt, reply["content"] or "", called)
+                return self._score(prompt, reply["content"] or "", called)
             messages.append(reply)
             for call in reply["tool_calls"]:
                 result = run_tool(call["function"]["name"], call["function"]["arguments"])
                 called = called or not result.startswith("error")
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        return self._worth(prompt, "", called)
+        return self._score(prompt, "", called)
 
-    def _worth(self, prompt: Prompt, answer: str, called: bool) -> Reward:
+    def _score(self, prompt: Prompt, answer: str, called: bool) -> Reward:
         reward = self.reward(prompt, answer)
         return Reward(value=reward.value, parts=reward.parts | {"called": float(called)})
 
 
 def run_tool(name: str, arguments: str) -> str:
-    """What the tool says to a call: the result, or what is wrong with the call, for the model to try again."""
+    """The tool's answer to a call: the result, or what is wrong with the call, so that the model can try again."""
     if name != "calculator":
         return f"error: no tool {name[:40]!a}, expected calculator"
     try:
@@ -123,8 +123,8 @@ def evaluate(expression: str) -> int:
     """The value of an expression of integers, + - * and parentheses.
 
     Raises:
-        ValueError: it is longer than `MAX_EXPRESSION`, or anything else.
-        TypeError: it is no text.
+        ValueError: it is longer than `MAX_EXPRESSION`, or not such an expression.
+        TypeError: it is not a string.
     """
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"{len(expression)} characters, expected at most {MAX_EXPRESSION}")

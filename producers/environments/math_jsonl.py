@@ -15,7 +15,7 @@ from penstock.schemas.prompt import Message, Prompt, Reward
 logger = logging.getLogger(__name__)
 
 _STARTUP_TIMEOUT_S = 120.0
-"""For a scoring process to import math-verify, on a machine that is busy with other things."""
+"""For a scoring process to import math-verify on a busy machine."""
 
 
 class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,15 +29,15 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
 class MathJsonl:
     """One JSON object a line, with a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`.
 
-    prompts_file: training problems, in an order that is drawn anew for each dataset epoch.
+    prompts_file: training problems, shuffled anew for each dataset epoch.
     evaluation_file: held-out problems. A training problem with the text of one of them is left out of training.
-    system_prompt: precedes every problem as a message of its own; say here how the answer is to be given.
+    system_prompt: precedes every problem as a message; say here in which form to answer.
     problem_field, answer_field: the names that hold the two strings (an answer may also be a number).
     num_evaluation_prompts: how many of the evaluation file's problems to use, from its first line on; None means all.
-    require_boxed: only a completion with a `\\boxed{}` can be right. Otherwise math-verify looks for an answer.
+    require_boxed: only a completion with a `\\boxed{}` can be right. Without it math-verify looks for an answer.
     scoring_timeout_s: an answer that takes longer to compare is worth 0.
 
-    The reward is 1 where math-verify finds the completion's answer equal to the file's, else 0.
+    The reward is 1 if math-verify finds the completion's answer equal to the file's, else 0.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MathJsonl:
         return self._ask(self._evaluation[n - 1])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        # Of several boxes the last one counts; math-verify would take them together as one set.
+        # The last of several boxes counts; math-verify would take them together as one set.
         _, boxed, final = completion.rpartition("\\boxed")
         allowed = bool(boxed) or not self._require_boxed
         correct = allowed and self._scorer.is_correct(prompt.answer, boxed + final)
@@ -144,7 +144,7 @@ class _Scorer:
     """math-verify in a process of its own.
 
     Its own timeout is a signal, which works in a main thread only and cannot interrupt one long multiplication such as
-    `9^{9^{9^9}}`: here the process is ended and the next call starts another. Calls from several threads take turns.
+    `9^{9^{9^9}}`. Here the process is killed and the next call starts another. Calls from several threads take turns.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What a producer counts, for Prometheus."""
+"""The producer's Prometheus metrics."""
 
 from penstock.schemas.metrics import ProducerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry

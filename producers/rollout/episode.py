@@ -1,4 +1,4 @@
-"""One claim's way to a group: the prompt posed and tokenized, siblings sampled, decoded and scored."""
+"""From one claim to a group: the prompt posed and tokenized, siblings sampled, decoded and scored."""
 
 import asyncio
 import logging
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class PromptError(ValueError):
-    """The task cannot be put before the model."""
+    """The task cannot be given to the model."""
 
 
 class Episodes:
-    """Runs claims. Safe to run many at once: nothing is shared between them but the engine and the tokenizer.
+    """Runs claims, many concurrently: they share nothing but the engine, the tokenizer and the scorer.
 
     tokenizer: a transformers tokenizer of the model.
     """
@@ -64,7 +64,7 @@ class Episodes:
     async def run(self, claim: Claim) -> RolloutGroup | Dead:
         """Samples and scores the siblings of one claim; greedy and alone for an evaluation.
 
-        Returns the group, or why there can be none.
+        Returns the group, or the reason why there is none.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -104,14 +104,14 @@ class Episodes:
     async def _sample(self, claim: Claim, prompt: Prompt, prompt_ids: list[int]) -> RolloutGroup | Dead:
         evaluation = claim.evaluation_id is not None
         sampling, num_siblings = (self._greedy, 1) if evaluation else (self._sampling, self._group_size)
-        # The number, since an emptied Redis may bring the same entry id again.
+        # The number, because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         try:
             completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id)
         except EngineError:
             raise
-        except Exception as error:  # a request the engine refuses is the request's end, not the engine's
+        except Exception as error:  # the engine refuses this request and serves on
             return Dead(f"engine: {type(error).__name__}: {error}")
         generated_s = time.time()
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
@@ -144,7 +144,7 @@ class Episodes:
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The ids that a model is given for a prompt."""
+    """The token ids of a prompt."""
     if prompt.messages is None:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
@@ -175,7 +175,7 @@ def load_tokenizer(config: RunConfig) -> Any:
     """
     if not Path(config.model.path).is_dir():
         raise ConfigError(f"model.path = {config.model.path!r}: no such folder; expected a transformers model")
-    # Its import takes seconds; what can be refused before is.
+    # Its import takes seconds: the cheap check comes first.
     from transformers import AutoTokenizer
 
     try:

@@ -1,7 +1,7 @@
 """A short run of one engine for the parity check: prompts sampled while weights are replaced, without a stream.
 
-The engine is used as in a run, by `generate` and `load_weights` alone, so that what the check says of the probe holds
-for the run.
+The engine is used as in a run, through `generate` and `load_weights` alone, so that the check's result holds for the
+run too.
 """
 
 import asyncio
@@ -50,9 +50,9 @@ async def probe(
 ) -> list[RolloutGroup]:
     """Samples every prompt across each update, and once more after the last one.
 
-    Prompts are sampled again and again until an update has landed, and the groups that it met in flight are kept. So
-    rows hold tokens of two policies, however fast the engine is, and each policy samples every prompt anew, whatever
-    the engine may have cached of it.
+    Prompts are sampled again and again until an update is loaded, and the groups that were in flight at that moment are
+    kept. So rows hold tokens of two policies, however fast the engine is, and each policy samples every prompt anew,
+    whether or not the engine has cached it.
 
     Returns:
         `len(prompts) * (len(updates) + 1)` groups, update after update, indexes from 1, rewards 0.
@@ -80,7 +80,7 @@ class _Wave:
         self._updated = False
 
     async def sample(self, prompts: Sequence[PosedPrompt], update: WeightUpdate | None) -> list[list[Completion]]:
-        """The siblings of each prompt; those that the update met in flight."""
+        """The siblings of each prompt that were in flight during the update."""
         self._updated = update is None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -89,17 +89,17 @@ class _Wave:
                     for n, posed in enumerate(prompts)
                 ]
                 if update is not None:
-                    # A short request in the same batch tells when the others are on their way.
+                    # A short request in the same batch returns once the others are being sampled.
                     await self._engine.generate(prompts[0].token_ids, self._shorter(0.25), 1, _request_id())
                     await self._engine.load_weights(update.manifest, update.path)
                     self._updated = True
-        except ExceptionGroup as error:  # of several requests that fail for one reason the first says it
+        except ExceptionGroup as error:  # several requests fail for one reason: the first says it
             raise error.exceptions[0] from None
         return [task.result() for task in sampled]
 
     async def _until_updated(self, token_ids: list[int], share: float) -> list[Completion]:
-        # Before an update the first round of each prompt has another length: they would all end at the same moment
-        # otherwise, and an update that comes just then would meet nobody.
+        # Before an update the first round of each prompt has another length. Otherwise they would all end at the same
+        # moment, and an update at that moment would find nothing in flight.
         sampling = self._sampling if self._updated else self._shorter(share)
         while True:
             found = await self._engine.generate(token_ids, sampling, self._group_size, _request_id())
@@ -117,8 +117,8 @@ def _request_id() -> str:
 
 
 class BatchDependence(NamedTuple):
-    """Greedy completions decoded alone and all together: |difference| of the logprobs, over the tokens up to where a
-    text parts from its twin. A second number with batch size in it is the engine's own noise, not a fault."""
+    """Greedy completions decoded alone and all together: |difference| of the logprobs, over the tokens up to the first
+    one at which the two texts differ. It is the engine's own noise, not a fault."""
 
     num_tokens: int
     mean: float
@@ -130,12 +130,12 @@ class BatchDependence(NamedTuple):
         return (
             f"batch size: greedy logprobs of {self.num_tokens} tokens, decoded alone and with {self.num_texts - 1} "
             f"others, differ by {self.mean:.1e} in the mean and {self.max:.1e} at most; {self.num_parted} of "
-            f"{self.num_texts} texts took another way"
+            f"{self.num_texts} texts diverged"
         )
 
 
 async def batch_dependence(engine: Engine, prompts: Sequence[PosedPrompt], max_tokens: int = 64) -> BatchDependence:
-    """How much an engine's logprobs depend on what else is in its batch. Nothing else may load or use the engine.
+    """Measures how much an engine's logprobs depend on the rest of its batch. Nothing else may use the engine.
 
     Raises:
         ValueError, EngineError: as `probe`.

@@ -1,4 +1,4 @@
-"""Rewards: the environment's or the run file's own function, called away from the event loop."""
+"""Rewards: the environment's or the run file's own function, called outside the event loop."""
 
 import asyncio
 import contextlib
@@ -43,9 +43,9 @@ def reward_function(config: RunConfig, environment: Environment) -> RewardFuncti
 class RewardScorer:
     """Scores whole groups on one thread of its own.
 
-    A thread, since a reward may take seconds (a test suite, a symbolic comparison) and the event loop has claims to
-    refresh; one hop per group and not per completion, since it may also take a microsecond. A single thread spares
-    reward functions from being called twice at a time. One that never returns is left behind with its thread.
+    A thread, because a reward may take seconds (a test suite, a symbolic comparison) and the event loop has claims to
+    refresh; one call per group and not per completion, because it may also take a microsecond. With a single thread no
+    reward function is called concurrently. A call that never returns is abandoned with its thread.
     """
 
     def __init__(self, reward: RewardFunction) -> None:
@@ -56,7 +56,7 @@ class RewardScorer:
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> tuple[Reward, ...]:
         """The reward of each completion.
 
-        Cancelling the call leaves the thread behind in the middle of it; calls that wait their turn go on in a new one.
+        Cancelling the call abandons the thread in the middle of it; calls that wait their turn go on in a new thread.
 
         Raises:
             RewardError: one of them has none.
@@ -96,7 +96,7 @@ class RewardScorer:
                 self._current = done
             try:
                 rewards = tuple(self._checked(prompt, completion) for completion in completions)
-            except Exception as error:  # user code: whatever it raises becomes the group's reason
+            except Exception as error:  # user code: any exception becomes the group's reason
                 outcome: Exception | tuple[Reward, ...] = error
             else:
                 outcome = rewards

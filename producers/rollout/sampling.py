@@ -1,4 +1,4 @@
-"""Completions of one prompt, however often the engine breaks off in between."""
+"""Sampling the completions of one prompt; what the engine aborts is resumed."""
 
 import asyncio
 import itertools
@@ -14,12 +14,12 @@ RESUMES_WITHOUT_A_TOKEN = 3
 
 
 def training_sampling(config: RunConfig) -> SamplingSettings:
-    """How the run's training prompts are answered."""
+    """The settings that the run's training prompts are sampled with."""
     return SamplingSettings(**{name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__})
 
 
 def evaluation_sampling(config: RunConfig) -> SamplingSettings:
-    """How its held-out prompts are: greedily."""
+    """The settings of its held-out prompts: greedy."""
     return SamplingSettings(
         temperature=0.0,
         max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
@@ -30,8 +30,8 @@ def evaluation_sampling(config: RunConfig) -> SamplingSettings:
 async def sample(
     engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
 ) -> list[Completion]:
-    """Samples completions of one prompt. What an abort leaves unfinished is resumed from its partial ids with what is
-    left of the budget; version spans and logprobs of the parts are joined.
+    """Samples completions of one prompt. A completion that the engine aborts is resumed from its tokens so far, with
+    the rest of its budget; version spans and logprobs of the parts are joined.
 
     Raises:
         EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
@@ -85,7 +85,7 @@ async def _generate(
 
 
 def join(parts: Sequence[Completion], last: Completion) -> Completion:
-    """Consecutive parts as one completion that ended as `last` did."""
+    """Joins consecutive parts to one completion that ended as `last` did."""
     if len(parts) == 1:
         return msgspec.structs.replace(parts[0], finish_reason=last.finish_reason)
     spans: list[VersionSpan] = []

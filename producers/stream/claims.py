@@ -1,4 +1,4 @@
-"""Claims: which prompts this producer answers for, and how they get back to others when it cannot."""
+"""Claims: the prompts that this producer is responsible for, and how they return to others if it fails."""
 
 import asyncio
 import logging
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 Fields = dict[bytes, bytes]
 
 SHARE = 4
-"""A claim takes at most one part in so many of the free room: producers that are idle side by side fill up in turns."""
+"""A read claims at most one in so many of the free groups, so that several idle producers share the prompts."""
 IDS_PER_COMMAND = 512
 SHOWN_BYTES = 50
-"""Of a field that is not what it should be; anybody who may append can make it any size."""
+"""The part of an invalid field that a message quotes; whoever may append can make it any size."""
 FREE_AT_ONCE_MS = 10**9
-"""The idle time given to a claim that anybody may take over now."""
+"""The idle time given to a claim that is free for takeover at once."""
 
 
 class Claims:
     """Takes prompts from the two streams of one run into the in-flight table, and keeps them claimed.
 
-    Each claim is an entry pending in the consumer group under this producer's id. Whoever finds an entry idle for
-    `claim_idle_s` may take it over; that counts as another attempt.
+    Each claim is an entry pending in the consumer group under this producer's id. A producer that finds an entry idle
+    for `claim_idle_s` may take it over; that counts as another attempt.
 
-    streams: the streams to take from; None takes from both. What is kept and handed back is the whole table.
-    one_at_a_time: a new prompt is taken only if it is there, without waiting in the server, and no other with it.
+    streams: the streams to take from; None takes from both. `keep` and `hand_back` apply to the whole table.
+    one_at_a_time: takes a single new prompt if one is there, without waiting in the server.
     """
 
     def __init__(
@@ -63,35 +63,35 @@ class Claims:
         self._takeover_from = 0.0
 
     async def open(self) -> None:
-        """Creates the consumer groups where they are missing, and frees what an earlier life under this id held."""
+        """Creates missing consumer groups, and frees the claims of an earlier process of this id."""
         await self._connection.retrying(self._create_groups)
         await self._connection.retrying(self._free_former_claims)
 
     async def take(self) -> list[Claim]:
         """Adds claims to the table and returns them: lost ones found again, one taken over, or new ones.
 
-        Waits in the server for at most `BLOCK_MS`; empty when nothing came. New ones are evaluations up to the free
-        room and prompts up to a share of it.
+        Waits in the server for at most `BLOCK_MS`; empty if nothing came. New ones are evaluations up to the free room
+        and prompts up to a share of it.
         """
         return await self._connection.retrying(self._take)
 
     async def keep(self) -> None:
         """Waits `claim_refresh_s`, then tells Redis that the claims in the table are alive; runs until cancelled.
 
-        A group past its deadline is no longer kept, so that a generation which hangs cannot hold its prompt for ever.
+        A group past its deadline is no longer kept, so that a hanging generation cannot hold its prompt for ever.
         """
         while True:
             await asyncio.sleep(self._config.claim_refresh_s)
-            # Nothing to send is no sign of life from Redis, so it does not go through the connection.
+            # An empty refresh would count as an answer of Redis, so it does not go through the connection.
             if by_stream := self._to_be_kept():
                 await self._connection.retrying(partial(self._refresh, by_stream))
 
     async def hand_back(self) -> int:
         """Makes every claim of this id available to the other producers at once; returns how many there were.
 
-        To be called when nothing claims or runs any more.
+        To be called once nothing claims or runs any more.
         """
-        # The last claim may have been given up between its arrival in the server and that of its reply.
+        # The last claim may have been cancelled after the server executed it.
         await self._connection.retrying(self._adopt_lost)
         claims = list(self._table)
         if claims:
@@ -99,11 +99,11 @@ class Claims:
         return len(claims)
 
     async def give_back(self, claim: Claim) -> None:
-        """Makes one claim, with which nothing was begun, available to the other producers at once."""
+        """Makes one claim that was never started available to the other producers at once."""
         await self._connection.retrying(lambda: self._hand_back([claim]))
 
     async def _take(self) -> list[Claim]:
-        # A command that fails halfway leaves claims that are in the table already: nobody else would hand them out.
+        # A command that fails halfway leaves claims in the table that no later command would return.
         if not self._accepted:
             await self._find()
         found, self._accepted = self._accepted, []
@@ -124,12 +124,12 @@ class Claims:
                     if taken_over is not None:
                         return
                 self._takeover_from = time.monotonic() + self._config.claim_refresh_s
-            # From the moment the command leaves until its reply is here, entries may be ours without our knowing.
+            # Between sending the command and receiving its reply, entries may be ours without our knowing.
             self._reply_lost = True
             await self._read_new()
             self._reply_lost = False
         except ResponseError as error:
-            _unless_no_group(error)
+            _raise_unless_no_group(error)
             log.warning("the prompts stream has lost its consumer group (an emptied Redis?): creating it again")
             await self._create_groups()
 
@@ -164,10 +164,10 @@ class Claims:
         return "XREADGROUP", "GROUP", PRODUCERS_GROUP, self._consumer
 
     async def _accept(self, stream: str, entry_id: bytes, fields: Fields, num_deliveries: int) -> Claim | None:
-        """The claim that an entry stands for, now in the table; None where there is nothing to start.
+        """The claim of an entry, now in the table; None if there is nothing to start.
 
-        An entry that names no task is removed: the trainer's reconciling releases what it was meant to be. One that is
-        in the table already comes again when Redis has lost the claim, but not the entry, or got the entry anew.
+        An entry that names no task is removed: the trainer's reconciliation releases the index it was meant for. An
+        entry is in the table already if Redis has lost the claim but not the entry, or received the entry again.
         """
         if (stream, entry_id) in self._table:
             return None
@@ -204,10 +204,10 @@ class Claims:
     async def _take_over(self, stream: str) -> Claim | None:
         """One entry whose producer has not refreshed it for `claim_idle_s`, or None.
 
-        One at a time: it will run alone, and the other producers take the next ones meanwhile.
+        One at a time: it runs alone, and the other producers take the next ones meanwhile.
         """
         redis, idle_ms = self._connection.commands, int(self._config.claim_idle_s * 1000)
-        # Idle ones of our own are groups past their deadline, about to be settled here.
+        # Idle entries of our own are groups past their deadline, about to be settled here.
         num_rows = len(self._table) + 1
         pending: Any = await redis.xpending_range(stream, PRODUCERS_GROUP, "-", "+", num_rows, idle=idle_ms)
         row = next((row for row in pending if (stream, row["message_id"]) not in self._table), None)
@@ -230,14 +230,14 @@ class Claims:
         for stream, entry_id, num_deliveries in await self._own_pending():
             if (stream, entry_id) in self._table:
                 continue
-            # RETRYCOUNT keeps the count: the prompt was handed out once, only the answer did not arrive.
+            # RETRYCOUNT keeps the count: the prompt was delivered once, only the reply was lost.
             claimed: Any = await redis.xclaim(
                 stream, PRODUCERS_GROUP, self._consumer, 0, [entry_id], retrycount=num_deliveries
             )
             if claimed and await self._accept(stream, entry_id, claimed[0][1], num_deliveries):
                 num_adopted += 1
         if num_adopted:
-            log.warning("found %d claims of our own whose reply was lost", num_adopted)
+            log.warning("found %d claims of this producer whose reply was lost", num_adopted)
 
     async def _own_pending(self) -> list[tuple[str, bytes, int]]:
         """(stream, entry id, number of deliveries) of everything claimed under this id."""
@@ -250,7 +250,7 @@ class Claims:
                         stream, PRODUCERS_GROUP, start, "+", IDS_PER_COMMAND, self._consumer
                     )
                 except ResponseError as error:
-                    _unless_no_group(error)
+                    _raise_unless_no_group(error)
                     break
                 found += [(stream, row["message_id"], row["times_delivered"]) for row in rows]
                 if len(rows) < IDS_PER_COMMAND:
@@ -267,8 +267,8 @@ class Claims:
                     raise
 
     async def _free_former_claims(self) -> None:
-        # A process of this id died holding these. They stay counted as one attempt, and whoever looks for idle claims
-        # next takes them, so that one restarted producer does not run all of them alone one after another.
+        # A process of this id died holding these. They count as one attempt and are free for every producer, so that
+        # one restarted producer does not run all of them alone one after another.
         pipeline = self._connection.commands.pipeline(transaction=False)
         former = await self._own_pending()
         for stream, entry_id, _ in former:
@@ -277,7 +277,7 @@ class Claims:
             try:
                 await pipeline.execute()
             except ResponseError as error:
-                _unless_no_group(error)  # emptied in between: there is nothing left to free
+                _raise_unless_no_group(error)  # Redis was emptied in between: nothing is left to free
             log.warning("an earlier process of this id left %d claims: free for takeover", len(former))
 
     def _to_be_kept(self) -> dict[str, list[bytes]]:
@@ -298,12 +298,12 @@ class Claims:
         try:
             await pipeline.execute()
         except ResponseError as error:
-            _unless_no_group(error)  # the next claim creates it again
+            _raise_unless_no_group(error)  # the next claim creates it again
 
     async def _hand_back(self, claims: list[Claim]) -> None:
-        """A prompt is released anew in the place of the claimed one: producers have no script that could put an entry
-        back, and a fresh entry reaches a waiting producer without its looking for idle claims. An evaluation's id says
-        what it is and cannot be used twice, so its claim is marked idle for the next producer that looks."""
+        """Releases a new entry in place of each claimed prompt: a claimed entry cannot be returned to its stream, and a
+        new one reaches a waiting producer without a search for idle claims. The id of an evaluation says what it is and
+        cannot be used twice, so its claim is marked idle for the next producer that looks."""
         pipeline = self._connection.commands.pipeline(transaction=True)
         for claim in claims:
             before, stream, entry_id = claim.attempt - 1, claim.stream, claim.entry_id
@@ -321,7 +321,7 @@ class Claims:
         try:
             await pipeline.execute()
         except ResponseError as error:
-            _unless_no_group(error)  # an emptied Redis: its evaluations are the trainer's to ask for again
+            _raise_unless_no_group(error)  # an emptied Redis: the trainer asks for its evaluations again
         for claim in claims:
             self._table.remove(claim)
 
@@ -334,7 +334,7 @@ def _number(name: bytes, field: bytes | None) -> int:
     return number
 
 
-def _unless_no_group(error: ResponseError) -> None:
-    """Raises `error` again unless it says that the consumer group is not there."""
+def _raise_unless_no_group(error: ResponseError) -> None:
+    """Raises `error` again unless it says that the consumer group is missing."""
     if not says(error, "NOGROUP"):
         raise error

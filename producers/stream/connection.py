@@ -23,13 +23,13 @@ BLOCK_MS = 2000
 ANSWER_S = BLOCK_MS / 1000 + 8.0
 """A command unanswered for so long has failed. Above BLOCK with a margin: a read that merely waits is not given up."""
 SLOWEST_BYTES_PER_S = 65536
-"""What is sent gets this much longer by its size: the entry cap of 4 MiB makes it a minute."""
+"""Extends the timeout by the size of what is sent: to a minute for the entry cap of 4 MiB."""
 FORGET_S = 60.0
 """A timeout that was raised falls back after so long without a late answer."""
 
 
 class AdaptiveTimeout:
-    """How long a command may go unanswered, learned from answers that came too late.
+    """The time that a command may take, adapted to answers that came too late.
 
     After a command has timed out, each gets twice that time in proportion, until for `FORGET_S` none has needed more
     than usual. A disk or a link that is slower than expected would otherwise be asked the same for ever.
@@ -79,7 +79,7 @@ class ProducerConnection:
 
     @property
     def num_recoveries(self) -> int:
-        """How often Redis came back after an outage; see `OutageTracker.num_ended`."""
+        """Outages that have ended; see `OutageTracker.num_ended`."""
         return self._outage.num_ended
 
     async def retrying(

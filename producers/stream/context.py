@@ -1,4 +1,4 @@
-"""What the parts of one producer have in common."""
+"""What every part of one producer shares."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The producer's sign of life: who it is, what it holds and how fast it is, under a key that expires."""
+"""The producer's heartbeat: its id, claims and token rate, under a key that expires."""
 
 import asyncio
 import logging
@@ -26,9 +26,9 @@ class ProducerIdTakenError(RuntimeError):
 async def check_id_is_free(connection: ProducerConnection, keys: Keys, producer_id: str) -> bytes | None:
     """Returns once no live producer has this id: the heartbeat that a dead one has left, or None.
 
-    Two of one id would take each other's claims for lost replies of their own, so the second does not start. It is not
-    given another name either: who starts `producer-0` twice has made a mistake that a suffix would hide. A heartbeat
-    left by a dead process does not count: one of this host whose process is gone, or one that is not renewed.
+    Two producers of one id would mistake each other's claims for lost replies of their own, so the second does not
+    start. It is not renamed either: starting `producer-0` twice is a mistake that a suffix would hide. A heartbeat left
+    by a dead process does not count: one of this host whose process is gone, or one that is not renewed.
 
     Raises:
         ProducerIdTakenError: a heartbeat is being renewed under this id.
@@ -50,7 +50,7 @@ async def check_id_is_free(connection: ProducerConnection, keys: Keys, producer_
         if seen is not None and found.sent_s != seen.sent_s:
             break
         if seen is None:
-            log.info("a heartbeat of another %s is there: waiting to see whether it is alive", producer_id)
+            log.info("found a heartbeat of another %s: waiting to see whether it is alive", producer_id)
         seen = found
         await asyncio.sleep(HEARTBEAT_S / 4)
     assert seen is not None
@@ -65,7 +65,7 @@ def _taken(by: Heartbeat, keys: Keys, producer_id: str) -> ProducerIdTakenError:
 
 
 def _is_dead(heartbeat: Heartbeat) -> bool:
-    """True for a process of this host that is no more (or was this very process id: a restarted container)."""
+    """True for a process of this host that has ended (or had this process id: a restarted container)."""
     if heartbeat.host != socket.gethostname():
         return False
     if heartbeat.pid == os.getpid():
@@ -80,10 +80,10 @@ def _is_dead(heartbeat: Heartbeat) -> bool:
 
 
 class HeartbeatSender:
-    """Sends what `describe` says every `HEARTBEAT_S`, and hears whether the run is finished.
+    """Sends the heartbeat that `describe` returns every `HEARTBEAT_S`, and reads whether the run is finished.
 
-    Two that start under one id at the same moment, or one that was stopped for longer than a heartbeat lives, find the
-    other's heartbeat in place of their own: whoever does so ends, and the one that wrote last goes on.
+    Of two producers that start under one id at the same moment, or after one was suspended for longer than a heartbeat
+    lives, the one that finds the other's heartbeat in place of its own ends; the one that wrote last goes on.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class HeartbeatSender:
         self._on_finished = on_finished
         self._left_by_another: bytes | None = None
         self._epoch = -1
-        """The newest of the run's trainers that was heard of."""
+        """The newest trainer epoch seen."""
 
     async def claim_id(self) -> None:
-        """The first heartbeat, unless another process has sent one under this id meanwhile.
+        """Sends the first heartbeat.
 
         Raises:
-            ProducerIdTakenError: it has.
+            ProducerIdTakenError: another process sends heartbeats under this id.
         """
         self._left_by_another = await check_id_is_free(self._connection, self._keys, self._producer_id)
         await self._send()
@@ -124,12 +124,12 @@ class HeartbeatSender:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def stop(self) -> None:
-        """Takes the heartbeat away: the id is free at once."""
+        """Deletes the heartbeat: the id is free at once."""
         await self._connection.retrying(lambda: self._connection.commands.delete(self._key))
 
     async def _send(self) -> None:
         try:
-            # A server at its memory limit refuses heartbeats too. The writer waits for it and says so.
+            # A server at its memory limit refuses heartbeats too. The writer waits for it and logs it.
             finished = await self._connection.retrying(self._exchange, wait_at_memory_limit=False)
         except OutOfMemoryError:
             return
@@ -143,18 +143,18 @@ class HeartbeatSender:
         pipeline.hget(self._keys.commit, Commit.EPOCH)
         pipeline.get(self._key)
         finished, epoch, held = await pipeline.execute()
-        mine = self._describe()
+        own = self._describe()
         if held is not None and held != self._left_by_another:
-            self._check_own(held, mine)
-        await self._connection.commands.set(self._key, encode_heartbeat(mine), ex=HEARTBEAT_TTL_S)
-        # Of an older epoch, in a Redis that fell back to an older state, it is a run that was continued since.
+            self._check_own(held, own)
+        await self._connection.commands.set(self._key, encode_heartbeat(own), ex=HEARTBEAT_TTL_S)
+        # The flag of an older epoch, in a Redis that fell back to an older state, is of a run that was continued since.
         is_newest, self._epoch = int(epoch or -1) >= self._epoch, max(int(epoch or -1), self._epoch)
         return finished == b"1" and is_newest
 
-    def _check_own(self, held: bytes, mine: Heartbeat) -> None:
+    def _check_own(self, held: bytes, own: Heartbeat) -> None:
         try:
             found = decode_heartbeat(held)
         except msgspec.DecodeError:
-            return  # nobody's: written over
-        if (found.host, found.pid) != (mine.host, mine.pid):
+            return  # not a heartbeat: overwritten
+        if (found.host, found.pid) != (own.host, own.pid):
             raise _taken(found, self._keys, self._producer_id)

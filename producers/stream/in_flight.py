@@ -1,4 +1,4 @@
-"""The claims this producer answers for, from the claim to the append, and the room they leave."""
+"""The in-flight table: every claim from its claiming to its append, and the room they leave."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ class Claim:
     stream: name of the stream it was claimed from.
     index: the task index; of an evaluation, the number of the held-out prompt.
     version: the policy version announced when it was released.
-    attempt: how often it was handed out, this time included.
+    attempt: how often it was delivered, this time included.
     evaluation_id: `<version>-<n>`; None for a training prompt.
     """
 
@@ -33,13 +33,13 @@ class Claim:
 
 
 class Dead(NamedTuple):
-    """A claim that can have no group, and why."""
+    """The outcome of a claim without a group, and the reason."""
 
     reason: str
 
 
 class DeadRollout(NamedTuple):
-    """An agent's rollout that its group has to do without, and why."""
+    """An agent's rollout that is missing from its group, and the reason."""
 
     id: str
     producer_id: str
@@ -83,7 +83,7 @@ class InFlightTable:
             self._changed.set()
 
     async def wait_for_room(self, num_groups: int = 1) -> None:
-        """Waits until so many more groups fit."""
+        """Waits until so many more groups fit; an append unblocks it."""
         while self.groups_free < num_groups:
             await self._next_removal()
 

@@ -29,7 +29,7 @@ class _Entry(NamedTuple):
 
 
 class _Letter(NamedTuple):
-    """An agent's rollout that died; its claim lives on."""
+    """The letter about an agent's rollout that died; its claim stays open."""
 
     claim: Claim
     rollout: DeadRollout
@@ -37,8 +37,8 @@ class _Letter(NamedTuple):
 
 
 class Writer:
-    """Finished groups wait here, encoded, until Redis has them. A group keeps its room in the in-flight table until
-    then, so that what waits while Redis is away or full stays bounded."""
+    """Holds finished groups, encoded, until Redis has them. Until then a group keeps its room in the in-flight table,
+    which bounds what waits while Redis is away or full."""
 
     def __init__(
         self, connection: ProducerConnection, keys: Keys, table: InFlightTable, metrics: ProducerMetrics
@@ -48,9 +48,9 @@ class Writer:
         self._table = table
         self._metrics = metrics
         self._waiting: dict[int, _Entry | _Letter] = {}
-        """Everything that Redis does not have yet, numbered as it came."""
+        """Everything that Redis does not have yet, numbered in order of arrival."""
         self._unsent: deque[int] = deque()
-        """Those of them that no append has taken up."""
+        """The numbers of entries that no append has taken yet."""
         self._num_put = 0
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -58,15 +58,15 @@ class Writer:
         self.num_groups_appended = 0
 
     def put(self, claim: Claim, outcome: RolloutGroup | Dead) -> bool:
-        """Takes a finished claim. A group that breaks the record's contract (the entry cap, say) becomes a dead one.
-        Returns whether it goes onto the stream as a group."""
+        """Takes the outcome of a claim. A group that violates the wire format (the entry cap, say) becomes a dead one.
+        Returns whether it is appended as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
                 payload = encode_group(outcome)
             except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}")
         if isinstance(outcome, Dead):
-            # It may quote an environment's error, of any length and with any character.
+            # It may quote an environment's error, of any length and with any characters.
             reason = one_line(outcome.reason)
             log.error("%s is dead: %s", claim, reason)
             entry = _Entry(claim, Kind.DEAD, Field.REASON, reason.encode())
@@ -76,7 +76,7 @@ class Writer:
         return entry.kind == Kind.GROUP
 
     def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
-        """Takes an agent's rollout that its group has to do without."""
+        """Takes an agent's rollout that is missing from its group."""
         self._put(_Letter(claim, rollout, one_line(rollout.reason).encode()))
 
     def _put(self, entry: "_Entry | _Letter") -> None:
@@ -87,7 +87,7 @@ class Writer:
         self._wake.set()
 
     async def run(self) -> None:
-        """Waits for finished groups and appends all that are there; Redis taking them unblocks it. Until cancelled."""
+        """Waits for finished groups, which `put` unblocks, and appends them. Runs until cancelled."""
         appending = [asyncio.create_task(self._append_batches()) for _ in range(APPENDS_AT_ONCE)]
         try:
             await asyncio.gather(*appending)
@@ -97,7 +97,7 @@ class Writer:
             await asyncio.wait(appending)
 
     async def _append_batches(self) -> None:
-        """Waits for a group to be put; then for Redis to take the batch that begins with it."""
+        """Waits for an entry, then for Redis to accept the batch that begins with it."""
         while True:
             await self._wake.wait()
             if not self._unsent:
@@ -129,7 +129,7 @@ class Writer:
         return batch
 
     async def _append(self, batch: list[_Entry | _Letter]) -> None:
-        """One MULTI. EXEC does not roll back, so nothing in it can be refused for its content: ids are automatic."""
+        """One MULTI. EXEC does not roll back, so no command in it may be refused for its content: ids are automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
         by_stream: dict[str, list[bytes]] = {}

@@ -1,1 +1,1 @@
-"""TODO"""
+"""New weights on their way into the engine: `follower.WeightFollower`."""

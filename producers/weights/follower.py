@@ -1,4 +1,4 @@
-"""Weight pick-up: follows the policy stream, verifies bytes while the engine samples, has the newest ones loaded."""
+"""Follows the policy stream, verifies new weights while the engine samples, and has the newest ones loaded."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-NEWS_S = 1.0
+NEWER_POLICY_S = 1.0
 """A file that is gone counts as failed only when no newer policy is announced within this time."""
 MANIFESTS_PER_READ = 64
 
@@ -40,10 +40,10 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def steps_behind(held: int, wanted: int) -> float:
-    """How many optimizer steps version `held` lacks of `wanted`; infinite where `wanted` is of a later trainer epoch.
+    """The optimizer steps from version `held` to `wanted`; infinite if `wanted` is of a later trainer epoch.
 
-    Zero or less: `held` is as new. Across epochs steps do not compare, and the later epoch's first weights are always
-    fetched before anything that it released.
+    Zero or less means that `held` is as new. Steps of different epochs do not compare, and the later epoch's first
+    weights are always fetched before anything that it released.
     """
     held_epoch, held_steps = split_version(held)
     wanted_epoch, wanted_steps = split_version(wanted)
@@ -109,13 +109,14 @@ class WeightFollower:
                     self._cursor = b"0-0"
                 continue
             self.newest = manifest
-            self._tell()
+            self._notify()
 
     async def keep_current(self) -> None:
-        """Waits for a policy newer than the engine's, verifies its bytes and has them loaded. Runs until cancelled.
+        """Waits for a policy newer than the engine's, which `follow` unblocks; verifies its file and has it loaded.
+        Runs until cancelled.
 
         Only the newest is ever fetched, so versions announced meanwhile are skipped. After a failure the old version
-        serves on, and the newest is tried again with growing pauses.
+        stays in use, and the newest is tried again with growing pauses.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -131,10 +132,10 @@ class WeightFollower:
                 retry_s = FIRST_RETRY_S
             except (WeightLoadError, OSError) as error:
                 if not (self._folder / manifest.file).exists():
-                    # The trainer deletes old files after announcing new ones: the news may be on its way.
-                    await self._pause(NEWS_S)
+                    # The trainer deletes old files after announcing new ones: a newer manifest may be on its way.
+                    await self._pause(NEWER_POLICY_S)
                 if self.newest is not manifest:
-                    log.info("policy %d was overtaken while it was fetched: %s", manifest.version, error)
+                    log.info("policy %d was superseded while it was fetched: %s", manifest.version, error)
                     continue
                 self._note_failure(manifest, error)
                 await self._pause(retry_s * random.uniform(0.5, 1.0))
@@ -143,7 +144,7 @@ class WeightFollower:
     async def _read(self) -> WeightManifest | None:
         """The newest manifest not yet seen, or None after `BLOCK_MS`."""
         if self._recoveries_seen != self._connection.num_recoveries or self._cursor is None:
-            # Look at the newest entry again, wherever the cursor was: a Redis that came back may hold another stream.
+            # Read the newest entry again, wherever the cursor was: a Redis that came back may hold another stream.
             entries: Any = await self._connection.blocking.xrevrange(self._stream, count=1)
             self._recoveries_seen = self._connection.num_recoveries
             if not entries:
@@ -188,7 +189,7 @@ class WeightFollower:
         self._metrics.pause_s.observe(pause_s)
         self._metrics.prefetch_s.observe(prefetch_s)
         self._on_load(report)
-        self._tell()
+        self._notify()
 
     def _note_failure(self, manifest: WeightManifest, error: Exception) -> None:
         self.num_failed += 1
@@ -198,7 +199,7 @@ class WeightFollower:
         log.error("weights not loaded: %s; %s", self.last_error, serving)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps, shorter when there is news."""
+        """Sleeps until the time is over or a change is noted."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._next_change()
@@ -206,8 +207,8 @@ class WeightFollower:
     async def _next_change(self) -> None:
         await self._changed.wait()
 
-    def _tell(self) -> None:
-        """Wakes everybody who waits for a change, now and only now."""
+    def _notify(self) -> None:
+        """Wakes every task that waits for a change now."""
         self._metrics.policy_version.set(self._engine.policy_version)
         if self.behind != float("inf"):
             self._metrics.policy_behind.set(max(0, self.behind))

@@ -1,4 +1,4 @@
-"""An end to tasks."""
+"""Cancelling asyncio tasks."""
 
 import asyncio
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels and waits. Again and again: a library in between may lose a cancellation."""
+    """Cancels the tasks and waits for their end, repeatedly: a library in between may swallow a cancellation."""
     left = set(tasks)
     while left:
         for task in left:

@@ -1,4 +1,4 @@
-"""Files of JSON lines in the run folder, for views and reports. What is written there the run does not depend on."""
+"""Files of JSON lines in the run folder, for views and reports. A run does not depend on them."""
 
 import json
 import logging
@@ -12,20 +12,20 @@ import msgspec
 log = logging.getLogger(__name__)
 
 MAX_WAITING_LINES = 1000
-"""What a full disk holds up is kept in memory so far; a line has one or two kilobytes."""
+"""The most lines kept in memory while the disk is full; a line has one or two kilobytes."""
 
 
 class JsonLines:
-    """Appends JSON lines to a file of the run folder. A line that a kill has torn stays one line of its own.
+    """Appends JSON lines to a file of the run folder. A line torn by a kill stays a line of its own.
 
-    While the disk is full the latest `MAX_WAITING_LINES` wait for room. One warning says so when it begins, another one
-    how many lines were lost.
+    While the disk is full the latest `MAX_WAITING_LINES` lines wait for room. One warning is logged when that begins,
+    another one with the number of lines that were lost.
     """
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file = file
-        # Unbuffered: a buffer keeps what it could not write, and fails again when it is closed.
+        # Unbuffered: a buffer would keep what it could not write, and fail again when it is closed.
         self._stream = file.open("a+b", buffering=0)
         self._is_torn = _ends_torn(self._stream.fileno())
         self._waiting: deque[bytes] = deque()
@@ -45,7 +45,7 @@ class JsonLines:
         self._flush()
         self._num_lost += len(self._waiting)
         self._stream.close()
-        self._tell_loss()
+        self._log_loss()
 
     def _flush(self) -> None:
         try:
@@ -55,12 +55,12 @@ class JsonLines:
         except OSError as error:
             if not self._is_stuck:
                 self._is_stuck = True
-                log.warning("%s cannot be written: %s; the run goes on, its lines wait", self._file, error)
+                log.warning("%s cannot be written: %s; the run continues, its lines wait", self._file, error)
             return
         if self._is_stuck:
             self._is_stuck = False
             log.info("%s is written again", self._file)
-            self._tell_loss()
+            self._log_loss()
 
     def _append(self, line: bytes) -> None:
         data = b"\n" + line if self._is_torn else line
@@ -69,18 +69,18 @@ class JsonLines:
             while num_written < len(data):
                 num_written += self._stream.write(data[num_written:])
         except OSError:
-            if num_written:  # a part of a line, which would be read as one
+            if num_written:  # a torn line would be read as a whole one
                 self._stream.truncate(os.fstat(self._stream.fileno()).st_size - num_written)
             raise
         self._is_torn = False
 
-    def _tell_loss(self) -> None:
+    def _log_loss(self) -> None:
         if self._num_lost:
             log.warning("%s: %d lines are lost", self._file, self._num_lost)
             self._num_lost = 0
 
 
 def _ends_torn(descriptor: int) -> bool:
-    """True where the file's last line has no end."""
+    """True if the file's last line has no line break."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -1,8 +1,8 @@
-"""What a process says, one record an event: JSON lines for machines, short lines for a person.
+"""Logging of a process to standard error: JSON lines for machines, or short lines for people.
 
-A record has `time` (UTC), `level`, `run`, `role`, `id`, `policy_version` (where there is one), `logger`, `message` and,
-of an exception, `traceback`. JSON is written where standard error is no terminal; PENSTOCK_LOG = "json" or "text"
-decides otherwise. Records of libraries take the same way.
+A record has `time` (UTC), `level`, `run`, `role`, `id`, `policy_version` (if there is one), `logger`, `message` and,
+for an exception, `traceback`. JSON is the default unless standard error is a terminal; PENSTOCK_LOG = "json" or "text"
+overrides it. Records of libraries are written in the same way.
 """
 
 import json
@@ -20,20 +20,20 @@ from penstock.schemas.policy import split_version
 
 FORM = "PENSTOCK_LOG"
 _HANDED_DOWN = "PENSTOCK_LOG_HANDED_DOWN"
-"""What the processes that an engine starts take over from the producer's."""
+"""Environment variable: the producer's settings, for the processes that its engine starts."""
 _CHATTY = ("httpx", "httpcore", "openai")
-"""Libraries that tell of every request at INFO, with its whole URL."""
+"""Libraries that log every request at INFO, with its whole URL."""
 _LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""What JSON leaves as it is and readers take for the end of a line."""
+"""Characters that JSON does not escape and some readers take for the end of a line."""
 _ORDER = ("time", "level", "run", "role", "id", "policy_version", "logger", "message", "traceback")
 
 log = logging.getLogger(__name__)
 
 
-class Records(logging.Handler):
-    """Writes to whatever standard error is at the moment.
+class LogHandler(logging.Handler):
+    """Writes to the current standard error.
 
-    fields: of every record. A callable is asked at each one; what is None or fails is left out.
+    fields: added to every record. A callable is called for each one; None, or one that fails, is left out.
     """
 
     def __init__(self, form: str, fields: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Records(logging.Handler):
             stream.write(line + "\n")
             stream.flush()
         except Exception:
-            pass  # standard error takes nothing: there is nowhere left to say so
+            pass  # standard error cannot be written: there is no other place to log
 
     def _event(self, record: logging.LogRecord) -> dict[str, Any]:
         seconds, milliseconds = divmod(int(record.created * 1000), 1000)
@@ -66,7 +66,7 @@ class Records(logging.Handler):
 
 
 def configure(role: str, *, run: str, id: str) -> None:
-    """Sends every record of this process from INFO up through one handler, uncaught exceptions and warnings too.
+    """Sends every record of this process from INFO up through one handler, with uncaught exceptions and warnings.
 
     Raises:
         ConfigError: PENSTOCK_LOG is neither "json" nor "text".
@@ -75,30 +75,30 @@ def configure(role: str, *, run: str, id: str) -> None:
     if form not in ("json", "text"):
         raise ConfigError(f"{FORM} = {form!r}: expected 'json' or 'text'")
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, Records)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, LogHandler)]:
         root.removeHandler(handler)
-    root.addHandler(Records(form, {"run": run, "role": role, "id": id}))
+    root.addHandler(LogHandler(form, {"run": run, "role": role, "id": id}))
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     for library in map(logging.getLogger, _CHATTY):
         if library.level == logging.NOTSET:
             library.setLevel(logging.WARNING)
-    sys.excepthook = _tell_uncaught
-    threading.excepthook = _tell_uncaught_in_thread
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
     adopt()
 
 
 def bind(**fields: Any | Callable[[], Any]) -> None:
-    """Adds fields to every record from now on; see `Records`. Without `configure` it does nothing."""
+    """Adds fields to every record from now on; see `LogHandler`. Without `configure` it does nothing."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, Records):
+        if isinstance(handler, LogHandler):
             handler.fields.update(fields)
 
 
 def adopt() -> None:
-    """Has the libraries imported so far write through the handler of `configure`: their own are taken away, their
-    levels stay. To be called after importing one that sets itself up. Without `configure` it does nothing."""
-    if not any(isinstance(handler, Records) for handler in logging.getLogger().handlers):
+    """Routes the loggers of libraries through the handler of `configure`: their own handlers are removed, their levels
+    stay. Call it after importing a library that configures logging itself. Without `configure` it does nothing."""
+    if not any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers):
         return
     for name in list(logging.Logger.manager.loggerDict):
         logger = logging.Logger.manager.loggerDict[name]
@@ -109,16 +109,16 @@ def adopt() -> None:
 
 
 def hand_down(*libraries: str) -> None:
-    """Leaves form, fields and the levels of `libraries` to the processes started from now on, for `inherit`."""
+    """Passes form, fields and the levels of `libraries` on to processes started from now on, which call `inherit`."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, Records):
+        if isinstance(handler, LogHandler):
             fields = {name: value for name, value in handler.fields.items() if isinstance(value, str)}
             levels = {name: logging.getLogger(name).level for name in libraries}
             os.environ[FORM], os.environ[_HANDED_DOWN] = handler.form, json.dumps({"fields": fields, "levels": levels})
 
 
 def inherit(role: str) -> None:
-    """`configure` in a process whose parent has handed down; does nothing where it has not."""
+    """`configure` in a process whose parent has called `hand_down`; otherwise it does nothing."""
     if os.environ.get(_HANDED_DOWN):
         handed_down = json.loads(os.environ[_HANDED_DOWN])
         configure(role, run=handed_down["fields"]["run"], id=handed_down["fields"]["id"])
@@ -127,7 +127,7 @@ def inherit(role: str) -> None:
 
 
 def as_text(event: Mapping[str, Any]) -> str:
-    """`2026-11-21 20:34:16.123 WARNING producer-0 v3:21 message`; what follows a line break is indented."""
+    """`2026-11-21 20:34:16.123 WARNING producer-0 v3:21 message`; further lines are indented."""
     who = event.get("id") if event.get("role") == "producer" else event.get("role")
     version = event.get("policy_version")
     words = [str(event["time"]).replace("T", " ").rstrip("Z"), str(event["level"]), str(who or event.get("logger"))]
@@ -139,7 +139,7 @@ def as_text(event: Mapping[str, Any]) -> str:
 
 
 def line_as_text(line: str) -> str:
-    """A line of a log for a person: a JSON record as text, anything else as it is."""
+    """A line of a log as text: a JSON record is converted, anything else is unchanged."""
     if not line.startswith('{"time"'):
         return line
     try:
@@ -154,7 +154,7 @@ def _as_json(event: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError):
         plain = {name: value if isinstance(value, str) else _shown(value) for name, value in event.items()}
         line = json.dumps(plain, ensure_ascii=False)
-    # A surrogate cannot be written; what stands for it here is JSON.
+    # A surrogate cannot be encoded; its backslash escape is valid JSON.
     return line.translate(_LINE_BREAKS).encode(errors="backslashreplace").decode()
 
 
@@ -173,7 +173,7 @@ def _shown(value: Any) -> str:
 
 
 def _printable(line: str) -> str:
-    """What is said may quote a record of somebody else's: nothing in it steers a terminal."""
+    """Escapes control characters: a message may quote foreign text, which must not control the terminal."""
     line = line.expandtabs(4)
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
@@ -187,14 +187,14 @@ def _value(value: Any) -> Any:
         return None
 
 
-def _tell_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
     log.critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
-def _tell_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
+def _log_uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
     if arguments.exc_value is None or issubclass(arguments.exc_type, SystemExit):
         return
     where = arguments.thread.name if arguments.thread is not None else "a thread"

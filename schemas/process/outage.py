@@ -117,18 +117,18 @@ def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
 
 
 def pause_s(num_failures: int) -> float:
-    """How long to wait after so many failures of one command, with jitter."""
+    """The pause after so many failures of one command, with jitter."""
     return BACKOFF.compute(min(num_failures, 16) - 1)  # redis-py's 2 ** n overflows a float in the end
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the server will serve again without anybody changing the command."""
+    """True if the server will accept the same command later."""
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError, *_PASSING)):
         return True
     return isinstance(error, exceptions.ResponseError) and says(error, *_PASSING_CODES)
 
 
 def says(error: exceptions.ResponseError, *codes: str) -> bool:
-    """Whether the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
+    """True if the server's answer begins with one of `codes`; in a pipeline, redis-py puts the command before it."""
     text = str(error)
     return any(text.startswith(f"{code} ") or f"{code} " in text.partition("caused error: ")[2] for code in codes)

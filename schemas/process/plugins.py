@@ -1,4 +1,4 @@
-"""Plugging in the user's own code: an import path resolved and checked against a Protocol at start-up."""
+"""The user's own code: an import path is resolved and the object checked against a Protocol at start-up."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ def resolve(plug: Plug, field: str) -> Any:
     """The object that `plug.path` names.
 
     Raises:
-        ConfigError: no such module or name; says which part of the path failed.
+        ConfigError: no such module or name; the message names the part that failed.
     """
     module_name, _, name = plug.path.partition(":")
     try:
@@ -48,7 +48,7 @@ def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:
 
 
 def check_protocol(built: object, protocol: type, field: str, path: str) -> None:
-    """Raises ConfigError, with the expected signature, unless `built` offers what `protocol` asks for."""
+    """Raises ConfigError, with the expected signature, unless `built` has the methods and attributes of `protocol`."""
     for name, expected in inspect.getmembers(protocol, inspect.isfunction):
         if name.startswith("_") and name != "__call__":
             continue

@@ -78,8 +78,8 @@ def register_metrics_port(run_folder: Path, role: str, host: str, port: int) -> 
 
 
 def unregister_metrics_port(run_folder: Path, role: str, host: str, port: int) -> None:
-    """Deletes the file, so that no alert fires for a process that has ended in good order. One that a successor has
-    written stays."""
+    """Deletes the file, so that no alert fires for a process that has shut down. One that a successor has written
+    stays."""
     file = _target_file(run_folder, role)
     with contextlib.suppress(OSError):
         if file.read_text() == _target(run_folder, role, host, port):

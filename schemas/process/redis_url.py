@@ -22,7 +22,7 @@ def redis_url(config: RunConfig, runs: Path) -> str:
     """REDIS_URL, else the run file's `redis.url`, else the run's own server.
 
     Raises:
-        ConfigError: none of them is there, or see `configured_url`.
+        ConfigError: there is none of them, or see `configured_url`.
     """
     url = configured_url(config)
     if url:
@@ -38,13 +38,13 @@ def redis_url(config: RunConfig, runs: Path) -> str:
 
 
 def configured_url(config: RunConfig | None) -> str | None:
-    """Where the user has put Redis: REDIS_URL, else the run file's `redis.url`; None without either.
+    """The URL that the user has configured: REDIS_URL, else the run file's `redis.url`; None without either.
 
-    A URL that names no password gets the one in the file that REDIS_PASSWORD_FILE names. What is returned is a secret.
+    A URL without a password gets the one in the file that REDIS_PASSWORD_FILE names. The result is a secret.
 
     Raises:
-        ConfigError: not a Redis URL, an option that this program sets itself, or a file that cannot be read. The
-            message quotes neither URL nor password.
+        ConfigError: not a Redis URL, an option that Penstock sets itself, or a file that cannot be read. The message
+            quotes neither URL nor password.
     """
     name, url = URL, os.environ.get(URL)
     if not url and config is not None:
@@ -60,15 +60,15 @@ def configured_url(config: RunConfig | None) -> str | None:
 
 
 def place_of(url: str) -> str:
-    """Where a Redis URL leads to, as it may be shown: neither user nor password."""
+    """The address in a Redis URL, without user and password, for messages."""
     parts = urlsplit(url)
     return parts.netloc.rpartition("@")[2] or parts.path
 
 
 def certificate_problem(error: BaseException, url: str) -> str | None:
-    """What is wrong with the certificate of the server at `url`, and what was expected; None for any other error.
+    """The problem with the certificate of the server at `url`, and what was expected; None for any other error.
 
-    No outage: neither a certificate nor a URL changes by waiting. redis-py hides it behind a ConnectionError.
+    It is not an outage: waiting changes neither a certificate nor a URL. redis-py wraps it in a ConnectionError.
     """
     found: BaseException | None = error
     while found is not None and not isinstance(found, ssl.SSLCertVerificationError):
@@ -101,8 +101,8 @@ def _split(url: str, name: str) -> SplitResult:
     except ValueError:  # its own message may quote a part of the password
         raise ConfigError(expected) from None
     for option, value in parse_qsl(parts.query, keep_blank_values=True):
-        # redis-py lets a URL overrule its arguments: timeouts below a blocking read, its own retries, another protocol.
-        if not option.isidentifier():  # a password with an unescaped question mark, most likely
+        # In redis-py a URL overrides arguments: timeouts below a blocking read, its own retries, another protocol.
+        if not option.isidentifier():  # most likely a password with an unescaped question mark
             raise ConfigError(expected)
         if option != "db" and not option.startswith("ssl_"):
             raise ConfigError(f"{name}: option {option!r}, expected only db and those of TLS (ssl_ca_certs, ...)")

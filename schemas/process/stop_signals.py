@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT from a trainer's first moment on, before anything heavy is imported."""
+"""SIGTERM and SIGINT from a trainer's start on, before heavy modules are imported."""
 
 import os
 import signal
@@ -12,21 +12,21 @@ AGAIN_S = 0.01
 
 
 class StoppedError(BaseException):
-    """Told to stop before training began. Like KeyboardInterrupt no Exception: whoever catches what fails while a model
-    is loaded must not take it for such a failure."""
+    """A signal to stop before training began. Like KeyboardInterrupt it is not an Exception: code that catches failures
+    while a model is loaded must not catch it."""
 
     def __init__(self) -> None:
         super().__init__("stopped before training began; the run is as it was")
 
 
 class StopSignals:
-    """Takes the signals over for the rest of the process, in three stages.
+    """Handles the signals for the rest of the process, in three stages.
 
-    First a signal raises StoppedError wherever the program is: nothing is there yet that would have to be saved, and
-    what a trainer has begun may be left at any point (it might as well be killed). After `hand_to` it calls what it was
-    handed to. After `ignore` the process is about to end, and with the status it has.
+    At first a signal raises StoppedError wherever the program is: nothing has to be saved yet, and a trainer may stop
+    at any point (it might as well be killed). After `hand_to` a signal calls the given function. After `ignore` it does
+    nothing: the process is about to end.
 
-    Where Python can only print an exception and go on (a finalizer, a callback of a weak reference, of which imports
+    Where Python can only print an exception and continue (a finalizer, a callback of a weak reference, of which imports
     have many), the signal is sent once more, a moment later.
     """
 
@@ -42,7 +42,7 @@ class StopSignals:
         """From now on a signal calls `stop`.
 
         Raises:
-            StoppedError: one came before, and somebody has swallowed the exception.
+            StoppedError: one came before, and its exception was swallowed.
         """
         self._stop = stop
         if self._requested:
@@ -62,5 +62,5 @@ class StopSignals:
         first, self._requested = not self._requested, True
         if self._stop is not None:
             self._stop()
-        elif first:  # a second one leaves what the first has begun to end
+        elif first:  # a second one changes nothing
             raise StoppedError

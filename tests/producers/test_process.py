@@ -142,5 +142,5 @@ def test_a_frozen_server_and_a_signal_meanwhile_still_end_with_status_0(
     server.freeze()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 0
-    assert "stopped without Redis: 2 claims are others' in 30 s" in start_producer.log()
+    assert "stopped without Redis: 2 claims are free for others in 30 s" in start_producer.log()
     server.thaw()

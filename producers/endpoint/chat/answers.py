@@ -24,7 +24,7 @@ _ID_LENGTH = 9
 
 
 class ParsedAnswer(NamedTuple):
-    """content: None where nothing is left beside reasoning and calls. tool_calls: names and JSON arguments."""
+    """content: None if nothing is left beside reasoning and calls. tool_calls: names and JSON arguments."""
 
     content: str | None
     reasoning: str | None = None
@@ -38,12 +38,12 @@ class AnswerParser(Protocol):
     """Whether the text is decoded without the tokenizer's special tokens; those that mark calls may be among them."""
 
     def parse(self, text: str, token_ids: list[int], request: ChatRequest, prompt_ids: list[int]) -> ParsedAnswer:
-        """What `text`, decoded from `token_ids`, says in answer to `request`, which was sent as `prompt_ids`."""
+        """Parses `text`, decoded from `token_ids`, as the answer to `request`, which was sent as `prompt_ids`."""
         ...
 
 
 class PlainText:
-    """Leaves everything in the text."""
+    """A parser that leaves everything in the text."""
 
     skip_special_tokens = True
 
@@ -52,7 +52,7 @@ class PlainText:
 
 
 class Answers:
-    """Decodes completions. Not safe to be called from two threads at once.
+    """Decodes completions. Not thread-safe.
 
     tokenizer: a transformers tokenizer.
     """
@@ -63,7 +63,7 @@ class Answers:
         self._special = special_token_ids(tokenizer)
 
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
-        """The assistant's message, with what was given to the engine and sampled under NeMo Gym's field names."""
+        """The assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""
         token_ids = unpack_ids(completion.token_ids).tolist()
         parsed = self._parse(request, prompt_ids, token_ids, completion)
         message: Json = {"role": "assistant", "content": parsed.content}
@@ -93,7 +93,7 @@ class Answers:
     def _parse(
         self, request: ChatRequest, prompt_ids: list[int], token_ids: list[int], completion: Completion
     ) -> ParsedAnswer:
-        # The token that ended the answer is none of its text.
+        # The stop token is not part of the text.
         stopped = completion.finish_reason == "stop" and token_ids and token_ids[-1] in self._special
         shown = token_ids[:-1] if stopped else token_ids
         text = self._tokenizer.decode(
@@ -101,7 +101,7 @@ class Answers:
         )
         try:
             return self._parser.parse(text, shown, request, prompt_ids)
-        except Exception:  # whatever a policy writes, a parser of the model's own must not lose what was sampled
+        except Exception:  # a policy may write anything, and a parser that fails must not lose what was sampled
             log.exception("an answer of %d tokens could not be parsed: left as text", len(shown))
             return ParsedAnswer(text)
 
@@ -131,7 +131,7 @@ def response(completion_id: str, created: int, model: str, message: Json, logpro
 
 
 def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
-    """A finished response once more, as the server-sent events of a stream."""
+    """A finished response as the server-sent events of a stream."""
     choice = finished["choices"][0]
     message = choice["message"]
     deltas: list[tuple[Json, Json | None, str | None]] = [({"role": "assistant", "content": ""}, None, None)]

@@ -16,12 +16,12 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that gets no answer.
+    """The error response to a request.
 
     Args:
-        code: says in one word which error it is; for programs.
-        param: the field of the request that is to blame.
-        headers: further headers of the answer.
+        code: one word that identifies the error; for programs.
+        param: the field of the request that caused it.
+        headers: further headers of the response.
         fields: further fields of the error object.
     """
 

@@ -1,4 +1,4 @@
-"""An agent's messages, told apart by what they say, and in the form that chat templates expect."""
+"""An agent's messages: their identity, and the form that chat templates expect."""
 
 import hashlib
 import json
@@ -27,9 +27,9 @@ def extend_chain(key: bytes, canonical: bytes) -> bytes:
 
 
 def canonical_form(message: Mapping[str, Any]) -> bytes:
-    """What a message is told by: role, content and parsed tool calls.
+    """The identity of a message: role, content and parsed tool calls.
 
-    Clients drop what they do not know (reasoning, token ids), and frameworks write a call's arguments with their own
+    Clients drop fields they do not know (reasoning, token ids), and frameworks write a call's arguments with their own
     spacing and trim an answer's white space.
     """
     role, text = message["role"], text_of(message.get("content"))
@@ -44,7 +44,7 @@ def canonical_form(message: Mapping[str, Any]) -> bytes:
 def for_template(messages: Sequence[Json]) -> list[Json]:
     """Messages with text as content and tool calls' arguments as objects, without the token fields.
 
-    Reasoning goes by both of its names: templates and clients differ.
+    Reasoning is given under both of its names: templates and clients differ.
     """
     return [_for_template(message) for message in messages]
 
@@ -71,13 +71,13 @@ def _for_template(message: Json) -> Json:
 
 def _call_for_template(call: Json) -> Json:
     arguments = _arguments(call["function"].get("arguments"))
-    # An answer with broken JSON stands in the history: to refuse it here would end the conversation for good.
+    # An answer with invalid JSON stays in the history: refusing it here would end the conversation for good.
     function = call["function"] | {"arguments": arguments if isinstance(arguments, dict) else {}}
     return {"type": "function", **call, "function": function}
 
 
 def _arguments(arguments: Any) -> Any:
-    """Parsed where they are JSON text, as they are otherwise."""
+    """Parsed if they are JSON text, else unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

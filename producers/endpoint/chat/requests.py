@@ -1,7 +1,7 @@
-"""What an agent may ask for: a chat completion's request, checked field by field.
+"""Requests for chat completions, checked field by field.
 
-Tokens have to be drawn from the distribution that the run records, or the trainer would take the logprobs of one
-policy for those of another. So a request may shorten an answer, and may not bend it.
+Tokens must be sampled from the distribution that the run records, otherwise the trainer would mistake the logprobs of
+one policy for those of another. So a request may shorten an answer, but not change how it is sampled.
 """
 
 import sys
@@ -20,7 +20,7 @@ _IGNORED = frozenset({
     "prompt_cache_retention", "verbosity", "include_reasoning", "return_token_ids", "skip_special_tokens",
     "spaces_between_special_tokens", "priority", "request_id",
 })  # fmt: skip
-"""Fields that leave the tokens' distribution as it is, and that there is nothing to do for."""
+"""Fields that do not affect the tokens' distribution and are ignored."""
 
 
 _RESERVED = frozenset({
@@ -28,11 +28,11 @@ _RESERVED = frozenset({
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""What transformers would take for arguments of its own."""
+"""Names that transformers would take for arguments of its own."""
 
 
 class ChatRequest(NamedTuple):
-    """A request that can be answered. max_tokens: the most tokens of the answer, None where it does not say."""
+    """A valid request. max_tokens: the most tokens of the answer; None without a limit."""
 
     messages: list[Json]
     tools: list[Json]
@@ -108,7 +108,7 @@ def parse_chat(document: Json, sampling: SamplingSettings) -> ChatRequest:
             "chat_template_kwargs",
         )
     request = ChatRequest(
-        messages=list(messages),  # an environment goes on with its own while the answer is sampled
+        messages=list(messages),  # an environment may change its own list while the answer is sampled
         tools=list(tools),
         use_tools=bool(tools) and choice != "none",
         parallel_tool_calls=take("parallel_tool_calls", None) is not False,
@@ -123,7 +123,7 @@ def parse_chat(document: Json, sampling: SamplingSettings) -> ChatRequest:
 
 
 def _check_sampling(left: Json, sampling: SamplingSettings) -> None:
-    """Every field left over must say what the run does anyway."""
+    """Checks that every remaining field has the value that the run samples with anyway."""
     fixed: dict[str, tuple[Callable[[Any], bool], str]] = {
         "n": (lambda value: value == 1, "1: siblings are rollouts of their own"),
         "temperature": (_equals(sampling.temperature), f"{sampling.temperature:g}, as the run samples"),

@@ -1,9 +1,9 @@
-"""Token ids of a growing text: only what was added is encoded, where that provably gives the ids of the whole.
+"""Token ids of a growing text: only the added part is encoded if that provably gives the ids of the whole.
 
-A fast tokenizer first cuts the raw text at its special tokens (leftmost first, of two at one place the longer) and
-treats the pieces between them one by one. Take a special token that lies wholly in what two texts have in common. None
-of those used here fits into another between its first and last character, so both texts are cut before it and have the
-same ids there; and what follows, encoded with that token in front, has the ids that it has in the whole.
+A fast tokenizer first splits the raw text at its special tokens (leftmost first, the longer of two at one place) and
+treats the pieces between them one by one. Take a special token that lies entirely in the common prefix of two texts.
+None of those used here fits into another between its first and last character, so both texts are split before it and
+have the same ids there; and what follows, encoded with that token in front, has the ids that it has in the whole.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from penstock.schemas.prefixes import num_shared
 
 PATTERNS_KEPT = 256
-"""Conversations of one template need a few; texts that spell reserved tokens out could ask for any number."""
+"""Conversations of one template need a few; texts that spell out reserved tokens could need any number."""
 
 
 class Encoded(NamedTuple):
@@ -30,17 +30,17 @@ class Encoded(NamedTuple):
 class SuffixEncoder:
     """Encodes rendered prompts, without adding special tokens of its own.
 
-    tokenizer: of transformers. One that offers nothing to cut at encodes every text whole.
+    tokenizer: of transformers. One without tokens to cut at encodes every text whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._split_at: dict[int, str] = {}
-        """The tokens at which the tokenizer cuts the raw text."""
+        """The tokens at which the tokenizer splits the raw text."""
         self._cut_at: dict[int, str] = {}
-        """Those of them at which it may be cut here."""
+        """Those of them at which the text may be cut here."""
         self._single_words: list[str] = []
-        """Those that may stand in a text without being tokens there."""
+        """Those whose text is a token only as a word of its own."""
         if _cuts_at_special_tokens(tokenizer):
             self._find_cut_tokens()
         self._contents = frozenset(self._cut_at.values())
@@ -50,7 +50,7 @@ class SuffixEncoder:
         tokens = {n: token for n, token in self._tokenizer.added_tokens_decoder.items() if not token.normalized}
         self._split_at = {n: token.content for n, token in tokens.items()}
         self._single_words = [token.content for token in tokens.values() if token.single_word]
-        # Where one begins before another and ends after it, a longer text could hold it in the other's place.
+        # A token inside a longer one could be a part of that one in the text.
         longer = "\0".join(content[1:-1] for content in self._split_at.values())
         for n, token in tokens.items():
             if not token.single_word and token.content not in longer:
@@ -58,12 +58,12 @@ class SuffixEncoder:
 
     @property
     def provable(self) -> bool:
-        """Whether there is anything to cut at."""
+        """True if there are tokens to cut at."""
         return bool(self._cut_at)
 
     def encode(self, text: str, known: Encoded | None = None) -> Encoded:
-        """The ids of `text`, as the tokenizer gives them for the whole; those of what it shares with `known`, up to the
-        last special token, are taken from there."""
+        """The ids of `text` as the tokenizer gives them for the whole. Those of the prefix shared with `known`, up to
+        its last special token, are copied from there."""
         n = 0 if known is None else self._num_usable_cuts(known, num_shared(known.text, text))
         if known is None or not n:
             token_ids = self._ids(text)
@@ -75,7 +75,7 @@ class SuffixEncoder:
         )
 
     def _num_usable_cuts(self, known: Encoded, shared: int) -> int:
-        """How many of the cuts lie, with their tokens, within the first `shared` characters."""
+        """The number of cuts that lie, with their tokens, within the first `shared` characters."""
         n = bisect_left(known.cuts, (shared, 0))
         while n:
             offset, index = known.cuts[n - 1]
@@ -88,7 +88,7 @@ class SuffixEncoder:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _cuts(self, text: str, token_ids: list[int], offset: int, index: int) -> list[tuple[int, int]]:
-        """The cuts of `text[offset:]`, whose ids are `token_ids`; `index` is where these begin among all."""
+        """The cuts of `text[offset:]`, whose ids are `token_ids`; these begin at `index` of all ids."""
         matches = [
             match for match in self._pattern(token_ids).finditer(text, offset) if match.group() in self._contents
         ]
@@ -98,7 +98,7 @@ class SuffixEncoder:
         return [(match.start(), index + n) for match, n in zip(matches, indices, strict=True)]
 
     def _pattern(self, token_ids: list[int]) -> re.Pattern[str]:
-        """Finds the tokens at which the tokenizer cut a text: the longer one first, as it does."""
+        """Matches the tokens at which the tokenizer splits a text: the longer one first, as it does."""
         found = frozenset(self._split_at.keys() & set(token_ids))
         if found not in self._patterns:
             if len(self._patterns) == PATTERNS_KEPT:
@@ -110,7 +110,7 @@ class SuffixEncoder:
 
 
 def _cuts_at_special_tokens(tokenizer: Any) -> bool:
-    """Whether it is a fast tokenizer with nothing switched on that would read special tokens as text, or at random."""
+    """True for a fast tokenizer without a setting that encodes special tokens as text, or text at random."""
     if not getattr(tokenizer, "is_fast", False):
         return False
     backend = tokenizer.backend_tokenizer

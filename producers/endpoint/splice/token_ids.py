@@ -1,15 +1,15 @@
-"""The next prompt of a conversation, with every token that the model saw and sampled kept as it was.
+"""The next prompt of a conversation, which keeps every token that the model saw and sampled.
 
-A chat template builds each prompt from text, and text encodes to other ids than the model sampled. The splice takes
-what precedes the boundary from the model's own ids and the rest from the template:
+A chat template builds each prompt from text, and text may encode to other ids than the model sampled. The splice takes
+the part before the boundary from the model's own ids and the rest from the template:
 
 - M, the model's prefix: prompt ids and sampled ids of the newest call that the conversation holds
 - P, the template's prefix: the messages up to that call's answer, rendered without a generation prompt
 - T, the template: all messages, rendered with one
 
 The boundary is the end of the last turn of P. It is found by counting turns, not by position: a template may drop the
-reasoning of earlier turns once a user turn follows. Whatever makes the result doubtful is refused; the caller then
-sends T as it is, and the rollout goes on in a new segment.
+reasoning of earlier turns once a user turn follows. A doubtful splice is refused; the caller then sends T as it is, and
+the rollout continues in a new segment.
 """
 
 import struct
@@ -24,14 +24,14 @@ Spans = Sequence[tuple[int, int]]
 """Half-open, ascending, disjoint."""
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""What a message carries of the call that sampled it: all three or none."""
+"""The fields by which a message carries the call that sampled it: all three or none."""
 
 
 class SpliceRefused(ValueError):
     """The template's prompt cannot continue the model's prefix. `code` says why, and is a metric's label:
 
-    - `invalid_token_ids`: something else than integers from 0 to 2^31 - 1
-    - `no_eos_configured`, `no_turn_start_configured`: nothing to find the boundary by
+    - `invalid_token_ids`: something other than integers from 0 to 2^31 - 1
+    - `no_eos_configured`, `no_turn_start_configured`: no tokens to find the boundary by
     - `template_prefix_has_no_eos`, `template_prefix_has_no_turn_start`: P holds no turn
     - `template_eos_underflow`, `template_turn_start_underflow`: T ends before P does
     - `turn_count_mismatch`: turns were dropped or added, or P was cut at another message than M
@@ -60,7 +60,7 @@ def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | N
         The message's index and M; `(None, [])` when no message carries any. A field that is null counts as absent.
 
     Raises:
-        TokenMetadataError: some of `TOKEN_FIELDS` only, ids that are none, or not one logprob for each sampled id.
+        TokenMetadataError: only some of `TOKEN_FIELDS`, invalid ids, or not one logprob for each sampled id.
     """
     for index in reversed(range(len(messages))):
         values: list[Any] = [messages[index].get(name) for name in TOKEN_FIELDS]

@@ -1,4 +1,4 @@
-"""Which form of the splice a chat template allows, found by rendering a short conversation with it."""
+"""The form of the splice that a chat template allows, found by rendering a short conversation."""
 
 from collections.abc import Callable, Collection
 from itertools import chain
@@ -15,9 +15,9 @@ _USER: dict[str, Any] = {"role": "user", "content": "a"}
 
 
 class Spliced(NamedTuple):
-    """A prompt that keeps what the model saw and sampled.
+    """A prompt that keeps the tokens that the model saw and sampled.
 
-    drifted: it is not the template's own.
+    drifted: it differs from the template's prompt.
     """
 
     prompt_token_ids: list[int]
@@ -25,10 +25,10 @@ class Spliced(NamedTuple):
 
 
 class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
-    """How turns of a template are told apart.
+    """The tokens that separate a template's turns.
 
-    turn_end_token_id: what it writes after an assistant turn; None: nothing.
-    turn_start_token_ids: where it writes nothing, the tokens that open turns.
+    turn_end_token_id: the token that it writes after an assistant turn; None without one.
+    turn_start_token_ids: without such a token, the tokens that open turns.
     control_token_ids: tokens that structure a prompt and stay in the history.
     """
 
@@ -69,15 +69,15 @@ class TurnBoundary(msgspec.Struct, frozen=True, kw_only=True):
         return Spliced(prompt, prompt != template)
 
     def is_alternate_stop(self, token_id: int) -> bool:
-        """Whether an answer that ended with this token ended otherwise than the template writes it. A template without
-        an end of turn has the next turn's opening there; False where it offers nothing to count turns by."""
+        """True if an answer that ended with this token ended otherwise than the template writes it. A template without
+        an end of turn has the next turn's opening there; False if it has no tokens to count turns by."""
         if self.turn_end_token_id is not None:
             return token_id != self.turn_end_token_id
         return bool(self.turn_start_token_ids) and token_id not in self.turn_start_token_ids
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Every token that the tokenizer marks as special, named by it or not."""
+    """Every token that the tokenizer marks as special, named or not."""
     marked = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset((*tokenizer.all_special_ids, *marked))
 
@@ -85,7 +85,7 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 def find_turn_boundary(render: Render, control_token_ids: Collection[int]) -> TurnBoundary:
     """Renders user and assistant turns and looks at what follows the assistant's text.
 
-    A template that offers nothing to count turns by gives a boundary that refuses every splice.
+    A template without tokens to count turns by gives a boundary that refuses every splice.
 
     Args:
         control_token_ids: the tokenizer's special tokens, and every token that the model may stop with.
@@ -106,7 +106,7 @@ def find_turn_boundary(render: Render, control_token_ids: Collection[int]) -> Tu
 
 
 def _tool_turn(render: Render) -> list[int]:
-    """A turn with a tool's result, in so far as the template knows such turns."""
+    """A turn with a tool's result, empty if the template refuses such turns."""
     result = {"role": "tool", "tool_call_id": "call00001", "content": "d"}
     # Templates differ in whether they take arguments parsed or as text.
     for arguments in ({"x": 1}, '{"x": 1}'):

@@ -70,7 +70,7 @@ def test_lines_that_do_not_fit_wait_for_room_and_none_is_torn(tmp_path, caplog, 
     lines.write(n=25)
     lines.close()
     assert read(file) == list(range(10, 26))
-    assert warnings(caplog) == [f"{file} cannot be written: [Errno 27] File too large; the run goes on, its lines wait"]
+    assert warnings(caplog) == [f"{file} cannot be written: [Errno 27] File too large; the run continues, its lines wait"]
 
 
 def test_lines_beyond_those_that_may_wait_are_lost_and_counted(tmp_path, caplog):
@@ -97,7 +97,7 @@ def test_a_disk_that_stays_full_costs_one_warning_and_at_the_end_the_number_of_l
     for n in range(50):
         lines.write(n=n)
     assert warnings(caplog) == [
-        "/dev/full cannot be written: [Errno 28] No space left on device; the run goes on, its lines wait"
+        "/dev/full cannot be written: [Errno 28] No space left on device; the run continues, its lines wait"
     ]
     lines.close()
     assert warnings(caplog)[1:] == ["/dev/full: 50 lines are lost"]

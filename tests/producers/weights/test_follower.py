@@ -150,7 +150,7 @@ async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pi
 
 
 async def test_a_file_that_arrives_late_is_loaded_when_it_is_there(pickup, monkeypatch) -> None:
-    monkeypatch.setattr(module, "NEWS_S", 0.05)
+    monkeypatch.setattr(module, "NEWER_POLICY_S", 0.05)
     made = pickup()
     made.trainer.announce(0)
     made.start()

@@ -92,7 +92,7 @@ def test_a_message_that_cannot_be_formatted_is_one_record_all_the_same(
 ):
     monkeypatch.setenv(logs.FORM, form)
     logs.configure("trainer", run="r", id="t")
-    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.Records))
+    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.LogHandler))
     handler.handle(logging.LogRecord("x", logging.WARNING, "x.py", 1, message, arguments, None))  # not to pytest's own
     (line,) = capsys.readouterr().err.splitlines()
     assert said in (json.loads(line)["message"] if form == "json" else line)
@@ -119,7 +119,7 @@ def test_a_field_that_is_no_json_is_shown(capsys, value, shown):
 def test_a_record_is_one_line_for_every_reader(capsys):
     said = "a\u2028b\u2029c\x85d\ne\x0bf\x1cg\udc80é"
     logs.configure("trainer", run="r", id="t")
-    (handler,) = (one for one in logging.getLogger().handlers if isinstance(one, logs.Records))
+    (handler,) = (one for one in logging.getLogger().handlers if isinstance(one, logs.LogHandler))
     # Not through its logger: the surrogate would be in pytest's own capture, which a parallel run cannot send on.
     handler.handle(logging.makeLogRecord({"name": "x", "levelno": logging.INFO, "levelname": "INFO", "msg": said}))
     (line,) = capsys.readouterr().err.splitlines()
