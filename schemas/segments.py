@@ -47,7 +47,8 @@ class Chain(NamedTuple):
 
 class DroppedCall(NamedTuple):
     """A call whose tokens are not trained, and the reason: `nothing_sampled`, `not_delivered` (the client never
-    received the answer), `retry_superseded` (the client asked again with the same prompt and continued from that answer)."""
+    received the answer), `retry_superseded` (the client asked again with the same prompt and continued from the second
+    answer)."""
 
     call_id: str
     reason: str

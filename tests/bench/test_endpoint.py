@@ -121,7 +121,9 @@ def test_a_conversation_is_encoded_about_once():
 
 
 def test_encoding_everything_at_each_call_would_miss_the_goal(monkeypatch):
-    monkeypatch.setattr("penstock.producers.endpoint.splice.suffix_encoding._cuts_at_special_tokens", lambda tokenizer: False)
+    monkeypatch.setattr(
+        "penstock.producers.endpoint.splice.suffix_encoding._cuts_at_special_tokens", lambda tokenizer: False
+    )
     tokens, _ = encoding_figures(TINY)
     assert tokens.reached is False and tokens.measured >= tokens.details["num_encoded_whole"]
 

@@ -70,7 +70,9 @@ def test_lines_that_do_not_fit_wait_for_room_and_none_is_torn(tmp_path, caplog, 
     lines.write(n=25)
     lines.close()
     assert read(file) == list(range(10, 26))
-    assert warnings(caplog) == [f"{file} cannot be written: [Errno 27] File too large; the run continues, its lines wait"]
+    assert warnings(caplog) == [
+        f"{file} cannot be written: [Errno 27] File too large; the run continues, its lines wait"
+    ]
 
 
 def test_lines_beyond_those_that_may_wait_are_lost_and_counted(tmp_path, caplog):
