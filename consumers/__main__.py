@@ -14,6 +14,7 @@ from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
 from penstock.consumers.stream.commits import Commits
 from penstock.consumers.stream.connection import TrainerConnection
@@ -34,7 +35,6 @@ from penstock.schemas.policy import make_version
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
-from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
 
 log = logging.getLogger(__name__)

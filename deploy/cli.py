@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.deploy.inspector import command as inspector
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
@@ -29,7 +30,6 @@ from penstock.deploy.watch import command as watch
 from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
-from penstock.schemas.process.stop_signals import StoppedError, StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:

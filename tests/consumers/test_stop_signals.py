@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from penstock.schemas.process.stop_signals import StoppedError, StopSignals
+from penstock.consumers.stop_signals import StoppedError, StopSignals
 
 
 @pytest.fixture
