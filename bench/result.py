@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -91,6 +91,15 @@ def compare(
         reached=reached,
         details=details or {},
     )
+
+
+def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """The values of each measure by round; every other round takes the measures in reverse order."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for n in range(rounds):
+        for name in list(measures)[:: -1 if n % 2 else 1]:
+            found[name].append(measures[name]())
+    return found
 
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):

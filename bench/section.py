@@ -102,8 +102,8 @@ def measure_apart(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Runs `python -m MODULE JOB RESULT` and returns what it found: what one measurement leaves behind in its process
-    cannot slow down the next. Both files are JSON. The process ends with this call, however that ends.
+    """Runs `python -m MODULE JOB RESULT` and returns what it found: leftovers of one measurement in its process cannot
+    slow down the next. Both files are JSON. The process ends with this call, however that ends.
 
     Raises:
         BenchError: it failed, or took longer than `PART_LIMIT_S`.

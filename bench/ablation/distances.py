@@ -16,7 +16,7 @@ from penstock.deploy.report.drawing import running_mean
 from bench.ablation.results import AblationResult, of_arm
 
 STANDS_OUT = 1.3
-"""The multiple of what the reference's seeds are apart from which on a distance is more than a repetition's."""
+"""A distance stands out from this multiple of the distance between the reference's own seeds."""
 Curve = Callable[[AblationResult], np.ndarray]
 
 
@@ -58,8 +58,8 @@ class Distance(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """To the mean distance between the reference's seeds; nan without a second one, inf where they are equal and
-        the arm is not."""
+        """To the mean distance between the reference's seeds; nan without a second one, inf if they are equal and
+        the arm differs."""
         if not self.of_reference:
             return math.nan
         own = fmean(self.of_reference)
@@ -70,7 +70,7 @@ class Distance(NamedTuple):
     @property
     def stands_out(self) -> bool:
         """Two seeds of the arm or more, every one farther away than any of the reference's own, and the arm so by a
-        margin: one run more of the reference lies beyond a few others by chance."""
+        margin: another run of the reference may exceed a few others by chance."""
         return (
             bool(self.of_reference)
             and len(self.of_seeds) > 1

@@ -14,7 +14,7 @@ CLIP_RATE = "gspo_clip_indicator"
 
 @dataclass(frozen=True, kw_only=True)
 class GspoWithClipRate(Gspo):
-    """`Gspo`, and one metric more.
+    """`Gspo` with one more metric.
 
     `gspo_clip_indicator` is the share of tokens whose row has a ratio outside [1 - clip_low, 1 + clip_high], whatever
     the sign of its advantage. Source: PipelineRL's `rl_step`, branch "gspo", where it is

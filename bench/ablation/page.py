@@ -10,7 +10,7 @@ from bench.ablation.results import LAST_UPDATES, AblationResult, of_arm
 from bench.experiments.page import table
 
 MOST_TIMES = 1000
-"""Larger multiples are not counted out: the reference may hardly move."""
+"""Larger multiples are shown as such: the reference may hardly move."""
 NOT_RUN = "not run"
 
 

@@ -1,1 +1,1 @@
-"""Brings up compose.yaml with podman and looks at what it does: `make compose-check`."""
+"""Brings up compose.yaml with podman and checks its behaviour: `make compose-check`."""

@@ -1,4 +1,4 @@
-"""`python -m bench.compose_check [build|run]`: build the images, or bring them up and look; by default both."""
+"""`python -m bench.compose_check [build|run]`: build the images, or bring them up and check; by default both."""
 
 import argparse
 import sys

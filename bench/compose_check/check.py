@@ -20,7 +20,7 @@ START_S = 300.0
 SETTLE_S = 180.0
 END_S = 1200.0
 SERVICES = ("setup", "redis", "redis-exporter", "prometheus", "prepare", "producer", "trainer")
-"""All that runs but Grafana."""
+"""All services but Grafana."""
 
 
 class CheckError(RuntimeError):
@@ -32,7 +32,7 @@ class Check:
         demo = (DEPLOY / "runs" / "demo.toml").read_text()
         own = f"num_updates = {NUM_UPDATES}\nrecord = true"  # for inspect and replay
         (workspace / "demo.toml").write_text(demo.replace("num_updates = 200", own))
-        workspace.chmod(0o755)  # the containers' user is another
+        workspace.chmod(0o755)  # containers run as another user
         port = _free_port()
         self._prometheus = f"http://127.0.0.1:{port}/api/v1"
         self.podman = Podman({"PENSTOCK_WORKSPACE": str(workspace), "PENSTOCK_PROMETHEUS_PORT": str(port)})

@@ -108,7 +108,7 @@ def _make_cut_cross_entropy() -> Head:
 
 
 class Implementation(NamedTuple):
-    """package: whose version to name. naive: what it is compared with: the same results, in the naive way."""
+    """package: the one whose version is named. naive: the naive way to the same results, its reference."""
 
     make: Callable[[], Head]
     package: str = "penstock"

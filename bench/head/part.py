@@ -67,7 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     accuracy: Accuracy | None = None
     seconds: tuple[float, ...] = ()
-    """Forward and backward, of each round: processor time on one thread, which neighbours cannot lengthen by much."""
+    """Forward and backward, of each round: processor time on one thread, which other load hardly lengthens."""
     wall_seconds: tuple[float, ...] = ()
     peak_bytes: int | None = None
     """Most memory beyond the inputs during forward and backward; gradients included."""

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a run file's task, timed: where its seconds go and when it reaches an accuracy."""
+"""TRL's GRPOTrainer on a run file's task, timed: seconds by phase and the time to an accuracy."""
 
 import tempfile
 import time
@@ -38,7 +38,7 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One model's training.
 
-    train_cpu_s: processor seconds spent in `train_s`; the two differ where other work shares the machine.
+    train_cpu_s: processor seconds spent in `train_s`; the two differ if other work shares the machine.
     time_to_goal_s: training seconds, evaluations left out, to the first accuracy at the goal; None: not reached.
     phases_s: seconds by phase; they add up to `train_s`. generate: transformers' generate. score: rewards, advantages
         and padding. forward: the loss. backward. rest: optimizer, clipping, data loading and the loop around them.

@@ -19,7 +19,7 @@ Request = tuple[float, float, int]
 
 
 class BareEngine:
-    """The AsyncLLM inside a running engine, with the engine's own sampling parameters and nothing around it."""
+    """The AsyncLLM inside a running engine, with the engine's own sampling parameters and without its bookkeeping."""
 
     def __init__(self, engine: "VllmEngine", sampling: SamplingSettings, num_siblings: int) -> None:
         self._llm: Any = engine._llm

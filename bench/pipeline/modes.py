@@ -120,7 +120,7 @@ def _lines(file: Path, kind: type) -> list:
 
 
 def rate_figure(asynchronous: ModeRun, synchronous: ModeRun, config: RunConfig) -> Figure:
-    """Groups per second of two runs whose policy stays where it is.
+    """Groups per second of two runs whose policy does not change.
 
     In a run that learns, later batches hold more groups without variance, which cost the trainer next to nothing.
     """

@@ -59,7 +59,7 @@ class CpuSampler:
         threading.Thread(target=self._run, name="bench-sampler", daemon=True).start()
 
     def _run(self) -> None:
-        """Waits a period, looks, and again, as long as the process lives."""
+        """Looks once a period, as long as the process lives; nothing else wakes it."""
         next_write = time.monotonic()
         while True:
             time.sleep(PERIOD_S)

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 from penstock.schemas.prompt import Prompt, Reward
@@ -19,7 +20,7 @@ from penstock.schemas.rollout import (
     pack_ids,
 )
 
-from bench.result import Figure, Goal, compare
+from bench.result import Figure, Goal, compare, in_turns
 
 GROUP_SIZE = 8
 COMPLETION_TOKENS = 4096
@@ -33,9 +34,13 @@ def record_figures() -> list[Figure]:
     group = make_group()
     payload = encode_group(group)
     num_tokens = sum(rollout.num_sampled_tokens for rollout in group.rollouts)
-    encode_s, copy_s, decode_s = _alternate(
-        lambda: encode_group(group), lambda: bytes(memoryview(payload)), lambda: decode_group(payload)
-    )
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: encode_group(group),
+        "copy": lambda: bytes(memoryview(payload)),
+        "decode": lambda: decode_group(payload),
+    }
+    seconds = in_turns(ROUNDS, {name: partial(_seconds, call) for name, call in calls.items()})
+    encode_s, copy_s, decode_s = (median(values) for values in seconds.values())
     shape = {"num_siblings": GROUP_SIZE, "completion_tokens": COMPLETION_TOKENS, "prompt_tokens": PROMPT_TOKENS}
     return [
         compare(
@@ -98,12 +103,7 @@ def _rollout(prompt_ids: list[int], completion_tokens: int, draw: random.Random)
     return Rollout(segments=(segment,), reward=Reward(value=1.0, parts={"exact": 1.0, "digits": 1.0}))
 
 
-def _alternate(*calls: Callable[[], object]) -> list[float]:
-    """The median seconds of each call; the calls take turns, so that a slow moment hits all alike."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(ROUNDS):
-        for call, seconds in zip(calls, times, strict=True):
-            began = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - began)
-    return [median(seconds) for seconds in times]
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

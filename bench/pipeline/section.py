@@ -1,4 +1,4 @@
-"""The pipeline section: what streaming, updating in flight and asynchrony cost and bring."""
+"""The pipeline section: cost and benefit of streaming, in-flight updates and asynchrony."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from bench.section import Bench, BenchSection, make_model, measure_apart
 VLLM_SLEEP_S = 0.02
 """vLLM's pause_generation sleeps this long: an unavoidable part of every pause."""
 EVALUATE_EVERY = 5
-"""Updates between evaluations where the time to an accuracy is measured: that time is no finer than they are."""
+"""Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
 NEVER = 10**9
 
 ENGINE_PART = "bench.pipeline.engine_part"
@@ -34,7 +34,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     streaming_rounds: int = 3
     streaming_window_s: float = 8.0
     updates_per_s: tuple[float, ...] = (0.5, 3.5)
-    """The first is what the goal is set for, the second is the demo's."""
+    """The goal is set for the first; the second is the demo's."""
     pause_blocks: int = 3
     small_updates_per_block: int = 12
     large_updates_per_block: int = 5
@@ -81,7 +81,7 @@ def _pauses(
 
 
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
-    """One producer's engine with prompts, appends and updates, beside the same engine with none of it."""
+    """One producer's engine with prompts, appends and updates, against the same engine without them."""
     model = _random_model(bench, "streaming")
     config = _config(bench, "streaming", model, f'weights.folder="{model}"')
     settings = StreamingSettings(
@@ -90,7 +90,7 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
         loads=(
             # Ends by chance: a random model says <eos> once in some 98 tokens.
             Load(name="long completions", max_tokens=256, ramp_s=3.0, margin_s=2.5),
-            # What the demo's trained model answers: three digits and <eos>.
+            # The length of the demo's answers: three digits and <eos>.
             Load(name="demo's completions", max_tokens=4, ramp_s=1.5, margin_s=0.3),
         ),
         updates_per_s=bench.settings.updates_per_s,

@@ -1,4 +1,4 @@
-"""Processes that load the stream from outside the one that measures: `python -m bench.stream.load NAME`.
+"""Processes that put load on the stream from outside the measuring one: `python -m bench.stream.load NAME`.
 
 A load process waits for jobs on Redis lists named after it. It prepares each, reports that it is ready, waits for the
 signal to start, and answers with the span of time that the job took.
@@ -75,7 +75,7 @@ Ready = Callable[[], None]
 
 
 class LoadProcess:
-    """The measuring side's handle."""
+    """The measuring process's handle of a load process."""
 
     def __init__(self, name: str, url: str, folder: Path) -> None:
         self._name = name

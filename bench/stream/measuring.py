@@ -1,7 +1,7 @@
 """Shared by the rows of the stream section: settings, a server of their own, measuring in turns."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -91,15 +91,6 @@ def empty(client: "redis.Redis") -> None:
         if not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]:
             return
         time.sleep(0.01)
-
-
-def in_turns(rounds: int, measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """The values of each measure by round; every other round takes the measures in reverse order."""
-    found: dict[str, list[float]] = {name: [] for name in measures}
-    for n in range(rounds):
-        for name in list(measures)[:: -1 if n % 2 else 1]:
-            found[name].append(measures[name]())
-    return found
 
 
 def rate_figure(

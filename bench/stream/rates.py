@@ -9,7 +9,7 @@ from penstock.producers.stream.claims import SHARE
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, encode_group
 
-from bench.result import BenchError, Figure, Goal
+from bench.result import BenchError, Figure, Goal, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, Span, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess
@@ -19,7 +19,6 @@ from bench.stream.measuring import (
     bench_server,
     empty,
     groups_for,
-    in_turns,
     load_processes,
     rate_figure,
 )

@@ -13,9 +13,9 @@ from penstock.deploy.launch.redis_server import RedisServer
 from penstock.schemas.config import RunConfig, load_config
 
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun, groups_per_s, run_mode
-from bench.result import Figure, Goal
+from bench.result import Figure, Goal, in_turns
 from bench.section import Bench, make_model
-from bench.stream.measuring import in_turns, rate_figure
+from bench.stream.measuring import rate_figure
 
 NEVER = 10**9
 GOAL = Goal(at_least=0.97)
@@ -98,7 +98,7 @@ def _run(bench: Bench, config: RunConfig, variant: ReliabilityVariant) -> ModeRu
 
 
 def _checkpoints_s(run_folder: Path, run: ModeRun) -> list[float]:
-    """Seconds of each checkpoint among the updates that the rate is taken of."""
+    """Seconds of each checkpoint among the updates that count for the rate."""
     lines = (run_folder / "logs" / "trainer.log").read_text(errors="replace")
     taken = [(int(update), float(seconds)) for update, seconds in CHECKPOINT_LINE.findall(lines)]
     return [seconds for update, seconds in taken if FIRST_UPDATE <= update < run.num_updates]

@@ -10,11 +10,11 @@ from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, encode_group
 
 from bench.pipeline.records import GROUP_SIZE
-from bench.result import BenchError, Figure, Goal, compare
+from bench.result import BenchError, Figure, Goal, compare, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, release_prompts
 from bench.stream.load import LoadProcess, PeerWrite, Produce
-from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, in_turns, load_processes, rate_figure
+from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes, rate_figure
 from bench.stream.peer import Form, PeerReader
 
 KEYS = Keys("bench")

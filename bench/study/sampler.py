@@ -1,4 +1,4 @@
-"""The study's engine: samples in this process, from whichever weights it is handed, a whole update in one batch."""
+"""The study's engine: samples a whole update in one batch, in this process, from the weights it is given."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ GREEDY_BELOW = 1e-5
 
 
 class Sampled(NamedTuple):
-    """One completion: ids with the stop token where it was sampled, and the logprobs they were sampled with."""
+    """One completion: ids, ending with the stop token if it was sampled, and the logprobs they were sampled with."""
 
     token_ids: list[int]
     behavior_logprobs: list[float]

@@ -12,11 +12,11 @@ from penstock.schemas.rollout import decode_group, encode_group
 
 from bench.__main__ import RUN_FILE
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun
-from bench.result import BenchError
+from bench.result import BenchError, in_turns
 from bench.section import Bench, measure
 from bench.stream.ends import ProducerEnd, TrainerEnd, fill, group_of, release_prompts
 from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, _maker
-from bench.stream.measuring import QUICK_STREAM, in_turns, rate_figure
+from bench.stream.measuring import QUICK_STREAM, rate_figure
 from bench.stream.peer import PeerReader, PeerWriter, texts_of
 from bench.stream.rates import KEYS
 from bench.stream.reliability import VARIANTS, reliability_figures
