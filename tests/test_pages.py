@@ -52,6 +52,15 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_path_of_the_repository_that_a_page_names_is_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names what is no more
+    folders = "schemas|producers|consumers|deploy|bench|tests|docs"
+    named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w./-]*[\w/])", text_of(page))
+    assert [path for path in named if not any(ROOT.glob(f"{path.removesuffix('/')}*"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_anchor_that_a_page_links_to_is_a_heading(page: Path) -> None:
     targets = [(page.parent / file if file else page, anchor) for file, anchor in links(page) if anchor]
     assert [(file.name, anchor) for file, anchor in targets if anchor not in anchors(file)] == []
