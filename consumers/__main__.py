@@ -53,10 +53,10 @@ def main(
     """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status: 0 in both cases,
     2 for settings that cannot be used, 1 for any other failure, each with one logged line.
 
-    standby: wait until the run has no trainer any more, and continue it then.
-    signals: of a caller that has taken them over before this module was imported. They stay taken over.
-    check_server: called with Redis' answer to INFO before anything else; raises ConfigError for one that will not do.
-    on_open: called once the run is this trainer's.
+    standby: wait until the run has no trainer any more, then continue it.
+    signals: those of a caller that installed its handlers before this module was imported; they stay installed.
+    check_server: called first, with Redis' answer to INFO; raises ConfigError for an unsuitable server.
+    on_open: called once this trainer leads the run.
     """
     signals = StopSignals() if signals is None else signals
     try:
@@ -129,7 +129,7 @@ def open_trainer(
 ) -> Trainer | None:
     """A trainer of a new epoch, from the committed checkpoint when resuming.
 
-    With `standby` it waits until the run has no trainer any more, then continues the run; None where it is finished.
+    With `standby` waits until the run has no trainer any more (`Leadership.stand_by`); None if the run is finished.
 
     Raises:
         ConfigError: the run exists and `resume` is not set, or a setting does not fit.

@@ -21,14 +21,14 @@ _MAX_PADDING = 0.25
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where each row's tokens lie among the N packed tokens.
+    """The places of each row's tokens among the N packed tokens.
 
     Packed tokens are each row's own and, once for all rows that begin with it, a shared prefix. A bucket is a rectangle
     [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads. The
     unpadded form holds the same rows one behind the other, S tokens.
 
     buckets: int64 tensors, packed indices, each [B_i, T_i].
-    slots: [N] int64, for each packed token one place in the flattened, concatenated buckets that holds it.
+    slots: [N] int64, for each packed token one place of it in the flattened, concatenated buckets.
     row_tokens: [S] int64, packed indices, row after row.
     row_bounds: [R + 1] int32, where rows begin and end in `row_tokens`.
     row_slots: [N] int64, for each packed token one place in `row_tokens` that holds it.
@@ -130,7 +130,7 @@ def packed_attention(
 
     Args:
         query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].
-        layout, calls: handed through the model's keyword arguments.
+        layout, calls: passed through the model's keyword arguments.
 
     Returns:
         ([1, N, num_heads, head_dim], None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: N packed tokens, of which M sampled ones are scored.
+    """The input of one forward pass: N packed tokens, of which M sampled ones are scored.
 
     A row is one segment up to the token before its last sampled one; what follows predicts nothing.
 
@@ -21,7 +21,7 @@ class MicroBatch:
     lag: [M] int64 optimizer steps.
     loss_mask: [M] bool, lag within the bound.
     row_ids: [M] int64, ascending.
-    support: the tokens that the sampler chose from, where it left some out (top-k, top-p); None where it never did.
+    support: the tokens that the sampler chose from, if it left some out (top-k, top-p); None if it never did.
     """
 
     token_ids: Tensor
@@ -60,7 +60,7 @@ class Support:
         return Support(self.kept.to(device), self.counts.to(device))
 
     def part(self, tokens: slice) -> "Support":
-        """Of some of the sampled tokens."""
+        """The support of a slice of the sampled tokens."""
         ends = self.counts.cumsum(0)
         counts = self.counts[tokens]
         first = int(ends[tokens][0] - counts[0]) if len(counts) else 0
@@ -88,13 +88,13 @@ class MiniBatch:
 
     microbatches: tuple[MicroBatch, ...]
     places: tuple[tuple[Place, ...], ...] = ()
-    """Of each micro-batch's rows, in the order in which their sampled tokens follow each other."""
+    """The segments of each micro-batch's rows, in the order of their sampled tokens."""
     indexes: tuple[int, ...]
     """The released task indexes in it."""
     num_tokens: int
     """Sampled tokens of every group, masked and skipped ones included: the token-level denominator."""
     num_rollouts: int
-    """Of every group: the rollout-level denominator."""
+    """Rollouts of every group: the rollout-level denominator."""
 
 
 @dataclass(frozen=True, kw_only=True)

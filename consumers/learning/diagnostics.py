@@ -50,9 +50,9 @@ _ROW_MEANS = {
     "ppl_ratio": 1.0,
     "chi2_seq": 1.0,
 }
-"""The peers' means over rows, with their value where there is no row; of chi2_seq before 1 is taken off."""
+"""The peers' means over rows, with their value without any row; of chi2_seq before 1 is taken off."""
 _ONLY_BY_LAG = frozenset(("num_tokens", "kl", "k3_kl"))
-"""Of the whole batch these have the peers' names, and the trainer's own count of tokens."""
+"""For the whole batch these have the peers' names, or the name of the trainer's own count of tokens."""
 _ESS_EPSILON = 1e-8
 
 
@@ -73,7 +73,7 @@ class MismatchSums:
     threshold: float | None
     level: Level
     known: frozenset[str]
-    """Which of the optional inputs were there: what rests on another is left out of the metrics."""
+    """The optional inputs that were given; metrics that need another one are left out."""
 
     @classmethod
     @torch.no_grad()
@@ -98,15 +98,15 @@ class MismatchSums:
         Args:
             train_logprobs: [M] natural logarithms, the proximal policy's.
             rollout_logprobs: [M], the behavior policies'.
-            loss_mask: [M] bool, before the correction's own mask. Where it is False only `lag` is read.
+            loss_mask: [M] bool, before the correction's own mask. If it is False only `lag` is read.
             row_ids: [M] int64 ascending. A row without an unmasked token counts as an empty row.
-            weights: [M] as `correct` returned them, 0 where rejected.
+            weights: [M] as `correct_packed` returns them, 0 where rejected.
             lag: [M] int64 of every sampled token, masked ones included.
             threshold: the importance threshold (of lag 0), at least 1.
             advantages: [M].
             keep_mask: [M] bool, False where the correction rejects; left out, a weight of 0 says so.
             corrected_mask: [M] bool, True where it rejects or bounds the weight, by the threshold of the token's lag.
-            current_logprobs: [M], the policy under update where it has left the proximal one; for kl_new_old alone.
+            current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old alone.
             level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
                 or product of them.
 
@@ -144,7 +144,7 @@ class MismatchSums:
         )
 
     def merge(self, other: "MismatchSums") -> "MismatchSums":
-        """The sums over the rows of both. A record without rows changes nothing.
+        """The sums over the rows of both. Sums without rows change nothing.
 
         Raises:
             ValueError: the two were made with different inputs, thresholds or levels.
@@ -163,8 +163,8 @@ class MismatchSums:
     def metrics(self) -> dict[str, float]:
         """All names with their values, the sums fetched in one transfer.
 
-        What rests on an input that was not given is left out, as is a lag bucket without tokens and the masked share
-        of a sign of the advantage that no token has. Without a single token in the mask the rest has the values of
+        Left out are metrics that need an input that was not given, lag buckets without tokens, and the masked share of
+        a sign of the advantage that no token has. Without a single token in the mask the rest has the values of
         identical policies: 0 for divergences and shares, 1 for perplexities, ratios, weights and effective sizes.
 
         Raises:
@@ -229,7 +229,7 @@ class MismatchSums:
         }
 
     def _of_bucket(self, sums: dict[str, float]) -> dict[str, float]:
-        """What there is of every lag bucket and, but for `_ONLY_BY_LAG`, of the whole."""
+        """The metrics of one lag bucket and, except `_ONLY_BY_LAG`, of the whole batch."""
         found = {
             "num_tokens": sums["num_tokens"],
             "kl": _mean(sums, "minus_l"),
@@ -370,7 +370,7 @@ def sums_by_bucket(terms: Mapping[str, Tensor], lag: Tensor | None) -> Tensor:
 def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:
     """[M] of each of ROW_TERMS, the first as many as there are rows in use, 0 in the others; and `diff`, -inf there.
 
-    M is the most rows there can be: how many there are is not asked, for which a device would have to be waited for.
+    M is the most rows there can be. Their number is not asked for: that would wait for the device.
     """
     x, mask = tokens.new_old, tokens.mask
     columns = torch.stack(

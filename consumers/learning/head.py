@@ -29,14 +29,14 @@ def selected_logprobs(
         H = -sum_v p_v log p_v                             d H / d z_v = -p_v (log p_v + H)
 
     Both results are differentiable in hidden and weight, once. Backward computes the tiles again, which keeps O(N·H)
-    alive between the two. `token_grads` saves that second pass where the loss is a sum over tokens: forward asks it
+    alive between the two. `token_grads` saves that second pass if the loss is a sum over tokens: forward asks it
     for the loss's derivatives of a slice of tokens and computes the gradients at once, which keeps a weight's gradient
     too. It is a promise: backward compares it with what arrives, allows a common factor (loss scaling) and a rounding
-    error of the largest derivative, and computes the gradients again where it does not hold.
+    error of the largest derivative, and computes the gradients again if it does not hold.
 
     Matmuls: float32 operands in float32, except that bfloat16 hidden and weight on CUDA are multiplied as they are and
     accumulated in float32, with the gradient of the logits rounded to bfloat16 in backward. Float32 matmuls follow
-    torch's global precision, which a process must not lower to TF32 or bfloat16 where it needs what this file promises.
+    torch's global precision, which a process must not lower to TF32 or bfloat16 if it needs the accuracy promised here.
 
     Args:
         hidden: [N, H], any float type.
@@ -47,10 +47,10 @@ def selected_logprobs(
             over the support. Rows may be expanded views.
         token_grads: called with (slice of tokens, their logprobs, their entropies), detached, for slices in ascending
             order that cover [0, N); returns d loss / d logprobs and d loss / d entropy (or None), of the slice's shape.
-            Not called where no gradient is wanted.
+            Not called if no gradient is wanted.
 
     Returns:
-        logprobs [N] and entropy [N] in nats, float32 (float64 where hidden or weight is float64).
+        logprobs [N] and entropy [N] in nats, float32 (float64 if hidden or weight is float64).
 
     Raises:
         ValueError: an argument's shape, dtype, device or value does not fit; the message names it.
@@ -105,7 +105,7 @@ def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torc
 
 
 def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Tensor | None) -> bool:
-    """Raises ValueError where a value cannot be used; returns whether every temperature is 1. Waits for CUDA once."""
+    """Raises ValueError if a value cannot be used; returns whether every temperature is 1. Waits for CUDA once."""
     vocabulary = len(weight)
     outside = (targets < 0) | (targets >= vocabulary)
     bad_scale = ~(torch.isfinite(scale) & (scale >= 0))
@@ -158,7 +158,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, logprobs, entropy, log_normalizer = ctx.saved_tensors
-        # Kept for one backward only: its gradients are handed out as they are, a second backward computes its own.
+        # Kept for one backward only: its gradients are returned as they are, a second backward computes its own.
         promise, ctx.promise = ctx.promise, None
         nothing = (None,) * 4
         if grad_logprobs is None and grad_entropy is None:
@@ -179,7 +179,7 @@ def _scaled(gradient: Tensor, factor: float) -> Tensor:
 
 
 def _common_factor(promised: Grads, arrived: Grads) -> float | None:
-    """The c with arrived = c * promised to within rounding; None where there is none. Waits for CUDA once."""
+    """The c with arrived = c * promised to within rounding; None if there is none. Waits for CUDA once."""
     present = next(grad for grad in arrived if grad is not None)
     if not present.numel():
         return 1.0

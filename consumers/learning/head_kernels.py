@@ -1,4 +1,4 @@
-"""What `fp32_head` is made of: the matmuls, the running log-normalizer, and the loops over tiles of logits."""
+"""The kernels of `head.selected_logprobs`: matmuls, the running log-normalizer, and the loops over tiles of logits."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,11 +9,11 @@ from torch import Tensor
 _TILE = (1024, 4096)
 """Tokens by vocabulary of one tile on CPU: 16 MB. Smaller ones make slower matmuls, larger ones no faster ones."""
 _BLOCK_ELEMENTS = 1 << 17
-"""Of a tile on CPU, what is taken through all its elementwise steps at a time: 512 KB, so that it stays in cache."""
+"""Elements of a tile on CPU that go through all elementwise steps at a time: 512 KB, so that they stay in cache."""
 _TILE_CUDA = (4096, 8192)
 """On CUDA: 128 MB, taken whole. By arithmetic, not measured."""
 _ROW_ELEMENTS = 1 << 25
-"""Logits held at once on CPU where forward computes the gradients, for which whole rows are needed: 128 MB."""
+"""Logits held at once on CPU if forward computes the gradients, for which whole rows are needed: 128 MB."""
 _ROW_ELEMENTS_CUDA = 1 << 28
 _MASKED = -1e30
 """Logit of a token outside the support: exp() of it is 0, and the difference of two of them is no NaN."""
@@ -49,8 +49,8 @@ class Results(NamedTuple):
 class Head:
     """One call's tensors, and the loops over their tiles.
 
-    hidden: [N, H]. weight: [V, H]. targets: [N]. inverse_temperature: [N] in the results' dtype, None where all are 1.
-    support: [N, V] bool or None. The results are float64 where hidden or weight is, float32 otherwise.
+    hidden: [N, H]. weight: [V, H]. targets: [N]. inverse_temperature: [N] in the results' dtype, None if all are 1.
+    support: [N, V] bool or None. The results are float64 if hidden or weight is, float32 otherwise.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class _Operands:
             to_weight.addmm_(grad_logits.t(), self._hidden[tokens])
 
     def finish(self, to_hidden: Tensor) -> Tensor:
-        """Applies, in place, what `add_gradients` left out."""
+        """Applies, in place, the factor that `add_gradients` left out."""
         return to_hidden if self._inverse is None else to_hidden.mul_(self._inverse[:, None])
 
 
@@ -253,7 +253,7 @@ def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Running:
-    """Of each token, over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
+    """Of each token over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
 
     def __init__(self, num_tokens: int, like: Tensor, dtype: torch.dtype) -> None:
         self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)
@@ -279,7 +279,7 @@ class _Running:
         self._max[tokens] = new_max
 
     def results(self, tokens: slice) -> Results:
-        """Of tokens to which every tile was added."""
+        """The results of tokens to which every tile was added."""
         log_sum = self._sum[tokens].log()
         return Results(
             (self._target[tokens] - self._max[tokens]) - log_sum,
@@ -289,7 +289,7 @@ class _Running:
 
 
 def _inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Each target's column in a tile [n, 1], 0 where it lies in another, and whether it lies in this one [n]."""
+    """Each target's column in a tile [n, 1], 0 if it lies in another, and whether it lies in this one [n]."""
     place = targets - start
     inside = (place >= 0) & (place < width)
     return torch.where(inside, place, 0)[:, None], inside
@@ -314,7 +314,7 @@ def _view(buffer: Tensor, tokens: slice, vocabulary: slice) -> Tensor:
 
 
 def _checked(found: tuple[Tensor, Tensor | None], like: Tensor) -> Grads:
-    """What `token_grads` returned for tokens whose logprobs are `like`; ValueError where it does not fit."""
+    """The result of `token_grads` for tokens whose logprobs are `like`; ValueError if it does not fit."""
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
         raise ValueError(f"token_grads returned {type(found).__name__}, expected (Tensor, Tensor or None)")
     for name, grad in zip(("logprobs", "entropy"), found, strict=True):
@@ -327,7 +327,7 @@ def _checked(found: tuple[Tensor, Tensor | None], like: Tensor) -> Grads:
 
 
 def _joined(parts: list[Grads]) -> Grads:
-    """Of all tokens."""
+    """The derivatives of all tokens, from those of consecutive slices."""
 
     def join(grads: list[Tensor | None], others: list[Tensor | None]) -> Tensor | None:
         if all(grad is None for grad in grads):

@@ -22,7 +22,7 @@ lower bound of a truncation stays where it is at every lag: raised, it would giv
 What masks beside the mode: `max_lag`; verl's rejections; off-policy sequence masking; and, over what all of these
 keep, the M2 budget. Statistics of rows read every token of the loss mask. `batch_normalize` divides the weights by
 their mean over the tokens that mode and max_lag keep, before the other masks, so that masking never inflates what
-survives; where a weight is the row's, it counts once per row.
+survives; a weight of a whole row counts once per row.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Correction:
-    """weights: like the inputs, detached; float64 where an input is, else float32; 0 where `keep_mask` is False.
+    """weights: like the inputs, detached; float64 if an input is, else float32; 0 where `keep_mask` is False.
 
     keep_mask: bool, the loss mask less what the correction masks. Denominators are to be counted before it.
     metrics: detached scalar sums over the loss mask: `num_truncated`, the kept tokens whose weight the mode bounded;
@@ -180,7 +180,7 @@ def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) ->
 
 
 def _batch_mean(weights: Tensor, keep: Tensor, row_ids: Tensor, config: CorrectionConfig) -> Tensor:
-    """Mean weight over the kept tokens, or over the rows where weights go by row; 1 where nothing is kept."""
+    """Mean weight over the kept tokens, or over the rows if weights go by row; 1 if nothing is kept."""
     shares = keep.double()
     if config.mode == "sequence_truncate" or config.sequence_mask_weight == "sequence":
         shares = torch.where(keep, 1 / Rows(row_ids, keep).count, 0.0)

@@ -1,4 +1,4 @@
-"""The seam of the trainer: what an objective is given and what it returns."""
+"""The objective: its inputs, its outputs and its Protocol."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +11,7 @@ class LossInputs:
     """The sampled tokens of one micro-batch, M of them; all floats float32, natural logarithms.
 
     A row is one token sequence of a rollout (normally the whole rollout); its tokens lie next to each other, in order.
-    Only `current_logprobs` and `entropy` carry a gradient. Where `loss_mask` is False values may be anything, even NaN.
+    Only `current_logprobs` and `entropy` carry a gradient. Values under a False `loss_mask` may be anything, even NaN.
     """
 
     current_logprobs: Tensor
@@ -37,7 +37,7 @@ class LossInputs:
     num_rollouts: int
     """Rollouts of the whole optimizer step, counted likewise."""
     reference_logprobs: Tensor | None = None
-    """[M], the frozen reference model's, detached; None where the run has no reference model."""
+    """[M], the frozen reference model's, detached; None if the run has no reference model."""
     lag: Tensor | None = None
     """[M], optimizer steps between the policy that sampled the token and the trainer's, 0 or more."""
 
@@ -57,13 +57,13 @@ class LossOutputs:
 class Objective(Protocol):
     """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments.
 
-    Three attributes, of the class or of the object, tell the trainer about it. Each may be left out, and is False then:
+    Three attributes, of the class or of the object, tell the trainer about it. One that is left out is False:
 
     token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
-        denominators only, so that its gradient can be taken while the head's logits are at hand.
+        denominators only, so that its gradient can be taken while the head's logits are in memory.
     needs_reference: True asks for `LossInputs.reference_logprobs`.
-    reads_behavior: True where the objective itself forms exp(current - behavior) or interpolates between the two. An
-        importance weight besides would count one gap twice, so the trainer refuses a correction beside it.
+    reads_behavior: True if the objective itself forms exp(current - behavior) or interpolates between the two. An
+        importance weight would count one gap twice, so the trainer refuses a correction beside it.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...

@@ -16,17 +16,17 @@ from torch import Tensor
 
 
 class Learner:
-    """Owns the float32 masters, the optimizer and the objective. Knows nothing of Redis or files it is not handed.
+    """Owns the float32 masters, the optimizer and the objective. Knows no Redis, and no files but those it is given.
 
     The forward pass runs on the weights that are published: rounded to `model.dtype`, gradients straight through to the
     masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`, and
     with `trainer.cpu_matmul` how the process multiplies matrices.
 
     Args:
-        num_updates: batches the learning rate's decay is laid out for; None takes `config.num_updates`.
+        num_updates: batches over which the learning rate decays; None takes `config.num_updates`.
 
     Raises:
-        ConfigError: no such model, a device that is not there, an objective that does not fit, settings that the
+        ConfigError: no such model, a device that is missing, an objective that does not fit, settings that the
             trainer cannot reproduce or that would count one gap twice.
     """
 
@@ -69,7 +69,7 @@ class Learner:
         """
         tally = BatchTally(self.config)
         learning_rate = self._learning_rate()
-        constants = self.scorer.read(batch)
+        constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
         for epoch in range(self.config.trainer.num_epochs):
             for place, minibatch in enumerate(batch.minibatches):

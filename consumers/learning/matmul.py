@@ -8,15 +8,16 @@ from penstock.schemas.config import ConfigError
 from torch import Tensor
 
 ONEDNN_MAX_ERROR = 1e-5
-"""Of a product, relative to its largest element: float32 stays below 1e-6, TF32 comes to 3e-4, bfloat16 to 2e-3."""
+"""Largest error of a product, relative to its largest element: float32 stays below 1e-6, TF32 comes to 3e-4, bfloat16
+to 2e-3."""
 
 
 def enable_onednn_matmul() -> None:
     """Makes this process run float32 matmuls on CPU with oneDNN instead of torch's default library.
 
-    Worth it where the default is MKL on a processor that MKL is slow on. Torch's only switch is
+    Worth it if the default is MKL on a processor that MKL is slow on. Torch's only switch is
     `torch.set_float32_matmul_precision`: "medium" and "high" send matmuls to oneDNN and allow it bfloat16 and TF32,
-    which it takes where the processor has them. So each is tried with products of the head's three layouts against
+    which it takes if the processor has them. So each is tried with products of the head's three layouts against
     float64, and the first that keeps float32's accuracy stays; on CUDA the same switch allows TF32, so this is for runs
     on CPU.
 

@@ -42,7 +42,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
     else is left out likewise.
 
     Args:
-        lag_of: the lag of a policy version. Where it raises UnknownVersionError the token counts as the row's oldest
+        lag_of: the lag of a policy version. If it raises UnknownVersionError the token counts as the row's oldest
             known version, without one as the lag bound, and never as less than 1.
 
     Raises:
@@ -74,11 +74,11 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
 def pack_segments(
     segments: Sequence[tuple[int, Segment, float]], budget: int
 ) -> Iterator[tuple[MicroBatch, tuple[int, ...]]]:
-    """Forward passes over segments whatever they are worth: no advantage, no lag, nothing left out.
+    """Packs segments for forward passes without training: no advantage, no lag, nothing left out.
 
     Args:
-        segments: of each the number of its group, itself, with at least one sampled token and context before it, and
-            its temperature. Segments of one group that begin with the same context share it.
+        segments: for each the number of its group, the segment (at least one sampled token, and context before it),
+            and its temperature. Segments of one group that begin with the same context share it.
         budget: tokens of one forward pass, as `trainer.tokens_per_microbatch`.
 
     Yields:
@@ -114,7 +114,7 @@ class _Part:
 
 
 def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[RolloutGroup]]:
-    """`count` consecutive parts whose sizes differ by one at most; fewer where there are fewer groups."""
+    """`count` consecutive parts whose sizes differ by one at most; fewer if there are fewer groups."""
     bounds = [len(groups) * n // count for n in range(count + 1)]
     return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 
@@ -183,7 +183,7 @@ def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
 
 
 def _longest_first(rows: list[_Row]) -> list[_Row]:
-    """So that attention can cut rectangles of little padding."""
+    """The rows in the order that lets attention cut rectangles with little padding."""
     return sorted(rows, key=lambda row: -row.length)
 
 

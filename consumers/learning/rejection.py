@@ -1,6 +1,6 @@
 """Masks beside the importance weight: which tokens and rows are too far off-policy to be trained on at all.
 
-Each of them keeps a NaN: what cannot be judged is not hidden, it reaches the loss, and the step is skipped and counted.
+Each of them keeps a NaN: a value that cannot be judged reaches the loss, and the step is skipped and counted.
 """
 
 import torch
@@ -40,7 +40,7 @@ def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:
 def beyond_m2_budget(log_ratios: Tensor, candidates: Tensor, budget: float) -> Tensor:
     """True on the candidates to drop, largest clamped l^2 first, until the mean l^2 of the rest is below the budget.
 
-    M2PO (arXiv 2510.01161) as AReaL has it: the smallest is kept even where it is above the budget. Equal values go or
+    M2PO (arXiv 2510.01161) as AReaL has it: the smallest is kept even if it is above the budget. Equal values go or
     stay together, so that the order of the tokens does not matter (AReaL's sort cuts between them).
 
     Args:

@@ -22,11 +22,11 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class StepConstants:
-    """What stays as it was when a batch was first read, of one micro-batch; [M] float32 each.
+    """Values of one micro-batch that stay the same over the optimizer steps of its batch; [M] float32 each.
 
-    proximal_logprobs: None where one optimizer step is all, since the current policy is the proximal one then.
+    proximal_logprobs: None if the batch makes one optimizer step, since the current policy is the proximal one then.
     reference_logprobs: None for an objective without a KL term.
-    correction: None where it can be computed from the micro-batch alone.
+    correction: None if it can be computed from the micro-batch alone.
     """
 
     proximal_logprobs: Tensor | None = None
@@ -38,7 +38,7 @@ class StepConstants:
 class Scored:
     """The detached per-token results of one micro-batch; M sampled tokens.
 
-    proximal_logprobs: of the trainer's policy when the batch was first read, in bypass mode too.
+    proximal_logprobs: of the trainer's policy before the first step on the batch, in bypass mode too.
     """
 
     loss: Tensor
@@ -80,31 +80,31 @@ class TokenScorer:
                 )
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> list[list[StepConstants]]:
-        """What must be known of a batch before its first optimizer step, by mini-batch and micro-batch."""
+    def step_constants(self, batch: Batch) -> list[list[StepConstants]]:
+        """Computed before the first optimizer step; by mini-batch and micro-batch."""
         config = self._correction
         needs_proximal = config.is_batch_level or self._steps_per_batch > 1
-        reads: list[StepConstants] = []
+        constants: list[StepConstants] = []
         for cpu_microbatch in batch.microbatches if needs_proximal or self._reference else ():
             microbatch = cpu_microbatch.to(self._device)
-            reads.append(
+            constants.append(
                 StepConstants(
                     self.logprobs(microbatch)[0] if needs_proximal else None,
                     self.logprobs(microbatch, self._reference)[0] if self._reference else None,
                 )
             )
-        if not reads:
+        if not constants:
             return [[StepConstants()] * len(minibatch.microbatches) for minibatch in batch.minibatches]
         if config.is_batch_level:
-            reads = self._corrected(batch.microbatches, reads)
-        remaining = iter(reads)
+            constants = self._corrected(batch.microbatches, constants)
+        remaining = iter(constants)
         return [[next(remaining) for _ in minibatch.microbatches] for minibatch in batch.minibatches]
 
-    def score(self, microbatch: MicroBatch, minibatch: MiniBatch, read: StepConstants) -> tuple[Tensor, Scored]:
+    def score(self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants) -> tuple[Tensor, Scored]:
         """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values."""
 
         def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Correction]:
-            return self._outputs(microbatch, minibatch, read, part, current, entropy)
+            return self._outputs(microbatch, minibatch, constants, part, current, entropy)
 
         token_level = getattr(self.objective, "token_level", False) and self._correction.is_token_level
         token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
@@ -124,14 +124,14 @@ class TokenScorer:
         self,
         microbatch: MicroBatch,
         minibatch: MiniBatch,
-        read: StepConstants,
+        constants: StepConstants,
         part: slice,
         current: Tensor,
         entropy: Tensor,
     ) -> tuple[LossOutputs, Tensor, Correction]:
         """The objective over the tokens of `part`; `current` and `entropy` are of those tokens."""
-        proximal = current.detach() if read.proximal_logprobs is None else read.proximal_logprobs[part]
-        correction = self._correct(microbatch, read, part, proximal, current.detach())
+        proximal = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
+        correction = self._correct(microbatch, constants, part, proximal, current.detach())
         behavior = microbatch.behavior_logprobs[part]
         inputs = LossInputs(
             current_logprobs=current,
@@ -145,18 +145,18 @@ class TokenScorer:
             rollout_tokens=microbatch.rollout_tokens[part],
             denominator=float(minibatch.num_tokens),
             num_rollouts=minibatch.num_rollouts,
-            reference_logprobs=None if read.reference_logprobs is None else read.reference_logprobs[part],
+            reference_logprobs=None if constants.reference_logprobs is None else constants.reference_logprobs[part],
             lag=microbatch.lag[part],
         )
         return self.objective(inputs), proximal, correction
 
     def _correct(
-        self, microbatch: MicroBatch, read: StepConstants, part: slice, proximal: Tensor, current: Tensor
+        self, microbatch: MicroBatch, constants: StepConstants, part: slice, proximal: Tensor, current: Tensor
     ) -> Correction:
         """Over every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
         advantages, row_ids = microbatch.advantages[part], microbatch.row_ids[part]
         behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
-        if read.correction is None:
+        if constants.correction is None:
             return correct_packed(
                 proximal,
                 behavior,
@@ -168,10 +168,10 @@ class TokenScorer:
                 current_logprobs=current,
             )
         if self._correction.off_policy_delta is None:
-            return read.correction
-        # The weights are those of the first read; how far off-policy a row is depends on the policy of this step.
+            return constants.correction
+        # The weights are those before the first step; how far off-policy a row is depends on the policy of this step.
         kept = off_policy_rows_kept(behavior, current, sampled, advantages, row_ids, self._correction.off_policy_delta)
-        whole = read.correction
+        whole = constants.correction
         return Correction(
             torch.where(kept, whole.weights, whole.weights.new_zeros(())),
             whole.keep_mask & kept,
@@ -179,7 +179,7 @@ class TokenScorer:
             whole.corrected_mask | ~kept,
         )
 
-    def _corrected(self, microbatches: Sequence[MicroBatch], reads: list[StepConstants]) -> list[StepConstants]:
+    def _corrected(self, microbatches: Sequence[MicroBatch], constants: list[StepConstants]) -> list[StepConstants]:
         """The correction of the whole batch at once, for statistics that no micro-batch has alone.
 
         Off-policy rows are left for `_correct`, which judges them anew at each step.
@@ -194,7 +194,7 @@ class TokenScorer:
             row_ids.append(part.row_ids + first_row)
             first_row += int(part.row_ids[-1]) + 1
         whole = correct_packed(
-            torch.cat([read.proximal_logprobs for read in reads if read.proximal_logprobs is not None]),
+            torch.cat([each.proximal_logprobs for each in constants if each.proximal_logprobs is not None]),
             joined("behavior_logprobs"),
             torch.ones_like(joined("loss_mask")),
             joined("lag"),
@@ -203,10 +203,10 @@ class TokenScorer:
             advantages=joined("advantages"),
         )
         sizes = [len(part.targets) for part in parts]
-        split = (each.split(sizes) for each in (whole.weights, whole.keep_mask, whole.corrected_mask))
+        split = (tensor.split(sizes) for tensor in (whole.weights, whole.keep_mask, whole.corrected_mask))
         return [
-            StepConstants(read.proximal_logprobs, read.reference_logprobs, Correction(weights, keep, {}, corrected))
-            for read, weights, keep, corrected in zip(reads, *split, strict=True)
+            StepConstants(each.proximal_logprobs, each.reference_logprobs, Correction(weights, keep, {}, corrected))
+            for each, weights, keep, corrected in zip(constants, *split, strict=True)
         ]
 
 
@@ -251,7 +251,7 @@ def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:
 
 
 def check_objective(config: RunConfig, objective: Objective) -> None:
-    """Raises ConfigError where objective and correction do not go together, or a reference model is set for nothing."""
+    """Raises ConfigError if objective and correction do not go together, or a reference model is set for nothing."""
     correction = config.correction
     if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
         setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"

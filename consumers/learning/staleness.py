@@ -1,4 +1,4 @@
-"""How old a token is when it is consumed."""
+"""The lag of tokens: how old they are when they are consumed."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ class LagTable:
 
 
 def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
-    """True where no token of known version lies within the lag bound (and some version is known)."""
+    """True if no token of known version lies within the lag bound (and some version is known)."""
     known = []
     for rollout in group.rollouts:
         for segment in rollout.segments:
@@ -47,7 +47,7 @@ def is_stale(group: RolloutGroup, lag_of: LagTable, bound: int) -> bool:
 
 
 def known_lags(lag_of: Lags) -> KnownLags:
-    """`lag_of` with what it said remembered, and None where it raises UnknownVersionError."""
+    """`lag_of` with its results kept, and None if it raises UnknownVersionError."""
     known: dict[int, int | None] = {}
 
     def lag(version: int) -> int | None:
@@ -62,8 +62,8 @@ def known_lags(lag_of: Lags) -> KnownLags:
 
 
 def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
-    """The lag of each of a segment's version spans, an unknown version's as `pack` counts it."""
+    """The lag of each of a segment's version spans, those of an unknown version as `pack` counts them."""
     known = [lag(span.version) for span in segment.version_spans]
-    # Unknown is not fresh: at least 1, also where nothing but fresh tokens stands beside it.
+    # Unknown is not fresh: at least 1, even if every other token is fresh.
     fallback = max(1, max((d for d in known if d is not None), default=lag_bound))
     return tuple(fallback if d is None else d for d in known)

@@ -1,4 +1,4 @@
-"""What one batch did to the policy: the report of its optimizer steps, and the sums it is made from."""
+"""The report of a batch's optimizer steps, and the sums it is made from."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Which groups the trainer can reproduce."""
+"""Admission of groups: the trainer must be able to reproduce their logprobs."""
 
 import math
 
@@ -7,7 +7,7 @@ from penstock.schemas.rollout import RecordError, RolloutGroup
 
 
 def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
-    """Raises RecordError, naming the group, where the trainer cannot reproduce a decoded group's logprobs.
+    """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
     Args:
         vocabulary: rows of the model's head; token ids must be below.

@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 _SECONDS = ("wait_s", "step_s", "publish_s")
 _LINE_FLOATS = frozenset(("time_s", *_SECONDS))
-"""What a line of updates.jsonl holds in floats beside metrics."""
+"""The floats in a line of updates.jsonl that are no metrics."""
 
 
 class TrainerMetrics:
     """Every metric of the trainer under the names of `penstock.schemas.metrics.TrainerMetric`.
 
-    labels: what each of its samples says of this process, such as `run="demo"`.
+    labels: on every sample, such as `run="demo"`.
     """
 
     def __init__(self, **labels: str) -> None:
@@ -89,7 +89,7 @@ class TrainerMetrics:
         }
 
     def record(self, line: dict[str, Any]) -> None:
-        """Takes over one line of updates.jsonl. A number that this line has not is taken back, not left as it was."""
+        """Sets the metrics from one line of updates.jsonl; one that the line lacks is unset."""
         self._set_gauges(line)
         for lag, num_tokens in line["lag_histogram"].items():
             # One observation per token, without a call per token.
@@ -135,4 +135,5 @@ class TrainerMetrics:
         return port
 
     def close(self) -> None:
+        """Stops serving, if `serve` was called."""
         self.registry.close()

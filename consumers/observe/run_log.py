@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: lines of updates and evaluations, metrics, sinks, and the ledger file.
+"""The run log: lines of updates and evaluations, metrics, sinks, and the ledger file.
 
 Training does not depend on any of it.
 """
@@ -45,8 +45,10 @@ class RunLog:
         metrics.begin(config, ledger)
 
     def queue(self, num_open_prompts: int) -> None:
-        """Observes the queue. Before a batch is settled, which makes room: a queue that is full now has kept producers
-        waiting."""
+        """Sets the metrics of the queue.
+
+        To be called before a batch is settled, which makes room: a queue that is full now has kept producers waiting.
+        """
         self.metrics.groups_open.set(self._ledger.num_open)
         self.metrics.prompts_open.set(num_open_prompts)
         self.metrics.count_groups(self._ledger)
@@ -63,9 +65,9 @@ class RunLog:
         step_s: float,
         publish_s: float,
     ) -> None:
-        """Tells of one batch."""
+        """Logs one batch."""
         now = time.time()
-        # The first batch also waited for engines to boot; that is no waiting for rollouts.
+        # The first batch also waited for engines to boot, which is no wait for rollouts.
         wait_s = min(wait_s, max(0.0, now - min(group.timings.claimed_s for group in groups)))
         line: dict[str, Any] = {
             "update": self._progress.num_batches,
@@ -96,11 +98,11 @@ class RunLog:
         self.metrics.mismatch_band.set(self.alert.band)
 
     def publication(self, num_bytes: int) -> None:
-        """Tells of published weights."""
+        """Counts published weights."""
         self.metrics.weight_bytes.inc(num_bytes)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """Tells of a complete evaluation."""
+        """Logs a complete evaluation."""
         self.metrics.accuracy.set(result.accuracy)
         line = {"update": result.update, "time_s": time.time(), **result._asdict()}
         self._evaluations.write(**line)
@@ -108,7 +110,7 @@ class RunLog:
         log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
 
     def commit(self, policy_version: int, *, finished: bool, took_s: float | None = None) -> None:
-        """Writes the ledger file, after a checkpoint that took so long, or at the end of the run."""
+        """Writes the ledger file. took_s: seconds that the checkpoint took; None at the end of the run."""
         self.metrics.count_groups(self._ledger)
         self._ledger_file.write(self._ledger, self._progress, policy_version, finished=finished)
         if took_s is not None:

@@ -1,1 +1,6 @@
-"""TODO"""
+"""The trainer's side of Redis: indexes are released, groups are read and settled, and checkpoints acknowledge them.
+
+The trainer uses `intake.Intake`, `evaluation.Evaluator`, `commits.Commits`, `recovery.Recovery` and
+`leadership.Leadership`, around one `ledger.Ledger` and one `progress.RunProgress`. Every write is a script in
+`scripts`, every command goes through `connection`. `checkpoints` is read by replay and parity as well.
+"""

@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
 
 
 class CheckpointError(RuntimeError):
-    """No checkpoint can be used; the message says what was found wrong with each."""
+    """No checkpoint can be used; the message says why, for each."""
 
 
 class CheckpointWriteError(OSError):
@@ -39,7 +39,7 @@ class CheckpointWriteError(OSError):
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer must know, beside model and optimizer, to continue."""
+    """The state that a trainer continues from, beside model and optimizer."""
 
     policy_version: int
     num_batches: int
@@ -51,8 +51,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     rng: dict[str, Any] = {}
     """Random generators beside the learner's own: Python's and NumPy's global ones."""
     taken: dict[int, int] = {}
-    """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: where the
-    record of rollouts is cut."""
+    """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: the
+    places at which the record of rollouts is cut."""
 
     @classmethod
     def new(cls, policy_version: int) -> "CheckpointState":
@@ -89,12 +89,12 @@ class Checkpoints:
             return epoch
 
     def newest_epoch(self) -> int:
-        """The newest epoch that any trainer claimed here; -1 where none did."""
+        """The newest epoch that any trainer claimed here; -1 if none did."""
         return max((int(file.name[6:]) for file in self._folder.glob("epoch-*")), default=-1)
 
     @property
     def pointer(self) -> str | None:
-        """The newest committed checkpoint that this trainer knows of."""
+        """The newest committed checkpoint that this trainer knows."""
         return self._committed[-1] if self._committed else None
 
     def write(self, learner: Any, state: CheckpointState) -> str:
@@ -148,7 +148,7 @@ class Checkpoints:
             shutil.rmtree(self._folder / obsolete, ignore_errors=True)
 
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
-        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None where there never was one.
+        """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None if there never was one.
 
         Raises:
             CheckpointError: a checkpoint was committed, and neither it nor a predecessor is here and whole.
@@ -160,7 +160,7 @@ class Checkpoints:
         )
         if pointer is not None and pointer not in names:
             if not names:
-                # Another machine, or the wrong folder: to begin anew would be to lose the run without a word.
+                # Another machine, or the wrong folder: to start anew would lose the run silently.
                 raise CheckpointError(
                     f"{self._folder}: holds no checkpoint, but {pointer} was committed; expected the folder that the "
                     "run's trainers share"
@@ -222,7 +222,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Sets the generators to what `rng_state` said, after a way through JSON or not."""
+    """Sets the generators to the result of `rng_state`, which may have been through JSON."""
     if state:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -235,14 +235,14 @@ def _save(state: dict[str, Any], file: Path) -> None:
         with file.open("wb") as stream:
             torch.save(state, stream)
     except RuntimeError as error:
-        # What torch makes of a full disk: it trips over the position at which the write has failed.
+        # torch turns a full disk into this: it fails on the position at which the write stopped.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
 def _problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """The reason why a checkpoint cannot be used, or None."""
     try:
         sums = json.loads((folder / _SUMS).read_text())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due."""
+"""The times at which a checkpoint is due."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from penstock.consumers.stream.connection import TrainerConnection
 MEMORY_HIGH = 0.7
 """Share of Redis' maxmemory at which a checkpoint is due, since only a commit trims the stream."""
 MEMORY_COMMIT_SHARE = 0.1
-"""Share of the time that such checkpoints may take where they free nothing: something else fills the memory."""
+"""Share of the time that such checkpoints may take if they free nothing: something else fills the memory."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
-"""A checkpoint that could not be written is tried again, after twice the time for each further failure."""
+"""A checkpoint that could not be written is tried again; the delay doubles with each failure in a row."""
 
 
 class CommitSchedule:
-    """Every `every` updates, when memory is high, and after one that could not be written."""
+    """A checkpoint is due every `every` updates, at high memory of Redis, and after one that could not be written."""
 
     def __init__(self, connection: TrainerConnection, every: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
@@ -27,10 +27,10 @@ class CommitSchedule:
         self._next_delay_s = FIRST_RETRY_S
         self._num_settled = -1
         self.num_batches = -1
-        """Of the last commit; -1 before the first."""
+        """Updates at the last commit; -1 before the first."""
 
     def is_due(self, num_batches: int, num_settled: int, *, busy: bool) -> bool:
-        """busy: training goes on meanwhile; a trainer that waits for rollouts has nothing better to do."""
+        """busy: a checkpoint would delay training; False while the trainer waits for rollouts."""
         now = self._clock()
         self._for_memory = False
         if self._retry_at is not None:

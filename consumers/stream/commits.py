@@ -57,8 +57,8 @@ class Commits:
             raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
         name = checkpoints.write(self._learner, state)
         keep_rollouts, keep_results = reader.first_unsettled(), self._evaluator.first_needed()
-        # Fenced here, the checkpoint stays: an earlier try may have committed it, its reply lost, and the successor
-        # may stand on it. Where it does not, its next commit deletes it.
+        # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
+        # successor may continue from it. If it does not, its next commit deletes the checkpoint.
         trimmed = leadership.connection.call(
             lambda _: leadership.scripts.commit(leadership.epoch, name, keep_rollouts, keep_results)
         )

@@ -1,4 +1,4 @@
-"""Held-out evaluation through the producers: asked for by version, answered on a stream of its own."""
+"""Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
 
 import logging
 from typing import NamedTuple
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationResult(NamedTuple):
-    """The held-out accuracy of one policy: the reward's part `exact` where it has one, else its value.
+    """The held-out accuracy of one policy: the reward's part `exact` if it has one, else its value.
 
     A prompt whose evaluation failed counts as 0.
     """
@@ -28,7 +28,7 @@ class EvaluationResult(NamedTuple):
 
 
 class Evaluator:
-    """Asks for evaluations and gathers their results; never waits unless told to."""
+    """Requests evaluations and collects their results. Never waits."""
 
     def __init__(
         self, connection: TrainerConnection, scripts: Scripts, keys: Keys, epoch: int, num_prompts: int
@@ -44,7 +44,7 @@ class Evaluator:
         self._last_requested = -1
 
     def request(self, policy_version: int, update: int) -> None:
-        """Asks the producers to evaluate the policy published after `update`, unless it was asked for before."""
+        """Asks the producers to evaluate the policy published after `update`, unless that was requested before."""
         if policy_version == self._last_requested or not self._num_prompts:
             return
         self._last_requested = policy_version
@@ -53,7 +53,7 @@ class Evaluator:
         self._ask()
 
     def request_again(self) -> None:
-        """Asks for what is unanswered once more, after Redis may have lost it. Answers to both count once."""
+        """Requests unanswered evaluations once more, after Redis may have lost them. Answers to both count once."""
         self._cursor = START
         self._ask()
 

@@ -1,4 +1,4 @@
-"""A trainer's hold on its run: the epoch that fences its predecessors, and the lease that others stand by for."""
+"""Leadership of a run: the epoch that fences earlier trainers, and the lease that others stand by for."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ from penstock.schemas.keys import Commit, Keys
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""How often a waiting trainer asks whether the run is still its own."""
+"""How often a trainer asks whether the run is still its own."""
 RENEWALS_PER_LEASE = 4
 STANDBY_LOG_S = 30.0
-"""How often a trainer that stands by says what it waits for, beside each time that this changes."""
+"""How often a trainer that stands by logs the reason; a new reason is logged at once."""
 
 
 class Leadership:
@@ -50,7 +50,7 @@ class Leadership:
 
         A trainer that dies, hangs or leaves unblocks it, and so does the end of the run, which returns False. After an
         outage of Redis, and after it was emptied, the leading trainer gets the time to renew its lease. A signal ends
-        it by an exception of its handler (`StopSignals`). What it waits for is logged at once and now and then.
+        the wait by an exception of its handler (`StopSignals`).
 
         Raises:
             RedisGoneError: see `TrainerConnection.call`.
@@ -95,10 +95,10 @@ class Leadership:
         return commit
 
     def end(self, *, hand_over: bool = False) -> None:
-        """Renews the lease no more, so that it expires; `hand_over` leaves it at once."""
+        """Stops renewing the lease, so that it expires; `hand_over` gives it up at once."""
         self._ended.set()
         if self._renewing is not None:
-            self._renewing.join(1.0)  # it may be waiting for a server that does not answer
+            self._renewing.join(1.0)  # the thread may wait for a server that does not answer
         if hand_over:
             try:
                 self.scripts.leave_lease(self._owner)
@@ -116,12 +116,12 @@ class Leadership:
             self.connection.call(lambda _: self.scripts.check(self.epoch))
 
     def has_restored(self) -> bool:
-        """True once after Redis had lost this trainer's epoch: the streams have lost as much."""
+        """True once after Redis had lost this trainer's epoch: the streams have lost entries too."""
         had, self._has_restored = self._has_restored, False
         return had
 
     def restore(self) -> None:
-        """Restores the commit hash of a server that was emptied or fell back to an older state.
+        """Restores the commit hash on a server that was emptied or fell back to an older state.
 
         Raises:
             FencedError: a newer trainer has the run.
@@ -160,10 +160,10 @@ class Leadership:
             self._renewing.start()
 
     def _renew(self) -> None:
-        """Renews the lease until `end`, whatever the trainer is busy with. A process that is stopped renews nothing."""
+        """Renews the lease in a thread of its own. Waits for the next renewal; `end` unblocks it."""
         while not self._ended.wait(self._lease_s / RENEWALS_PER_LEASE):
             try:
                 self.scripts.hold_lease(self._owner, self._lease_s)
             except (redis.RedisError, OSError) as error:
-                # The trainer itself meets the same outage, and it is the one that reports it and gives up.
+                # The trainer meets the same outage, reports it and gives up.
                 log.debug("lease not renewed: %s", error)

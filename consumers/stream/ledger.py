@@ -1,4 +1,4 @@
-"""The books: which released index was settled, and how. Sets of indexes are kept as ranges."""
+"""The ledger: which released index was settled, and how. Sets of indexes are kept as ranges."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
-"""Kinds of death that the books tell apart. Producers name them, and the books are written whole at each checkpoint."""
+"""Kinds of dead groups that the ledger distinguishes. Producers name them, and every checkpoint holds all of them."""
 MAX_KIND_CHARACTERS = 64
 OTHER_KIND = "other"
 
@@ -101,7 +101,7 @@ class IndexRanges:
 
 
 class RequeuedIndex(NamedTuple):
-    """A dead letter that an operator has had released again, and the trainer has."""
+    """A dead letter that an operator has requeued and the trainer has released again."""
 
     letter: str
     """Entry id of the letter. The index may die again and leave another one."""
@@ -113,7 +113,7 @@ class Ledger:
     """Every released index is settled exactly once: trained, skipped or dead.
 
     A dead one is opened again when an operator requeues its letter. `requeued` remembers the letter, so that one
-    request opens an index once, and once more exactly where a rollback has undone it.
+    request opens an index once, and once more only if a rollback has undone it.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Ledger:
         self.released_again: Counter[str] = Counter()
         self.requeued: dict[int, RequeuedIndex] = {}
         self.postponed: dict[int, str] = {}
-        """Released, unsettled indexes that are nowhere, by reason: to be released again as the credit lasts."""
+        """Released, unsettled indexes without prompt or group, by reason: to be released again as the credit lasts."""
         self.num_duplicates_dropped = 0
         self.num_released = 0
         """The release cursor: indexes 1 to this one were released."""
@@ -142,12 +142,12 @@ class Ledger:
             self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
 
     def may_reopen(self, index: int, letter: str) -> bool:
-        """True where `index` is dead and was not opened again for this very letter before."""
+        """True if `index` is dead and was not opened again for this very letter before."""
         known = self.requeued.get(index)
         return index in self.by_outcome["dead"] and (known is None or known.letter != letter)
 
     def reopen(self, index: int, letter: str, after: str) -> None:
-        """Takes a dead index off the books: it is open again, and what the stream holds of it up to `after` is void.
+        """Opens a dead index again. Its entries on the stream up to `after` are void.
 
         Raises:
             ValueError: it is not dead.
@@ -179,7 +179,7 @@ class Ledger:
         return self.num_released - len(self.settled)
 
     def to_state(self) -> dict:
-        """What a checkpoint holds. `postponed` is for those outside who look: a resume finds its indexes by itself."""
+        """The state for a checkpoint. `postponed` is for readers outside: a resume finds its indexes by itself."""
         return {
             **{outcome: self.by_outcome[outcome].ranges() for outcome in OUTCOMES},
             "dead_by_reason": {reason: indexes.ranges() for reason, indexes in self.dead_by_reason.items()},

@@ -1,4 +1,4 @@
-"""Reads the rollout stream by cursor: a released index comes into hand once, however often its group was appended."""
+"""Reads the rollout stream by cursor: a released index becomes ready once, however often its group was appended."""
 
 import logging
 from collections.abc import Callable
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 START = b"0-0"
 ENTRIES_PER_READ = 64
 FIRST_READ_ENTRIES = 8
-"""Nothing is known yet of how large they are."""
+"""Their size is not known yet."""
 READ_BYTES = 2 * 1024 * 1024
-"""What one read aims at: a reply that outgrows the processor's caches is slower to take in by half."""
+"""Target size of one read: a reply larger than the processor's caches takes half as long again per byte."""
 LagOf = Callable[[int], int]
 
 
 class ReadyGroup(NamedTuple):
-    """A group in hand: read, not yet settled."""
+    """A group that was read and is not settled yet."""
 
     entry_id: bytes
     group: RolloutGroup
@@ -38,10 +38,10 @@ class ReadyGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Refused:
-    """A record that cannot be trained on. `index` is None where not even that could be read.
+    """A record that cannot be trained on. `index` is None if it cannot be read.
 
-    It becomes a dead letter, which is kept for good: `reason` is one line (`one_line`), `payload` at most
-    `MAX_ENTRY_BYTES`, what a record may have; the reason says where it was cut.
+    It becomes a dead letter, which is kept for good: `reason` is one line (`one_line`), `payload` has at most
+    `MAX_ENTRY_BYTES`; the reason says if it was cut.
     """
 
     index: int | None
@@ -49,16 +49,16 @@ class Refused:
     payload: bytes
     entry_id: bytes = b""
     num_received: int = 0
-    """Good groups that came into hand before it."""
+    """Good groups that were read before it."""
 
 
 class Reader:
-    """The cursor, the groups in hand, and what was refused since the last look.
+    """The cursor, the ready groups, and the records refused since `take_refused`.
 
-    `check` raises RecordError for a group that the trainer cannot reproduce.
+    It acknowledges nothing: ready groups of a process that dies are read again from the start of the stream, which a
+    checkpoint trims.
 
-    It acknowledges nothing: what is in hand when the process dies is read again from the start of the stream, which
-    a checkpoint trims.
+    check: raises RecordError for a group that the trainer cannot reproduce.
     """
 
     def __init__(
@@ -83,10 +83,13 @@ class Reader:
         self._refused_entries: set[bytes] = set()
         """Entries refused so far that name no released index, while they are on the stream."""
         self.num_received = 0
-        """Groups that came into hand so far."""
+        """Good groups read so far."""
 
     def read(self, lag_of: LagOf, *, block: bool) -> int:
-        """Takes new entries into hand; returns how many the stream held. Blocks at most `BLOCK_S` for the first."""
+        """Reads new entries: each becomes ready, is refused, or is dropped as a duplicate. Returns how many there were.
+
+        With `block` waits at most `BLOCK_S` for the first; a producer that appends one unblocks it.
+        """
         block_ms = int(BLOCK_S * 1000) if block else None
         reply = self._connection.call(
             lambda client: client.xread({self._stream: self.cursor}, count=self._count, block=block_ms)
@@ -105,22 +108,22 @@ class Reader:
             pass
 
     def rewind(self) -> None:
-        """Reads the stream from its start again; what is settled or in hand is dropped as it comes by."""
+        """Reads the stream from its start again; settled and ready groups are dropped as duplicates."""
         self.cursor = START
 
     def first_unsettled(self) -> bytes:
-        """The entry id up to which the stream may be trimmed: the first in hand, never past the cursor.
+        """The entry id up to which the stream may be trimmed: the first ready group, never past the cursor.
 
-        On a server that was emptied and whose clock is behind, ids in hand lie above what is still to be read.
+        On a server that was emptied and whose clock is behind, ids of ready groups lie above those still to be read.
         """
         milliseconds, sequence = entry_key(self.cursor)
         ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.ready.values())]
         return min(ids, key=entry_key)
 
     def forget_trimmed(self) -> None:
-        """To be called when the stream was trimmed to `first_unsettled`: what is no longer there is not read again.
+        """To be called after the stream was trimmed to `first_unsettled`: trimmed entries are not read again.
 
-        Nor is what lies past the cursor: an id of before the server was emptied, whose clock is behind since.
+        Nor are ids past the cursor: they are of before a server whose clock is behind was emptied.
         """
         first, last = entry_key(self.first_unsettled()), entry_key(self.cursor)
         self._refused_entries = {entry for entry in self._refused_entries if first <= entry_key(entry) <= last}
@@ -137,7 +140,7 @@ class Reader:
             return
         requeued = self._ledger.requeued.get(index)
         if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
-            self._ledger.num_duplicates_dropped += 1  # read again after a resume: what the index had died of
+            self._ledger.num_duplicates_dropped += 1  # read again after a resume: the entry that the index died of
             return
         if not 1 <= index <= self._ledger.num_released:
             self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
@@ -153,7 +156,7 @@ class Reader:
             self._refuse(Refused(index, f"poison: {error}", payload, entry_id))
 
     def take_refused(self) -> list[Refused]:
-        """What was refused since the last call, to be settled now."""
+        """The records refused since the last call, to be settled now."""
         refused, self._refused = self._refused, []
         self._refused_indexes.clear()
         return refused
@@ -202,7 +205,7 @@ def group_versions(group: RolloutGroup) -> set[int]:
 
 
 def _letter(reason: str, payload: bytes) -> tuple[str, bytes]:
-    """Both within what a dead letter may hold, whatever a producer has written."""
+    """Reason and payload within the bounds of a dead letter, whatever a producer has written."""
     if len(payload) > MAX_ENTRY_BYTES:
         cut = f" (payload of {len(payload):,} bytes cut to {MAX_ENTRY_BYTES:,})"
         reason = one_line(reason)[: MAX_REASON_CHARACTERS - len(cut)] + cut

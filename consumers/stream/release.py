@@ -1,4 +1,4 @@
-"""Releases task indexes while the lag credit lasts, and again where one was lost on the way."""
+"""Releases task indexes while the lag credit lasts, and again if one was lost."""
 
 import logging
 from collections import Counter
@@ -39,7 +39,7 @@ class Releaser:
         self._epoch = epoch
         self._num_updates_left = num_updates_left
         self._requeued: dict[int, RequeuedIndex] = {}
-        """What operators want released again, as of the last reconcile; much of it may be done already."""
+        """Requeued dead letters, as of the last reconcile; many may be released again already."""
         self._waiting = ledger.postponed
 
     def top_up(self, policy_version: int) -> int:
@@ -55,23 +55,23 @@ class Releaser:
         return ledger.num_released - before
 
     def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
-        """Puts released, unsettled indexes back among the prompts."""
+        """Releases indexes once more that were released and are not settled."""
         if not indexes:
             return
         self._connection.call(lambda _: self._scripts.release_again(self._epoch, policy_version, sorted(indexes)))
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:
-        """Notes released, unsettled indexes to be released again, in this order."""
+        """Notes released, unsettled indexes; `release_postponed` releases them again, in this order."""
         self._waiting.update(dict.fromkeys(indexes, reason))
 
     def release_postponed(self, reader: Reader, policy_version: int) -> Counter[str]:
         """Releases postponed indexes again as the credit lasts; returns how many by reason.
 
-        A rollback leaves many. All at once they would wait behind each other until they are stale again, and again.
+        A rollback leaves many. Released all at once, they would wait behind each other until they are stale again.
         """
         for index in [i for i in self._waiting if i in self._ledger.settled or i in reader.ready]:
-            del self._waiting[index]  # it came back on a way of its own
+            del self._waiting[index]  # its group arrived after all
         room = self._config.credit - (self._ledger.num_open - len(self._waiting))
         by_reason: dict[str, list[int]] = {}
         for index in list(self._waiting)[: max(0, room)]:
@@ -81,10 +81,10 @@ class Releaser:
         return Counter({reason: len(indexes) for reason, indexes in by_reason.items()})
 
     def reconcile(self, reader: Reader, lag_of: LagOf) -> int:
-        """Postpones what is neither a prompt, nor on the rollout stream, nor settled; returns how many.
+        """Postpones indexes that are neither a prompt, nor on the rollout stream, nor settled; returns how many.
 
-        Prompts are listed first and the rollouts read after: a group moves from one to the other in one step, so it
-        is seen in at least one of them. Takes note of the letters that an operator has requeued meanwhile.
+        Prompts are listed first and rollouts are read after: a group moves from one to the other in one step, so it is
+        seen in at least one of them. Also reads which dead letters an operator has requeued.
         """
         entries = self._reachable_prompts()
         # Producers may append here, and one may be broken or hostile.
@@ -113,8 +113,8 @@ class Releaser:
         return len(lost)
 
     def _reachable_prompts(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        """The prompts but for those that no producer can get any more, which are removed: acknowledged and left there
-        by a broken producer, or its consumer deleted by hand."""
+        """The prompts that a producer can still get. The others are removed: a broken producer acknowledged them
+        without deleting them, or an operator deleted its consumer."""
         dropped = self._connection.call(lambda _: self._scripts.drop_unreachable(self._epoch))
         if dropped:
             log.warning("prompts: %d entries that no producer can get any more are removed", dropped)
@@ -123,9 +123,9 @@ class Releaser:
     def release_requeued(self, policy_version: int) -> int:
         """Opens dead indexes whose letters were requeued again, oldest first, as the credit lasts; returns how many.
 
-        The request stays in Redis for good and what became of it is part of the books: a rollback undoes both the
-        opening and the memory of it, and the next reconcile finds the request again. A release that the lost policies
-        had made already is then made twice, which costs one group that is dropped as a duplicate.
+        The request stays in Redis for good, and the ledger holds its outcome: a rollback undoes the opening and forgets
+        it, and the next reconcile finds the request again. A release made under the lost policies is then made twice,
+        which costs one group that is dropped as a duplicate.
         """
         ledger = self._ledger
         self._requeued = {

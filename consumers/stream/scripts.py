@@ -43,7 +43,7 @@ return redis.call('HGETALL', KEYS[1])
 )
 
 # ARGV: epoch, owner, release cursor, field, value, field, value...
-_PUT_BACK = (
+_RESTORE = (
     _HEAD
     + """
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
@@ -198,17 +198,17 @@ class GoneError(RuntimeError):
 class Scripts:
     """One method per script. Each takes a client so that the connection's retry loop stays the only one.
 
-    Where Redis has lost the epoch, `restore` is called to restore it, and the script runs once more.
+    If Redis has lost the epoch, `restore` is called, and the script runs once more.
     """
 
     def __init__(self, client: redis.Redis, keys: Keys, restore: Callable[[], None] | None = None) -> None:
         self._keys = keys
-        self._put_back = restore
+        self._restore = restore
         self._scripts = {
             name: client.register_script(text)
             for name, text in {
                 "open_epoch": _OPEN_EPOCH,
-                "restore": _PUT_BACK,
+                "restore": _RESTORE,
                 "check": _CHECK,
                 "hold_lease": _HOLD_LEASE,
                 "leave_lease": _LEAVE_LEASE,
@@ -237,11 +237,11 @@ class Scripts:
         return self._run("restore", [self._keys.commit], epoch, owner, released, *flat)
 
     def check(self, epoch: int) -> None:
-        """Raises FencedError where a newer epoch is open."""
+        """Raises FencedError if a newer epoch is open."""
         self._run("check", [self._keys.commit], epoch)
 
     def hold_lease(self, owner: str, lease_s: float) -> bool:
-        """Takes the lease where it is free, or renews `owner`'s; False where another holds it."""
+        """Takes a free lease, or renews `owner`'s; False if another holds it."""
         return bool(self._run("hold_lease", [self._keys.lease], owner, int(lease_s * 1000)))
 
     def leave_lease(self, owner: str) -> None:
@@ -272,7 +272,7 @@ class Scripts:
         self._run("announce", [self._keys.commit, self._keys.policy], epoch, version, manifest, keep, fork)
 
     def evaluate(self, epoch: int, versions: Iterable[int], num_prompts: int) -> int:
-        """Asks for prompts 1 to `num_prompts` of each version; returns how many were not asked for before."""
+        """Requests prompts 1 to `num_prompts` of each version; returns how many were not requested before."""
         keys = [self._keys.commit, self._keys.evaluations]
         return self._run("evaluate", keys, epoch, num_prompts, *sorted(versions))
 
@@ -281,7 +281,7 @@ class Scripts:
         self._run("dead_letter", keys, epoch, "" if index is None else index, reason, payload, entry_id)
 
     def commit(self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes) -> int:
-        """Points the run at `checkpoint` and trims what it no longer needs; returns the rollout entries trimmed."""
+        """Points the run at `checkpoint` and trims the streams up to it; returns the rollout entries trimmed."""
         keys = [self._keys.commit, self._keys.rollouts, self._keys.evaluation_results]
         return self._run("commit", keys, epoch, checkpoint, keep_rollouts, keep_results)
 
@@ -293,9 +293,9 @@ class Scripts:
         try:
             return self._call(name, keys, args)
         except GoneError:
-            if self._put_back is None:
+            if self._restore is None:
                 raise
-            self._put_back()
+            self._restore()
             return self._call(name, keys, args)
 
     def _call(self, name: str, keys: list[str], args: tuple[Any, ...]) -> Any:

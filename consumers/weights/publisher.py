@@ -43,7 +43,7 @@ class Publisher:
     ) -> WeightManifest:
         """Announces `weights` as policy `version`.
 
-        A producer sees the manifest only when the whole file is there under its final name. `fork` books
+        A producer sees the manifest only when the whole file is there under its final name. `fork` records
         `parent_version` as the version that this epoch's first policy equals.
 
         Raises:
@@ -69,7 +69,7 @@ class Publisher:
         except FencedError:
             file.unlink(missing_ok=True)
             raise
-        # Only now: until Redis has taken the announcement, the run may be another trainer's.
+        # Only now: until Redis has accepted the announcement, the run may be another trainer's.
         self._published.append(file)
         while len(self._published) > self._keep:
             self._published.pop(0).unlink(missing_ok=True)
@@ -81,8 +81,11 @@ class Publisher:
         self._connection.call(lambda _: self._scripts.announce(self._epoch, version, manifest, self._keep, parent))
 
     def _write(self, weights: dict[str, torch.Tensor], file: Path) -> str:
-        """Writes the file, whole or not at all, and returns its checksum. Waits while the disk is full or away; room on
-        it unblocks it, and `TrainerConnection.stop` makes an error of it."""
+        """Writes the file, whole or not at all, and returns its checksum.
+
+        Waits while the disk is full or unreachable; room on it unblocks it, and `TrainerConnection.stop` ends the wait
+        with an error.
+        """
         partial = file.with_suffix(f".partial-{os.getpid()}")
         next_line_at = 0.0
         while True:

@@ -7,7 +7,7 @@ Formula, with the proximal policy p, r = exp(current - p) and the weight w = f(e
 `proximal = "recomputed"`: p is the trainer's own policy when the batch is first read, and f the run's correction. This
 is what Grpo computes as well; the name is here for those who look for it.
 
-`proximal = "loglinear"` or `"linear"` approximates p from the two policies at hand, with d the token's lag and
+`proximal = "loglinear"` or `"linear"` approximates p from the two known policies, with d the token's lag and
 a = max(d - 1, 0) / d (0 at d = 0), the current policy without gradient::
 
     loglinear   p = (1 - a) * behavior + a * current

@@ -4,8 +4,8 @@ Formula, with r = exp(current - proximal) and stop() without gradient::
 
     loss = aggregate(- w_t * stop(min(r_t, ratio_cap)) * A_t * current_t)
 
-Where a batch makes one optimizer step r is 1 and w is the whole weight. With `correction.bypass` the trainer hands the
-behavior policy in as the proximal one and weights of 1: r is then current / behavior, and this is PipelineRL's default.
+If a batch makes one optimizer step, r is 1 and w is the whole weight. With `correction.bypass` the trainer passes the
+behavior policy as the proximal one and weights of 1: r is then current / behavior, and this is PipelineRL's default.
 
 Source: Williams (1992) with the truncated weight of PipelineRL (arXiv 2509.19128, section 2, cap c = 5).
 

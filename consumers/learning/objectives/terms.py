@@ -1,4 +1,4 @@
-"""What every objective here shares: aggregation, the KL to a reference, the entropy bonus, the treatment of the mask.
+"""Shared by every objective here: aggregation, the KL to a reference, the entropy bonus, the treatment of the mask.
 
 Formula, over the sampled tokens t, with the gain g_t of the objective's own file and the importance weight w_t::
 
@@ -82,7 +82,7 @@ class PolicyObjective(ABC):
 
     @abstractmethod
     def gain(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the update raises, per token, before the importance weight.
+        """The gain of each token, which the update raises, before the importance weight.
 
         Args:
             inputs: every tensor but `row_ids` and `rollout_tokens` is 0 where masked.
@@ -160,7 +160,7 @@ def reference_kl(current_logprobs: Tensor, reference_logprobs: Tensor, estimator
 
 
 def _zero_under_mask(inputs: LossInputs) -> LossInputs:
-    """Selected before any arithmetic: what lies under the mask reaches neither the loss nor a gradient."""
+    """The inputs, 0 under the mask before any arithmetic: masked values reach neither the loss nor a gradient."""
     mask = inputs.loss_mask
 
     def selected(values: Tensor) -> Tensor:
