@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Every row starts a server of its own: a benchmark never writes into a user's Redis.
     os.environ.pop("REDIS_URL", None)
     try:
-        chosen = _chosen(arguments.sections, arguments.only)
+        chosen = choose_rows(arguments.sections, arguments.only)
         if any(SECTIONS[name].uses_run_file for name in chosen):
             _check_run_file(arguments.run_file)
         for name, rows in chosen.items():
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = measure(section, rows, settings, arguments.run_file, WORK)
             print_result(result)
             if not arguments.quick or arguments.output is not None:
-                _keep(section, result, rows, arguments.output)
+                keep_result(section, result, rows, arguments.output)
     except ConfigError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _keep(section: BenchSection, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
+def keep_result(section: BenchSection, result: Result, rows: tuple[str, ...], output: Path | None) -> None:
     """Writes the result file, and the picture if every row was measured."""
     is_full = rows == tuple(section.rows)
     print(f"\nresult  {write_result(result, output or RESULTS, rows=() if is_full else rows)}")
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def choose_rows(sections: Sequence[str], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The rows to measure, by section; if rows are named, sections without one are left out."""
     for name in sections:
         if name not in SECTIONS:

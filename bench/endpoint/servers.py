@@ -148,7 +148,7 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
             data: Any = client.get(key)
             return int(decode_heartbeat(data).endpoint.rpartition(":")[2] or 0) if data is not None else 0
 
-        _wait(children, port)
+        wait_until_ready(children, port)
         server = PenstockServer("penstock", port(), children[-1].pid)
         client.close()
         yield server
@@ -172,7 +172,7 @@ def vllm_server(config: RunConfig, folder: Path) -> Iterator[VllmServer]:
     children = [Child("vllm", command, log=folder / "vllm.log", environment=serve_environment(config))]
     try:
         server = VllmServer("vllm", port, children[0].pid)
-        _wait(children, server.is_ready)
+        wait_until_ready(children, server.is_ready)
         yield server
         server.close()
     finally:
@@ -231,7 +231,7 @@ def _family_processor_s(pid: int) -> float:
     return sum(ticks.get(number, 0) for number in family) / os.sysconf("SC_CLK_TCK")
 
 
-def _wait(children: Sequence[Child], is_ready: Callable[[], object]) -> None:
+def wait_until_ready(children: Sequence[Child], is_ready: Callable[[], object]) -> None:
     """Waits until `is_ready`. Raises BenchError if a child ends first or the time is up."""
     deadline = time.monotonic() + BOOT_LIMIT_S
     while not is_ready():

@@ -81,7 +81,12 @@ def main() -> None:
     job_file, result_file = map(Path, sys.argv[1:])
     job = msgspec.json.decode(job_file.read_bytes(), type=Job)
     torch.set_num_threads(job.num_threads)
-    result_file.write_bytes(msgspec.json.encode(_MEASURES[job.kind](job)))
+    result_file.write_bytes(msgspec.json.encode(measure(job)))
+
+
+def measure(job: Job) -> list[Measured]:
+    """Measures every entry of the job; a peer that cannot run is reported, any other failure is raised."""
+    return {"accuracy": _accuracy, "time": _times, "memory": _memory}[job.kind](job)
 
 
 def _accuracy(job: Job) -> list[Measured]:
@@ -206,8 +211,6 @@ def _relative(found: Tensor | None, exact: Tensor | None) -> float:
     assert found is not None and exact is not None
     return float((found.double() - exact).norm() / exact.norm())
 
-
-_MEASURES = {"accuracy": _accuracy, "time": _times, "memory": _memory}
 
 if __name__ == "__main__":
     main()

@@ -159,7 +159,7 @@ async def _append(job: Append, url: str, name: str, ready: Ready) -> Span:
 
 async def _produce(job: Produce, url: str, name: str, ready: Ready) -> Span:
     end = ProducerEnd(url, Keys(job.run), name, GROUPS_IN_FLIGHT)
-    make = _maker(make_group(completion_tokens=job.completion_tokens), job.form)
+    make = group_maker(make_group(completion_tokens=job.completion_tokens), job.form)
     await end.claims.open()
     ready()
     began = time.monotonic()
@@ -179,7 +179,7 @@ async def _produce(job: Produce, url: str, name: str, ready: Ready) -> Span:
     return began, ended
 
 
-def _maker(group: RolloutGroup, form: Form) -> Callable[[int], RolloutGroup]:
+def group_maker(group: RolloutGroup, form: Form) -> Callable[[int], RolloutGroup]:
     """Makes groups of completions whose numbers come in `form`; they are packed each time."""
     handed_over: list[tuple[Any, Any]] = []
     for rollout in group.rollouts:

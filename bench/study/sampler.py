@@ -35,7 +35,7 @@ class StudySampler:
 
     def __init__(self, path: str, stop_token_id: int) -> None:
         transformers_logging.disable_progress_bar()
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._stop = stop_token_id
         self.fingerprint = EngineFingerprint(
             engine="in-process",
@@ -50,7 +50,7 @@ class StudySampler:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Samples from these weights from now on; the names are those of `Learner.published_weights`."""
-        self._model.load_state_dict(weights)
+        self.model.load_state_dict(weights)
 
     @torch.inference_mode()
     def sample(
@@ -70,7 +70,7 @@ class StudySampler:
         if settings.top_k not in (0, -1) or settings.top_p != 1.0:
             raise ValueError(f"sample: top_k {settings.top_k}, top_p {settings.top_p}: expected 0 and 1.0")
         generator = torch.Generator().manual_seed(seed)
-        outputs = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        outputs = self.model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
         cache = outputs.past_key_values
         cache.batch_repeat_interleave(num_siblings)
         logits = outputs.logits[:, -1].repeat_interleave(num_siblings, dim=0)
@@ -79,7 +79,7 @@ class StudySampler:
         running = torch.ones(len(logits), dtype=torch.bool)
         for position in range(settings.max_tokens):
             if position:
-                outputs = self._model(input_ids=ids[-1][:, None], past_key_values=cache, use_cache=True)
+                outputs = self.model(input_ids=ids[-1][:, None], past_key_values=cache, use_cache=True)
                 logits = outputs.logits[:, -1]
             chosen, logprob = _choose(logits, settings.temperature, generator)
             ids.append(chosen)

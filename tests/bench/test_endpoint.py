@@ -227,7 +227,7 @@ def test_the_processor_time_is_that_of_the_whole_family(tmp_path):
 def test_a_server_that_dies_is_named_with_its_log(tmp_path):
     child = Child("vllm", [sys.executable, "-c", "raise SystemExit('no such model')"], log=tmp_path / "vllm.log")
     with pytest.raises(BenchError, match=r"(?s)vllm ended with status 1; its log ends:.*no such model"):
-        servers._wait([child], lambda: False)
+        servers.wait_until_ready([child], lambda: False)
 
 
 def test_vllms_server_gets_the_settings_of_the_producers_engine(tmp_path):

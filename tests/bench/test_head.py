@@ -127,21 +127,21 @@ def test_a_peer_that_fails_is_a_finding_and_our_own_failure_an_error(monkeypatch
 
     fake(monkeypatch, "TRL, chunked", make)
     for kind in ("accuracy", "time", "memory"):
-        (found,) = part._MEASURES[kind](job(kind, Entry("TRL, chunked")))
+        (found,) = part.measure(job(kind, Entry("TRL, chunked")))
         assert found.reason == "ImportError: no such peer" and not found.seconds
     fake(monkeypatch, "recompute", make)
     with pytest.raises(ImportError):
-        part._times(job("time", Entry("recompute")))
+        part.measure(job("time", Entry("recompute")))
 
 
 def test_accuracy_finds_an_error_where_there_is_one(monkeypatch):
     def make():
         return lambda p: tuple(x + 1e-3 for x in selected_logprobs(p.hidden, p.weight * 1.01, p.targets))
 
-    (right,) = part._accuracy(job("accuracy", Entry("recompute")))
+    (right,) = part.measure(job("accuracy", Entry("recompute")))
     assert right.accuracy.logprobs <= 2e-6 and right.accuracy.grad_weight <= 2e-6
     fake(monkeypatch, "recompute", make)
-    (wrong,) = part._accuracy(job("accuracy", Entry("recompute")))
+    (wrong,) = part.measure(job("accuracy", Entry("recompute")))
     assert wrong.accuracy.logprobs >= 1e-3 and wrong.accuracy.entropy >= 5e-4
     assert 0.005 <= wrong.accuracy.grad_weight <= 0.1
 
@@ -159,7 +159,7 @@ def test_the_peak_is_what_was_alive_at_once():
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake(monkeypatch, "recompute", make)
-        (found,) = part._memory(job("memory", Entry("recompute"), num_tokens=32))
+        (found,) = part.measure(job("memory", Entry("recompute"), num_tokens=32))
     assert 115e6 <= found.peak_bytes <= 160e6
 
 
@@ -199,9 +199,9 @@ def test_the_picture_names_what_was_measured_and_leaves_out_what_was_not(tmp_pat
 
 def test_a_full_result_is_kept_with_its_picture_and_a_part_of_one_without(tmp_path):
     section = bench.SECTIONS["head"]
-    bench._keep(section, full_result(), ("time",), tmp_path)
+    bench.keep_result(section, full_result(), ("time",), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["head-time-2031-05-06.json"]
-    bench._keep(section, full_result(), tuple(section.rows), tmp_path)
+    bench.keep_result(section, full_result(), tuple(section.rows), tmp_path)
     assert (tmp_path / "head.svg").is_file() and (tmp_path / "head-2031-05-06.json").is_file()
 
 

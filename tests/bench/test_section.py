@@ -11,14 +11,14 @@ from bench.section import Bench, measure_apart
 
 
 def test_rows_choose_their_sections():
-    assert command._chosen([], ["time", "records"]) == {"pipeline": ("records",), "head": ("time",)}
-    assert command._chosen([], ["accuracy"]) == {"head": ("accuracy",)}
-    assert set(command._chosen([], ["peers"])) == {"stream", "head"}
-    assert command._chosen(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
+    assert command.choose_rows([], ["time", "records"]) == {"pipeline": ("records",), "head": ("time",)}
+    assert command.choose_rows([], ["accuracy"]) == {"head": ("accuracy",)}
+    assert set(command.choose_rows([], ["peers"])) == {"stream", "head"}
+    assert command.choose_rows(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
     with pytest.raises(command.ConfigError, match="--only records: no row of head; expected one of accuracy"):
-        command._chosen(["head"], ["records"])
+        command.choose_rows(["head"], ["records"])
     with pytest.raises(command.ConfigError, match="heads: no section; expected pipeline, stream, head"):
-        command._chosen(["heads"], [])
+        command.choose_rows(["heads"], [])
 
 
 def test_an_unknown_row_or_run_file_is_named(capsys, tmp_path):

@@ -15,7 +15,7 @@ from bench.pipeline.modes import FIRST_UPDATE, ModeRun
 from bench.result import BenchError, in_turns
 from bench.section import Bench, measure
 from bench.stream.ends import ProducerEnd, TrainerEnd, fill, group_of, release_prompts
-from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, _maker
+from bench.stream.load import GROUPS_IN_FLIGHT, Append, LoadProcess, Produce, group_maker
 from bench.stream.measuring import QUICK_STREAM, rate_figure
 from bench.stream.peer import PeerReader, PeerWriter, texts_of
 from bench.stream.rates import KEYS
@@ -149,7 +149,7 @@ def test_a_load_process_that_dies_is_named_with_its_log(tmp_path, redis_url, red
 def test_groups_are_packed_alike_from_lists_and_arrays():
     group = group_of(8192)
     for form in ("lists", "arrays"):
-        made = _maker(group, form)(7)
+        made = group_maker(group, form)(7)
         assert encode_group(made) == encode_group(msgspec.structs.replace(group, index=7))
 
 

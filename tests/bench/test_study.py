@@ -102,7 +102,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(sampler: StudySampl
     settings = SamplingSettings(max_tokens=1)
     [completions] = sampler.sample([[5, 6, 7]], 20000, settings, seed=0)
     token_ids = torch.tensor([completion.token_ids[0] for completion in completions])
-    logits = sampler._model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1]
+    logits = sampler.model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1]
     expected = torch.softmax(logits.detach(), -1)
     observed = torch.bincount(token_ids, minlength=len(expected)) / len(token_ids)
     # Six standard deviations of the largest share.
@@ -117,7 +117,7 @@ def test_a_colder_sampler_records_the_colder_distribution(sampler: StudySampler)
 
     assert spread(0.05) < spread(1.0)
     [[cold]] = sampler.sample([[5, 6, 7]], 1, SamplingSettings(max_tokens=1, temperature=0.5), 0)
-    logits = sampler._model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].detach()
+    logits = sampler.model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].detach()
     assert cold.behavior_logprobs[0] == pytest.approx(torch.log_softmax(logits / 0.5, -1)[cold.token_ids[0]].item())
 
 
@@ -125,7 +125,7 @@ def test_greedy_takes_the_likeliest_token_and_ends_at_the_stop_token(models: Pat
     greedy = SamplingSettings(max_tokens=6, temperature=0.0)
     endless = StudySampler(str(models / "demo"), stop_token_id=-1)
     [[whole]] = endless.sample([[5, 6, 7]], 1, greedy, seed=0)
-    logits = endless._model(input_ids=torch.tensor([[5, 6, 7, *whole.token_ids[:-1]]])).logits[0, 2:].detach()
+    logits = endless.model(input_ids=torch.tensor([[5, 6, 7, *whole.token_ids[:-1]]])).logits[0, 2:].detach()
     assert whole.token_ids == logits.argmax(-1).tolist()
     assert whole.behavior_logprobs == pytest.approx(torch.log_softmax(logits, -1).max(-1).values.tolist(), abs=1e-5)
     assert whole.finish_reason == "length"

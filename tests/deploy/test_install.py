@@ -202,7 +202,20 @@ def test_a_requirements_file_replaces_the_projects_own_requirements_and_its_engi
 
 def test_makefile_has_every_target():
     made = subprocess.run(
-        ["make", "-n", "demo", "test", "lint", "bench", "bench-peers", "clean"],
+        [
+            "make",
+            "-n",
+            "demo",
+            "agent-demo",
+            "test",
+            "chaos",
+            "compose-check",
+            "lint",
+            "bench",
+            "bench-peers",
+            "study",
+            "clean",
+        ],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
