@@ -1,7 +1,7 @@
 """The record of rollouts: every group that a run's trainer took, and what the trainer found about each token.
 
-`<run>/record/<epoch>-<number>.sqlite` are SQLite databases in WAL mode. Each trainer epoch has its own, numbered from 0,
-and is their only writer. A batch is one transaction.
+`<run>/record/<epoch>-<number>.sqlite` are SQLite databases in WAL mode. Each trainer epoch has its own files, numbered
+from 0, and is their only writer. A batch is one transaction.
 
 Batches are numbered from 0 along a line of policies (`position`). A trainer that continues from a checkpoint continues
 the numbers there, in files of its own epoch, and its `RecordHeader` says where earlier epochs were cut: what they wrote
@@ -86,6 +86,27 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.line.values(), default=0)
 
 
+class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
+    """What the trainer found about one segment of a rollout (`penstock.schemas.rollout.Segment`).
+
+    lags: one for each of its version spans, in optimizer steps; an unknown version counts as the trainer counted it.
+    proximal_logprobs, importance_weights: float32 bytes, one value per sampled token, of the first epoch; the weight
+        is the one applied, 0 if the token is masked.
+    kept: one byte per sampled token, 1 if it may reach the loss.
+
+    All but `lags` are empty if nothing was scored: no reward variance, or every token past the lag bound.
+    """
+
+    lags: tuple[int, ...]
+    proximal_logprobs: bytes = b""
+    importance_weights: bytes = b""
+    kept: bytes = b""
+
+
+Findings = tuple[tuple[SegmentFindings, ...], ...]
+"""By rollout and segment."""
+
+
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded group in short: what a list of groups shows.
 
@@ -116,6 +137,27 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     num_sampled_tokens: tuple[int, ...] = ()
 
 
+def group_entry(group: RolloutGroup, findings: Findings, outcome: Outcome, **fields: Any) -> GroupEntry:
+    """The short form of a group; `fields` are those that the group and its findings do not say. Negative versions and
+    lags are unknown ones and do not count."""
+    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
+    versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
+    lags = {lag for of_rollout in findings for found in of_rollout for lag in found.lags if lag >= 0}
+    return GroupEntry(
+        index=group.index,
+        outcome=outcome,
+        producer_id=group.producer_id,
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+        min_lag=min(lags, default=0),
+        max_lag=max(lags, default=0),
+        rewards=tuple(rollout.reward.value for rollout in group.rollouts),
+        finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
+        num_sampled_tokens=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
+        **fields,
+    )
+
+
 class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     """One batch as the trainer found it, without its rollouts.
 
@@ -138,27 +180,6 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     lag_histogram: dict[int, int] = {}
     metrics: dict[str, float] = {}
     groups: tuple[GroupEntry, ...] = ()
-
-
-class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
-    """What the trainer found about one segment of a rollout (`penstock.schemas.rollout.Segment`).
-
-    lags: one for each of its version spans, in optimizer steps; an unknown version counts as the trainer counted it.
-    proximal_logprobs, importance_weights: float32 bytes, one value per sampled token, of the first epoch; the weight
-        is the one applied, 0 if the token is masked.
-    kept: one byte per sampled token, 1 if it may reach the loss.
-
-    All but `lags` are empty if nothing was scored: no reward variance, or every token past the lag bound.
-    """
-
-    lags: tuple[int, ...]
-    proximal_logprobs: bytes = b""
-    importance_weights: bytes = b""
-    kept: bytes = b""
-
-
-Findings = tuple[tuple[SegmentFindings, ...], ...]
-"""By rollout and segment."""
 
 
 class RecordedGroup(NamedTuple):

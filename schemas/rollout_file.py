@@ -12,16 +12,18 @@ another thing: `penstock.schemas.record`.
 import hashlib
 import struct
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup, decode_group, encode_group, one_line
+from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"
 FORMAT = 1
 _LENGTH = struct.Struct("<I")
 _DIGEST_BYTES = 16
+_END = struct.Struct(f"<II{_DIGEST_BYTES}s")
 
 
 class RolloutFileError(ValueError):
@@ -75,28 +77,22 @@ def write_rollout_file(file: Path, header: RolloutFileHeader, groups: Iterable[R
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial")
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    num_groups = 0
+    digest = hashlib.blake2b(MAGIC, digest_size=_DIGEST_BYTES)
+    num_blocks = 0
     try:
         with partial.open("wb") as stream:
-
-            def put(data: bytes) -> None:
+            stream.write(MAGIC)
+            for block in chain((msgspec.msgpack.encode(header),), map(encode_group, groups)):
+                num_blocks += 1
+                data = _LENGTH.pack(len(block)) + block
                 digest.update(data)
                 stream.write(data)
-
-            put(MAGIC)
-            encoded = msgspec.msgpack.encode(header)
-            put(_LENGTH.pack(len(encoded)) + encoded)
-            for group in groups:
-                payload = encode_group(group)
-                put(_LENGTH.pack(len(payload)) + payload)
-                num_groups += 1
-            stream.write(_LENGTH.pack(0) + _LENGTH.pack(num_groups) + digest.digest())
+            stream.write(_END.pack(0, num_blocks - 1, digest.digest()))
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return num_groups
+    return num_blocks - 1
 
 
 def read_rollout_file(file: Path) -> RolloutFile:
@@ -107,8 +103,7 @@ def read_rollout_file(file: Path) -> RolloutFile:
             group in it that breaks the contract.
     """
     try:
-        with file.open("rb") as stream:
-            return _read(stream)
+        return _decode(file.read_bytes())
     except FileNotFoundError:
         raise RolloutFileError(f"{file}: no such file") from None
     except OSError as error:
@@ -117,52 +112,28 @@ def read_rollout_file(file: Path) -> RolloutFile:
         raise RolloutFileError(f"{file}: {error}") from error
 
 
-def _read(stream: BinaryIO) -> RolloutFile:
-    if stream.read(len(MAGIC)) != MAGIC:
+def _decode(data: bytes) -> RolloutFile:
+    if not data.startswith(MAGIC):
         raise ValueError(f"not a rollout file (it does not begin with {MAGIC.decode()})")
-    digest = hashlib.blake2b(MAGIC, digest_size=_DIGEST_BYTES)
-    header = _decode_header(_block(stream, digest, "its header"))
-    groups: list[RolloutGroup] = []
-    while payload := _block(stream, digest, f"group {len(groups) + 1}"):
-        try:
-            groups.append(decode_group(payload))
-        except RecordError as error:
-            raise ValueError(f"group {len(groups) + 1} of the file: {error}") from error
-    (num_groups,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size, "its end"))
-    if _exactly(stream, _DIGEST_BYTES, "its end") != digest.digest() or num_groups != len(groups):
-        raise ValueError(
-            f"checksum differs ({len(groups)} groups, {num_groups} were written): the file was altered, write it again"
-        )
-    if stream.read(1):
-        raise ValueError("bytes after its end, expected nothing")
-    return RolloutFile(header, tuple(groups))
-
-
-def _decode_header(data: bytes) -> RolloutFileHeader:
+    body, end = data[: -_END.size], data[-_END.size :]
+    blocks, offset = list[bytes](), len(MAGIC)
+    while offset + _LENGTH.size <= len(body):
+        (length,) = _LENGTH.unpack_from(body, offset)
+        blocks.append(body[offset + _LENGTH.size : offset + _LENGTH.size + length])
+        offset += _LENGTH.size + length
+    digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    if not blocks or end != _END.pack(0, len(blocks) - 1, digest):
+        raise ValueError("checksum differs: the file was cut off or altered; write it again")
     try:
-        header = msgspec.msgpack.decode(data, type=RolloutFileHeader)
-    except (msgspec.DecodeError, ValueError) as error:
+        header = msgspec.msgpack.decode(blocks[0], type=RolloutFileHeader)
+    except msgspec.DecodeError as error:
         raise ValueError(f"its header cannot be read: {one_line(str(error))}") from error
     if not 1 <= header.recording_version <= FORMAT:
         raise ValueError(f"recording_version: {header.recording_version}, this reader knows 1 to {FORMAT}")
-    return header
-
-
-def _block(stream: BinaryIO, digest: "hashlib.blake2b", what: str) -> bytes:
-    """One length and what it announces; empty at the end of the groups."""
-    prefix = _exactly(stream, _LENGTH.size, what)
-    (length,) = _LENGTH.unpack(prefix)
-    if length > MAX_ENTRY_BYTES:
-        raise ValueError(f"{what}: {length:,} bytes, expected at most {MAX_ENTRY_BYTES:,}")
-    if not length:
-        return b""
-    data = _exactly(stream, length, what)
-    digest.update(prefix + data)
-    return data
-
-
-def _exactly(stream: BinaryIO, length: int, what: str) -> bytes:
-    data = stream.read(length)
-    if len(data) < length:
-        raise ValueError(f"truncated in {what}: {len(data)} bytes of {length}; the file was cut off, write it again")
-    return data
+    groups: list[RolloutGroup] = []
+    for number, payload in enumerate(blocks[1:], start=1):
+        try:
+            groups.append(decode_group(payload))
+        except RecordError as error:
+            raise ValueError(f"group {number} of the file: {error}") from error
+    return RolloutFile(header, tuple(groups))

@@ -23,11 +23,11 @@ from penstock.schemas.record import (
     FOLDER,
     BatchHead,
     GroupEntry,
-    Outcome,
     RecordedGroup,
     RecordHeader,
     SegmentFindings,
     encode_batch,
+    group_entry,
 )
 from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
 
@@ -194,28 +194,17 @@ def _recorded(group: RolloutGroup, scores: dict[Place, _Scores], lag: KnownLags,
 
 
 def _entry(group: RolloutGroup, recorded: RecordedGroup, failure: str | None, config: RunConfig) -> GroupEntry:
-    rewards = tuple(rollout.reward.value for rollout in group.rollouts)
-    num_tokens = tuple(rollout.num_sampled_tokens for rollout in group.rollouts)
+    rewards = np.array([rollout.reward.value for rollout in group.rollouts])
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     findings = [found for of_rollout in recorded.findings for found in of_rollout]
-    versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
-    lags = {lag for found in findings for lag in found.lags}
     kept = b"".join(found.kept for found in findings)
-    outcome: Outcome = "dead" if failure else "trained" if has_variance(group) else "skipped"
-    return GroupEntry(
-        index=group.index,
-        outcome=outcome,
+    return group_entry(
+        group,
+        recorded.findings,
+        "dead" if failure else "trained" if has_variance(group) else "skipped",
         reason=failure or "",
-        producer_id=group.producer_id,
-        rewards=rewards,
-        advantages=tuple(group_advantages(np.array(rewards), config.advantage).tolist()),
-        finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
-        num_sampled_tokens=num_tokens,
-        min_version=min(versions, default=-1),
-        max_version=max(versions, default=-1),
-        min_lag=min(lags, default=0),
-        max_lag=max(lags, default=0),
-        num_masked=sum(num_tokens) - kept.count(1) if kept else None,
+        advantages=tuple(group_advantages(rewards, config.advantage).tolist()),
+        num_masked=sum(segment.num_sampled_tokens for segment in segments) - kept.count(1) if kept else None,
         ess_fraction=_ess_fraction(segments, findings) if kept else None,
         max_weight=_finite(max(unpack_floats(b"".join(f.importance_weights for f in findings)))) if kept else None,
     )

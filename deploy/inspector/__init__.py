@@ -1,1 +1,1 @@
-"""`penstock inspect`: a run's rollouts, looked at token by token in a browser."""
+"""`penstock inspect`: a run's rollouts, token by token, in a browser. Imported through `command`."""

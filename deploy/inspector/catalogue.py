@@ -1,4 +1,4 @@
-"""Answers what the pages ask about a run's groups, from several threads."""
+"""Answers the page's questions about a run's groups, from several threads."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ _SEARCH_S = 1.0
 
 
 class Catalogue:
-    """texts: None where tokens are shown as ids, and `without_texts` then says why."""
+    """texts: None if tokens are shown as ids; `without_texts` then says why."""
 
     def __init__(self, name: str, source: Source, texts: TokenTexts | None, without_texts: str = "") -> None:
         self.name = name
@@ -33,7 +33,7 @@ class Catalogue:
         self._facets: tuple[int, dict[str, list[str]]] = -1, {}
 
     def run(self) -> dict[str, Any]:
-        """What the head of the page says."""
+        """The head of the page."""
         with self._lock:
             self._refresh()
             source = self._source
@@ -51,8 +51,8 @@ class Catalogue:
             }
 
     def page(self, query: RowQuery) -> dict[str, Any]:
-        """One page of the list. Where a text search is not through yet, `searched` is less than `to_search`: the same
-        question again goes on."""
+        """One page of the list. While a text search is incomplete, `searched` is less than `to_search`; the same query
+        again continues it."""
         found, searched, to_search = self._select(query, _SEARCH_S)
         start = (query.page - 1) * query.size
         return {
@@ -68,7 +68,7 @@ class Catalogue:
         return group_fields(self._source.look(key), self._texts)
 
     def export(self, query: RowQuery) -> Iterator[dict[str, Any]]:
-        """Every group that the query lets through, whole; one that cannot be read any more is a line that says so."""
+        """Every group that matches the query, whole; a group that cannot be read any more is a line that says so."""
         found, _, _ = self._select(query, math.inf)
         for row in found:
             try:
@@ -89,13 +89,13 @@ class Catalogue:
             self._search.keep(self._source.rows)
         self._looked_s = time.monotonic()
 
-    def _select(self, query: RowQuery, patience_s: float) -> tuple[list[InspectedRow], int, int]:
+    def _select(self, query: RowQuery, limit_s: float) -> tuple[list[InspectedRow], int, int]:
         with self._lock:
             rows = list(self._source.rows)
         found = select(rows, query)
         if not query.q:
             return found, 0, 0
-        matching, searched = self._search.matching(found, query.q, patience_s)
+        matching, searched = self._search.matching(found, query.q, limit_s)
         return matching, searched, len(found)
 
     def _text_of(self, row: InspectedRow) -> str:

@@ -32,7 +32,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stream",
         action="store_true",
-        help="the live rollout stream, though the run has a record (record = true)",
+        help="look at the live rollout stream even if the run has a record (record = true)",
     )
 
 
@@ -59,7 +59,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _record(folder: Path | None) -> "RecordSource | None":
-    """The run's record; None where it has none."""
+    """The run's record; None if it has none."""
     from penstock.deploy.inspector.sources import RecordSource
     from penstock.schemas.record import FOLDER, RecordReadError
     from penstock.schemas.record_reader import Record
@@ -73,7 +73,7 @@ def _record(folder: Path | None) -> "RecordSource | None":
 
 
 def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource":
-    """Raises ServerError where the run's Redis cannot be reached."""
+    """Raises ServerError if the run's Redis cannot be reached."""
     from penstock.deploy.inspector.stream import StreamSource
     from penstock.deploy.operate.run_access import open_run
 
@@ -82,7 +82,7 @@ def _stream(arguments: argparse.Namespace, closing: ExitStack) -> "StreamSource"
 
 
 def _texts(config: RunConfig | None) -> "tuple[TokenTexts | None, str]":
-    """The run's tokenizer, or why there is none."""
+    """The run's tokenizer, or None and the reason."""
     from penstock.deploy.inspector.tokens import TokenTexts
     from penstock.producers.rollout.episode import load_tokenizer
 

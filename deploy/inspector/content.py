@@ -1,4 +1,4 @@
-"""What the pages get: a group as JSON, token by token, and the lines of an export."""
+"""A group as JSON, token by token: for the page and for the lines of an export."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ _SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
 
 
 def row_fields(row: InspectedRow) -> dict[str, Any]:
-    """A row as the list has it."""
+    """A row of the list."""
     entry = row.entry
     known = bool(entry.num_sampled_tokens)
     return {
@@ -80,7 +80,7 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
 
 
 def searched_text(group: RolloutGroup | None) -> str:
-    """What the list's text search looks at, in one case."""
+    """The text that the list's search looks at, case-folded."""
     if group is None:
         return ""
     prompt = group.prompt
@@ -102,7 +102,7 @@ def _missing(looked: Looked) -> list[str]:
 
 
 def _found(looked: Looked, r: int, s: int, segment: Segment) -> SegmentFindings:
-    """The findings of a segment; unknown lags where the record has none that fit it."""
+    """The findings of a segment; lags are unknown (-1) if the record has none that fit it."""
     try:
         found = looked.findings[r][s]
     except IndexError:

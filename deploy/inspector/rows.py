@@ -22,7 +22,7 @@ class InspectedRow(NamedTuple):
     """A group as the list shows it.
 
     key: its name in links. number: in order of arrival; grows along the list.
-    outcome: the entry's, or `unsettled` and `unreadable` for what is only on the stream.
+    outcome: the entry's, or `unsettled` and `unreadable` for groups that are only on the stream.
     update: that it was part of; None on the stream.
     """
 
@@ -34,17 +34,17 @@ class InspectedRow(NamedTuple):
 
 
 class QueryError(ValueError):
-    """A parameter that is none; the message names it, its value and what was expected."""
+    """An unusable parameter; the message names it, its value and what was expected."""
 
 
 class RowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a link says about the list. Empty text and None let everything through.
+    """The filters, order and page in a link to the list. Empty text and None match everything.
 
-    reward_min, reward_max: some sibling's reward lies there. lag_min, lag_max: the group's largest lag does.
-    ess_min, ess_max: its ESS fraction does; a group without one does not.
+    reward_min, reward_max: range for some sibling's reward. lag_min, lag_max: for the group's largest lag.
+    ess_min, ess_max: for its ESS fraction; a group without one does not match.
     finish: some sibling's finish reason. version: `37` or `2:37`, within the group's versions.
-    q: in prompt, answer or metadata, whatever the case.
-    until: only rows up to this number, so that pages stay where they are while more comes in.
+    q: in prompt, answer or metadata, in any case.
+    until: only rows up to this number, so that pages do not move while more groups come in.
     """
 
     reward_min: float | None = None
@@ -88,7 +88,7 @@ def parse_query(parameters: Mapping[str, str]) -> RowQuery:
 
 
 def select(rows: Sequence[InspectedRow], query: RowQuery) -> list[InspectedRow]:
-    """The rows that a query lets through but for its text, in its order. Rows without the number come last."""
+    """The rows that match a query, its text aside, in its order. Rows without the number to sort by come last."""
     tests = _tests(query)
     found = [row for row in rows if all(test(row) for test in tests)]
     if query.sort == "newest":

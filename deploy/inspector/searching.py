@@ -1,4 +1,4 @@
-"""The list's text search: it goes on where an answer stopped, within bounded memory."""
+"""The list's text search: it continues where an answer stopped, within bounded memory."""
 
 import threading
 import time
@@ -13,10 +13,10 @@ _KEPT_QUESTIONS = 8
 class TextSearch:
     """Asked from several threads.
 
-    Keeps which groups hold the texts that were asked for last, and of the groups' own texts up to `kept_characters`:
-    what is not kept is read again for another question.
+    Keeps which groups hold the last few texts asked for, and the groups' own texts up to `kept_characters`; others are
+    read again for the next question.
 
-    text_of: a group's text, in one case.
+    text_of: a group's text, case-folded.
     """
 
     def __init__(self, text_of: Callable[[InspectedRow], str], kept_characters: int = _KEPT_CHARACTERS) -> None:
@@ -26,11 +26,11 @@ class TextSearch:
         self._texts: dict[str, str] = {}
         self._num_characters = 0
         self._answers: dict[str, dict[str, bool]] = {}
-        """By text asked for, the latest last, and by key of the group."""
+        """By the text asked for, the latest last, then by the group's key."""
 
-    def matching(self, rows: Sequence[InspectedRow], wanted: str, patience_s: float) -> tuple[list[InspectedRow], int]:
-        """Those of the first rows that hold `wanted`, and how many rows that are: all, if patience lasts."""
-        deadline = time.monotonic() + patience_s
+    def matching(self, rows: Sequence[InspectedRow], wanted: str, limit_s: float) -> tuple[list[InspectedRow], int]:
+        """The rows that hold `wanted` among as many as could be searched in `limit_s`, and how many those were."""
+        deadline = time.monotonic() + limit_s
         wanted = wanted.casefold()
         with self._lock:
             answers = self._answers[wanted] = self._answers.pop(wanted, {})

@@ -1,4 +1,4 @@
-"""The pages over HTTP: GET only, to whoever addresses it by a loopback name, or by the address it was told to take."""
+"""The page and its data over HTTP: GET only, addressed by a loopback name or by the address given to the server."""
 
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,19 +38,19 @@ _LINES_PER_CHUNK_BYTES = 65536
 
 
 class InspectorServer(ThreadingHTTPServer):
-    """Serves from its construction's port on; `url` says where.
+    """Listens from its construction on; `url` says where.
 
     host: an IPv4 address of this machine, or 0.0.0.0 for all of them, as a container with a published port needs it.
 
     Raises:
-        ConfigError: no address of this machine, or the port is taken, or is none.
+        ConfigError: no address of this machine, or a port that is taken or out of range.
     """
 
     daemon_threads = True
 
     def __init__(self, catalogue: Catalogue, port: int, host: str = HOST) -> None:
         self.catalogue = catalogue
-        # On all addresses as well a browser comes by a loopback name: through a published port, or a tunnel.
+        # A browser comes by a loopback name even then: through a published port, or a tunnel.
         self.address = HOST if host == _EVERYWHERE else host
         self.names = {*_NAMES, self.address}
         try:
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        # A page of another site whose name is made to lead here (DNS rebinding) sends that name.
+        # A page of another site whose name resolves to this machine (DNS rebinding) sends that name.
         host = self.headers.get("Host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in self.server.names:
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_problem(HTTPStatus.NOT_FOUND, what)
         except redis.RedisError as error:
             self._send_problem(HTTPStatus.SERVICE_UNAVAILABLE, f"Redis: {error}")
-        except (BrokenPipeError, ConnectionResetError):  # the reader has gone
+        except (BrokenPipeError, ConnectionResetError):  # the client has gone
             self.close_connection = True
 
     def _answer(self, path: str, parameters: dict[str, str]) -> None:
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _send_lines(self, catalogue: Catalogue, parameters: dict[str, str]) -> None:
-        """In chunks: a download that is cut off does not pass for a whole one."""
+        """In chunks, so that a download that is cut off is an error."""
         groups = catalogue.export(parse_query(parameters))
         self._begin(HTTPStatus.OK, "application/jsonl")
         self.send_header("Content-Disposition", f'attachment; filename="{catalogue.name}-groups.jsonl"')
@@ -152,4 +152,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """A line per request would say nothing that the page does not."""
+        """No line per request."""

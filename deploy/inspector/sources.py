@@ -1,11 +1,11 @@
-"""Where the groups come from, and the first such place: a run's complete record."""
+"""Where the groups come from: the `Source` protocol, and a run's record."""
 
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.deploy.inspector.rows import InspectedRow
-from penstock.schemas.record import BatchHead, RecordReadError, SegmentFindings
+from penstock.schemas.record import BatchHead, Findings, RecordReadError
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RolloutGroup
 
@@ -13,24 +13,24 @@ from penstock.schemas.rollout import RolloutGroup
 class Looked(NamedTuple):
     """One group whole.
 
-    group: None where its bytes are none, and `problem` then says why.
+    group: None if its bytes are no group; `problem` then says why.
     findings: by rollout and segment; a lag of -1 is unknown.
-    batch: that it was part of; None on the stream. remark: what its lags are counted from, in words.
+    batch: that it was part of; None on the stream. remark: which policy its lags are counted from, in words.
     """
 
     row: InspectedRow
     group: RolloutGroup | None
-    findings: tuple[tuple[SegmentFindings, ...], ...]
+    findings: Findings
     batch: BatchHead | None
     remark: str
     problem: str = ""
 
 
 class Source(Protocol):
-    """What the pages are made of. Its methods are called by one thread at a time, `look` by several.
+    """The groups behind the page. One thread at a time calls its methods, several call `look`.
 
     kind: "record" or "stream".
-    rows: in order of arrival. revision: another one whenever they have changed.
+    rows: in order of arrival. revision: changes whenever they do.
     notes: what a reader should know, one line each.
     """
 
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Takes in what was written since the last look. Raises RecordReadError or redis.RedisError."""
 
     def look(self, key: str) -> Looked:
-        """Raises KeyError where no group has this key, RecordReadError where it cannot be read any more."""
+        """Raises KeyError if no group has this key, RecordReadError if it cannot be read any more."""
 
 
 class RecordSource:
@@ -97,9 +97,9 @@ class RecordSource:
 
     def _take(self) -> None:
         known: dict[_Batch, list[InspectedRow]] = {}
+        places = {_name(at): at for at in self._record.batches}
         self.notes = list(self._record.notes)
-        self._places = {_name(at): at for at in self._record.batches}
-        for name, at in self._places.items():
+        for name, at in places.items():
             try:
                 known[name] = self._known.get(name) or self._rows_of(at)
             except RecordReadError as error:  # one batch that was altered or dropped does not hide the others
@@ -107,7 +107,7 @@ class RecordSource:
         if known.keys() != self._known.keys():
             self.rows = [row for rows in known.values() for row in rows]
             self.revision += 1
-        self._known = known
+        self._known, self._places = known, places
         self._undone = set(map(_name, self._record.undone))
 
     def _rows_of(self, at: BatchAt) -> list[InspectedRow]:

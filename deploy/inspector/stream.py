@@ -1,4 +1,4 @@
-"""Groups on a live run's rollout stream, before the trainer's findings are there."""
+"""Groups on a live run's rollout stream, which have no findings of the trainer yet."""
 
 from typing import Any, NamedTuple
 
@@ -7,17 +7,16 @@ from penstock.deploy.inspector.rows import InspectedRow
 from penstock.deploy.inspector.sources import Looked
 from penstock.deploy.operate.producer_list import steps_behind
 from penstock.schemas.keys import Commit, Field, Keys, Kind, number_in
-from penstock.schemas.record import GroupEntry, SegmentFindings
+from penstock.schemas.record import Findings, GroupEntry, SegmentFindings, group_entry
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
 
 _ENTRIES_PER_READ = 32
 _KEPT_BYTES = 256_000_000
 _START = b"0-0"
 _PER_MILLISECOND = 1000
-"""Entries told apart by number; with more a browser's numbers would not be exact."""
-
-
+"""Entries of one millisecond that are told apart by number."""
 _MOST = 2**53 - 10**9
+"""A browser's numbers are exact up to 2**53."""
 
 
 class _Kept(NamedTuple):
@@ -29,10 +28,10 @@ class _Kept(NamedTuple):
 
 
 class StreamSource:
-    """Reads by XREAD from the stream's first entry on, and keeps what it has read when the trainer trims it.
+    """Reads by XREAD from the stream's first entry on, and keeps groups when the trainer trims them.
 
-    Keys are the entries' ids. It acknowledges and writes nothing. Lags are those of the moment when a group was read
-    here. Of more than `kept_bytes` the oldest groups are let go.
+    Keys are the entries' ids. It acknowledges and writes nothing. Lags are counted when a group is read here. Beyond
+    `kept_bytes` the oldest groups are forgotten.
     """
 
     kind = "stream"
@@ -46,7 +45,7 @@ class StreamSource:
         self.revision = 0
         self.notes: list[str] = []
         self._kept: dict[str, _Kept] = {}
-        self._num_bytes = self._num_read = self._num_let_go = 0
+        self._num_bytes = self._num_read = self._num_forgotten = 0
         self._num_trimmed: int | None = None
         """Before the first look."""
         self.refresh()
@@ -58,7 +57,7 @@ class StreamSource:
         elif _key(info.get("last-generated-id", _START)) < _key(self._cursor):  # the server was emptied
             self._cursor, self._num_read, self._num_trimmed = _START, 0, 0
         while self._read():
-            self._let_go()
+            self._forget_oldest()
         self._note(self._info())
 
     def look(self, key: str) -> Looked:
@@ -94,7 +93,9 @@ class StreamSource:
             entry, outcome = GroupEntry(index=index, outcome="dead", reason=reason), "dead"
         else:
             try:
-                entry, outcome = _entry(decode_group(payload), commit), "unsettled"
+                group = decode_group(payload)
+                # Its outcome is not known yet: the row says so.
+                entry, outcome = group_entry(group, _findings(group, commit), "skipped"), "unsettled"
             except RecordError as error:
                 entry, outcome = GroupEntry(index=index, outcome="dead", reason=str(error)), "unreadable"
         row = InspectedRow(key, self._number(key), outcome, None, entry)
@@ -103,22 +104,22 @@ class StreamSource:
         self._num_bytes += len(payload)
 
     def _number(self, key: str) -> int:
-        """The entry's own, so that a link holds for whoever looks at the stream; larger than any before, whatever the
-        server's clock and a server that was emptied say."""
+        """From the entry's id, so that a link means the same to everyone; larger than any before, even if the server's
+        clock was set back."""
         milliseconds, sequence = _key(key.encode())
         least = self.rows[-1].number + 1 if self.rows else 0
         number = milliseconds * _PER_MILLISECOND + min(sequence, _PER_MILLISECOND - 1)
-        # Whoever may append may choose an id that no clock gives: it is counted on from the one before.
+        # A writer may choose an id that no clock gives: it gets the next number.
         return max(least, number if number < _MOST else 0)
 
-    def _let_go(self) -> None:
+    def _forget_oldest(self) -> None:
         num = 0
         while self._num_bytes > self._kept_bytes and num < len(self.rows) - 1:
             self._num_bytes -= len(self._kept.pop(self.rows[num].key).payload)
             num += 1
         if num:
             self.rows = self.rows[num:]
-            self._num_let_go += num
+            self._num_forgotten += num
             self.revision += 1
 
     def _note(self, info: dict[str, Any]) -> None:
@@ -130,8 +131,8 @@ class StreamSource:
         missed = info.get("entries-added", 0) - (self._num_trimmed or 0) - self._num_read
         if missed > 0 and info.get("last-generated-id", _START) == self._cursor:
             self.notes.append(f"{missed:,} entries came and were trimmed between two looks")
-        if self._num_let_go:
-            self.notes.append(f"the oldest {self._num_let_go:,} groups were let go here, to bound memory")
+        if self._num_forgotten:
+            self.notes.append(f"the oldest {self._num_forgotten:,} groups were forgotten here, to bound memory")
 
     def _info(self) -> dict[str, Any]:
         try:
@@ -147,26 +148,7 @@ class StreamSource:
         return found
 
 
-def _entry(group: RolloutGroup, commit: dict[bytes, bytes]) -> GroupEntry:
-    findings = _findings(group, commit)
-    lags = [lag for of_rollout in findings for found in of_rollout for lag in found.lags if lag >= 0]
-    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-    versions = {span.version for segment in segments for span in segment.version_spans if span.version >= 0}
-    return GroupEntry(
-        index=group.index,
-        outcome="skipped",  # unknown; the row says what it is
-        producer_id=group.producer_id,
-        rewards=tuple(rollout.reward.value for rollout in group.rollouts),
-        finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
-        num_sampled_tokens=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
-        min_version=min(versions, default=-1),
-        max_version=max(versions, default=-1),
-        min_lag=min(lags, default=0),
-        max_lag=max(lags, default=0),
-    )
-
-
-def _findings(group: RolloutGroup, commit: dict[bytes, bytes]) -> tuple[tuple[SegmentFindings, ...], ...]:
+def _findings(group: RolloutGroup, commit: dict[bytes, bytes]) -> Findings:
     """Lags only."""
     current = _current(commit)
     known: dict[int, int] = {}

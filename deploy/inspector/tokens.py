@@ -1,4 +1,4 @@
-"""The text of each token by itself."""
+"""The text of each token."""
 
 import codecs
 import re
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's space."""
 
 
 class TokenText(NamedTuple):

@@ -1,1 +1,2 @@
-"""`penstock replay`: a run's recorded rollouts through the trainer's code again, under other settings."""
+"""`penstock replay`: a run's recorded rollouts through the trainer's code again, under other settings. Imported through
+`command`."""

@@ -1,4 +1,4 @@
-"""`penstock replay`: plays a run's record, writes what each variant found, prints the comparison."""
+"""`penstock replay`: trains variants on a run's record, writes their numbers, prints the comparison."""
 
 import argparse
 import re
@@ -51,7 +51,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    """Status 0; 1 where the run's own settings do not give its recorded losses again."""
+    """Status 0; 1 if the run's own settings do not reproduce its recorded losses."""
     from penstock.deploy.replay.variants import variants_of
 
     if arguments.updates is not None and arguments.updates < 1:
@@ -90,7 +90,7 @@ def _play_all(
     batches = batches_from(record, start, arguments.updates)
     for note in record.notes:
         console.print(f"record: {note}", markup=False, soft_wrap=True)
-    played = [line for _, line in recorded_updates(record, batches)]
+    played = recorded_updates(record, batches)
     progress = Console(stderr=True)
     is_quiet = not progress.is_terminal
     num_written = 0
@@ -117,7 +117,7 @@ def _play_all(
 
 
 def _differing_own(played: "list[Played]", configs: "dict[ReplayVariant, RunConfig]") -> list[int] | None:
-    """The updates at which a variant without a setting of its own is not what was recorded; None without such one."""
+    """The updates at which the variant without own settings differs from the record; None without that variant."""
     from penstock.deploy.replay.results import differing
     from penstock.deploy.replay.variants import RECORDED
 
@@ -155,7 +155,7 @@ def find_run_folder(run: str, runs: Path) -> Path:
 
 
 def _results_folder(run_folder: Path, name: str | None) -> Path:
-    """Raises ConfigError for a name that is none, or taken."""
+    """Raises ConfigError for a name that is unusable, or taken."""
     folder = run_folder / FOLDER
     if name is None:
         number = 1

@@ -1,4 +1,4 @@
-"""Recorded batches through the learner, in their order: no Redis, no engine, nothing drawn by chance."""
+"""Recorded batches through the learner, in their order: without Redis, engine or randomness."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import msgspec
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
 from penstock.schemas.config import ConfigError, RunConfig
@@ -96,7 +97,7 @@ def batches_from(record: Record, start: Start, num_updates: int | None) -> list[
 
 
 def check_model(record: Record, config: RunConfig) -> None:
-    """Raises ConfigError where the base model is not there any more, or is another one."""
+    """Raises ConfigError if the base model is gone, or another one."""
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -114,7 +115,7 @@ def check_model(record: Record, config: RunConfig) -> None:
 def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVariant) -> Iterator[Played]:
     """Trains one variant on the recorded batches.
 
-    Where the run was continued with other settings, so is the replay, from the same batch on.
+    If the run was continued with other settings, so is the replay, from the same batch on.
 
     Raises:
         ConfigError: settings that do not fit, or the checkpoint to begin with is not whole any more.
@@ -136,41 +137,33 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
             groups = [each.decode() for each in recorded]
         except RecordError as error:
             raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
-        report = learner.step(pack(groups, lag_of, config))
-        yield Played(
-            variant=variant.name,
-            update=head.update,
-            policy_version=head.policy_version,
-            metrics=report.metrics,
-            skipped_reason=report.skipped_reason,
-        )
+        yield _played(variant.name, head, learner.step(pack(groups, lag_of, config)))
 
 
-def recorded_updates(record: Record, batches: list[BatchAt]) -> Iterator[tuple[BatchHead, Played]]:
+def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:
     """What the run itself found."""
-    for at in batches:
-        head = record.head(at)
-        yield (
-            head,
-            Played(
-                variant=RECORDED,
-                update=head.update,
-                policy_version=head.policy_version,
-                metrics=head.metrics,
-                skipped_reason=head.skipped_reason,
-            ),
-        )
+    return [_played(RECORDED, head, head) for head in map(record.head, batches)]
+
+
+def _played(variant: str, head: BatchHead, found: BatchHead | StepReport) -> Played:
+    return Played(
+        variant=variant,
+        update=head.update,
+        policy_version=head.policy_version,
+        metrics=found.metrics,
+        skipped_reason=found.skipped_reason,
+    )
 
 
 def _load(checkpoint: Path, learner: Learner) -> None:
     try:
         load_checkpoint(checkpoint, learner)
-    except (CheckpointError, OSError) as error:  # a run that goes on deletes its older ones
+    except (CheckpointError, OSError) as error:  # a live run deletes its older ones
         raise ConfigError(f"--from {checkpoint.name}: {error}") from None
 
 
 def _resumed(learner: Learner, config: RunConfig) -> Learner:
-    """As a trainer goes on from a checkpoint under other settings."""
+    """A learner with other settings, as after a trainer's resume from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         learner.save_model(folder)
         state = learner.state_dict()

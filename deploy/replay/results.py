@@ -1,4 +1,4 @@
-"""What a replay found: its files, and the table for a reader."""
+"""The results of a replay: its files, and the table in the terminal."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,14 +28,14 @@ MEASURES = {
     "grad_norm": "grad norm",
     "entropy": "entropy",
 }
-"""What the tables show, by the names of updates.jsonl. KL and ESS are of the variant's own policy against those that
+"""Columns of the tables by their names in updates.jsonl. KL and ESS hold the variant's own policy against those that
 sampled; `corrected` is the share of tokens whose weight the correction bounded, `clipped` of those whose policy ratio
 the objective clipped."""
 MAX_LINES_DRAWN = len(SERIES)
 
 
 def append_lines(folder: Path, played: Iterable[Played]) -> None:
-    """Onto `updates.jsonl`: every number of each update."""
+    """Appends every number of each update to `updates.jsonl`."""
     lines = JsonLines(folder / "updates.jsonl")
     for line in played:
         lines.write(
@@ -49,7 +49,7 @@ def append_lines(folder: Path, played: Iterable[Played]) -> None:
 
 
 def write_comparison(folder: Path, about: dict[str, Any], played: Sequence[Played]) -> None:
-    """`replay.json` (what was replayed), `table.md` and `replay.svg`."""
+    """Writes `replay.json` (what was replayed), `table.md` and `replay.svg`."""
     (folder / "replay.json").write_bytes(msgspec.json.format(msgspec.json.encode(about), indent=1))
     (folder / "table.md").write_text(table_by_update(played))
     with matplotlib.rc_context(STYLE):

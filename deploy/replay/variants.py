@@ -1,4 +1,4 @@
-"""What is compared: the run's own settings, changed."""
+"""The variants of a replay: the run's own settings, with overrides."""
 
 import copy
 import re
@@ -10,11 +10,10 @@ import msgspec
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 
 SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates")
-"""What of a run file a training step depends on, its batch given. `num_updates` is what `trainer.decay` is laid out
-for."""
+"""The parts of a run file that a training step of a given batch depends on; `trainer.decay` reads `num_updates`."""
 OWN = "own"
 RECORDED = "recorded"
-"""What the run itself found, beside the variants."""
+"""The name of the run's own numbers, beside the variants."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -25,7 +24,7 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[str, ...] = ()
 
     def config(self, recorded: dict[str, Any], source: Path) -> RunConfig:
-        """The settings of a recorded run as this variant has them; `source` is named in errors.
+        """The settings of a recorded run with this variant's overrides; `source` is named in errors.
 
         Raises:
             ConfigError: a setting that does not fit.
@@ -33,7 +32,7 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
         document = copy.deepcopy(recorded)
         for path in (setting.partition("=")[2] for setting in self.settings if _field(setting) == "objective.path"):
             if document["objective"]["path"] != path:
-                document["objective"]["kwargs"] = {}  # those of another objective
+                document["objective"]["kwargs"] = {}  # they are for another objective
         document["record"] = False
         return config_of(document, source, self.settings)
 
@@ -46,7 +45,7 @@ def variants_of(
     `settings` hold for all of them.
 
     Raises:
-        ConfigError: two of one name, a name that is none or `RECORDED`, a setting that no step reads.
+        ConfigError: two variants of one name, an unusable name, or a setting that no step reads.
     """
     variants = [
         ReplayVariant(name=path.rpartition(":")[2].lower() or path, settings=(f"objective.path={path}", *settings))

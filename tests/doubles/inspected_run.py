@@ -7,7 +7,16 @@ from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
 from penstock.schemas.prompt import Message, Prompt, Reward
-from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, SegmentFindings, encode_batch
+from penstock.schemas.record import (
+    FOLDER,
+    BatchHead,
+    GroupEntry,
+    Outcome,
+    RecordedGroup,
+    SegmentFindings,
+    encode_batch,
+    group_entry,
+)
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -141,25 +150,12 @@ def group_of(index: int, rollouts: tuple[Rollout, ...], prompt: Prompt, producer
     return msgspec.structs.replace(group, prompt=prompt, rollouts=rollouts, producer_id=producer_id)
 
 
-def entry_of(group: RolloutGroup, outcome: str, *, lags: tuple[int, int], **scores: float) -> GroupEntry:
-    segments = [segment for rollout in group.rollouts for segment in rollout.segments]
-    versions = [span.version for each in segments for span in each.version_spans if span.version >= 0]
-    rewards = tuple(rollout.reward.value for rollout in group.rollouts)
-    fields = {
-        "index": group.index,
-        "outcome": outcome,
-        "producer_id": group.producer_id,
-        "rewards": rewards,
-        "advantages": tuple(reward - sum(rewards) / len(rewards) for reward in rewards),
-        "finish_reasons": tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
-        "num_sampled_tokens": tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
-        "min_version": min(versions),
-        "max_version": max(versions),
-        "min_lag": lags[0],
-        "max_lag": lags[1],
-        "num_masked": 0 if scores else None,
-    }
-    return msgspec.convert(fields | scores, GroupEntry)
+def entry_of(group: RolloutGroup, outcome: Outcome, *, lags: tuple[int, int], **scores: float) -> GroupEntry:
+    rewards = [rollout.reward.value for rollout in group.rollouts]
+    advantages = tuple(reward - sum(rewards) / len(rewards) for reward in rewards)
+    fields = {"num_masked": 0} | scores if scores else {}
+    entry = group_entry(group, (), outcome, advantages=advantages, **fields)
+    return msgspec.structs.replace(entry, min_lag=lags[0], max_lag=lags[1])
 
 
 def write_batch(files: RecordFiles, position: int, groups: list) -> None:

@@ -584,14 +584,14 @@ def test_an_entry_id_that_no_clock_gives_is_counted_on_from_the_one_before(redis
 
 
 @pytest.mark.redis
-def test_the_memory_for_groups_read_is_bounded_and_says_what_was_let_go(redis_client, keys):
+def test_the_memory_for_groups_read_is_bounded_and_says_what_was_forgotten(redis_client, keys):
     size = len(encode_group(make_group(1, 12)))
     source = StreamSource(redis_client, keys, kept_bytes=3 * size)
     for index in range(1, 11):
         redis_client.xadd(keys.rollouts, group_fields(index, 12))
     source.refresh()
     assert [row.entry.index for row in source.rows] == [8, 9, 10]
-    assert "the oldest 7 groups were let go here, to bound memory" in source.notes
+    assert "the oldest 7 groups were forgotten here, to bound memory" in source.notes
     assert [source.look(row.key).group.index for row in source.rows] == [8, 9, 10] and len(source._kept) == 3
     with pytest.raises(KeyError):
         source.look("1-0")
@@ -610,11 +610,11 @@ def test_a_first_look_at_a_long_stream_is_bounded_too(redis_client, keys, monkey
     monkeypatch.setattr(StreamSource, "_read", watched)
     source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(200, 12))))
     assert max(most) <= 3 and [row.entry.index for row in source.rows] == [198, 199, 200]
-    assert "the oldest 197 groups were let go here, to bound memory" in source.notes
+    assert "the oldest 197 groups were forgotten here, to bound memory" in source.notes
 
 
 @pytest.mark.redis
-def test_texts_of_groups_let_go_are_forgotten(redis_client, keys):
+def test_texts_of_groups_forgotten_are_forgotten(redis_client, keys):
     source = StreamSource(redis_client, keys, kept_bytes=3 * len(encode_group(make_group(1, 12))))
     catalogue = Catalogue("test", source, None)
     for index in range(1, 11):

@@ -314,7 +314,7 @@ def test_a_rollout_file_is_checked_without_the_run(recorded, groups, capsys):
 def test_a_rollout_file_that_was_cut_off_is_refused(recorded, capsys):
     recorded.file.write_bytes(recorded.file.read_bytes()[:-700])
     assert recorded.check() == 2
-    assert f"{recorded.file}: truncated in group" in refusal(capsys)
+    assert f"{recorded.file}: checksum differs: the file was cut off" in refusal(capsys)
 
 
 def test_a_rollout_file_of_another_model_is_refused(recorded, bench, tmp_path, capsys):
