@@ -14,7 +14,7 @@ import torch
 from penstock.consumers.learning.diagnostics import LAG_STARTS, MismatchSums
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
-from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, ParityReport, cause_of
 from penstock.consumers.parity.sample import Sample, read_sample
 from penstock.consumers.parity.sampled_tokens import check_tokenizer, retokenized
@@ -130,7 +130,7 @@ def _measure(
 def _refused(sample: Sample) -> str:
     if any(row.sampling.has_penalties for row in sample.rows):
         return "penalties"
-    if any(row.sampling.is_truncated and row.segment.sampling_mask is None for row in sample.rows):
+    if any(row.lacks_mask for row in sample.rows):
         return "top-p"
     return ""
 
@@ -204,7 +204,7 @@ def _at_newest(replay: Replay, baseline: Tensor, lags: np.ndarray) -> Tensor:
     versions, known = replay.sample.versions, lags >= 0
     newest = int(versions[known][lags[known].argmin()]) if known.any() else int(versions.max())
     others = [row for row in replay.sample.rows if row.is_mixed or row.versions[0] != newest]
-    recomputed = replay.logprobs(ReplayPlan(row, ((newest, 0, int(row.sampled[-1])),)) for row in others)
+    recomputed = replay.logprobs(whole(row, newest) for row in others)
     return torch.where(recomputed.isnan(), baseline, recomputed)
 
 

@@ -174,7 +174,7 @@ def _moments(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _truncated(chunk: LogitChunk, scaled: Tensor) -> Tensor:
     """`scaled` with -inf where top-k and top-p, as vLLM applies them, drop a token of a row without sampling_mask."""
-    wanted = [n for n, row in enumerate(chunk.rows) if row.sampling.is_truncated and row.segment.sampling_mask is None]
+    wanted = [n for n, row in enumerate(chunk.rows) if row.lacks_mask]
     if not wanted:
         return scaled
     out = scaled.clone()

@@ -171,9 +171,6 @@ def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str)
         tolerance=TOLERANCES[config.model.dtype],
         num_groups=len(groups),
         num_rollouts=sum(len(group.rollouts) for group in groups),
-        num_tokens=0,
-        versions=(),
-        hypotheses=(),
         gate="refuse",
     )
 

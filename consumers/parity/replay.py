@@ -136,39 +136,33 @@ WeightSpan = tuple[int, int, int]
 token's place predicts the next token, and its keys and values stay for all tokens that follow."""
 
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """Which weights compute which token of a row.
-
-    spans: tile the row's tokens up to the last but one.
-    wanted: [m] bool, the sampled tokens whose logprobs count; None is all.
-    """
+class ReplayPlan(NamedTuple):
+    """Which weights compute which token of a row. spans: tile the row's tokens up to the last but one."""
 
     row: SampleRow
     spans: tuple[WeightSpan, ...]
-    wanted: np.ndarray | None = None
-
-    @property
-    def mask(self) -> np.ndarray:
-        return np.ones(len(self.row.sampled), dtype=bool) if self.wanted is None else self.wanted
 
 
 @dataclass(frozen=True)
 class ForwardPass:
     """The output of one forward pass for M sampled tokens; satisfies `learning.scoring.SampledTokens`.
 
-    hidden: [N, H]. head: [V, H]. tokens: [M] int64 on CPU, places in the sample. wanted: [M] bool on CPU.
-    predicting, targets: [M] int64. temperature: [M] float32.
+    hidden: [N, H]. head: [V, H]. tokens: [M] int64 on CPU, places in the sample. predicting, targets: [M] int64.
+    temperature: [M] float32.
     """
 
     hidden: Tensor
     head: Tensor
     tokens: Tensor
-    wanted: Tensor
     predicting: Tensor
     targets: Tensor
     temperature: Tensor
     support: Support | None
+
+
+def whole(row: SampleRow, version: int) -> ReplayPlan:
+    """The row by one version alone."""
+    return ReplayPlan(row, ((version, 0, int(row.sampled[-1])),))
 
 
 def as_labelled(row: SampleRow, versions: np.ndarray | None = None) -> ReplayPlan:
@@ -195,11 +189,11 @@ class Replay:
 
     @torch.no_grad()
     def logprobs(self, plans: Iterable[ReplayPlan]) -> Tensor:
-        """[M] float64 on CPU by the trainer's own code: the logprobs of the wanted tokens, NaN elsewhere."""
+        """[M] float64 on CPU by the trainer's own code: the logprobs of the plans' tokens, NaN elsewhere."""
         found = torch.full((self.sample.num_tokens,), torch.nan, dtype=torch.float64)
         for each in self.passes(plans):
             logprobs, _ = head_logprobs(each.hidden, each.head, each)
-            found[each.tokens[each.wanted]] = logprobs.double().cpu()[each.wanted]
+            found[each.tokens] = logprobs.double().cpu()
         return found
 
     @torch.no_grad()
@@ -234,7 +228,6 @@ class Replay:
                 hidden=hidden,
                 head=head,
                 tokens=torch.cat([torch.arange(plan.row.tokens.start, plan.row.tokens.stop) for plan in some]),
-                wanted=torch.from_numpy(np.concatenate([plan.mask for plan in some])),
                 predicting=microbatch.predicting,
                 targets=microbatch.targets,
                 temperature=microbatch.temperature,
@@ -276,7 +269,6 @@ class Replay:
             hidden=hidden,
             head=head,
             tokens=torch.from_numpy(np.concatenate([plan.row.first + offsets for plan, offsets, _ in scored])),
-            wanted=torch.from_numpy(np.concatenate([plan.mask[offsets] for plan, offsets, _ in scored])),
             predicting=self._tensor([places for *_, places in scored]),
             targets=self._tensor([plan.row.token_ids[plan.row.sampled[offsets]] for plan, offsets, _ in scored]),
             temperature=self._tensor(temperatures),

@@ -144,9 +144,9 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: Tolerance
     num_groups: int
     num_rollouts: int
-    num_tokens: int
-    versions: tuple[int, ...]
-    hypotheses: tuple[Hypothesis, ...]
+    num_tokens: int = 0
+    versions: tuple[int, ...] = ()
+    hypotheses: tuple[Hypothesis, ...] = ()
     lags: tuple[LagRow, ...] = ()
     layers: tuple[LayerGap, ...] = ()
     points: tuple[GapPoint, ...] = ()

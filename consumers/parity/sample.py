@@ -52,6 +52,11 @@ class SampleRow:
         return int(self.sampled[0])
 
     @property
+    def lacks_mask(self) -> bool:
+        """Whether top-k or top-p dropped tokens and the record does not say which."""
+        return self.sampling.is_truncated and self.segment.sampling_mask is None
+
+    @property
     def is_mixed(self) -> bool:
         """Whether several policies sampled it."""
         return bool((self.versions != self.versions[0]).any())

@@ -75,7 +75,7 @@ class SemanticHypotheses:
         names = ["processed", "trainer", "raw", "engine-head", "moments"]
         if any(row.sampling.has_penalties for row in self._rows):
             names.append("penalties")
-        if any(row.sampling.is_truncated and row.segment.sampling_mask is None for row in self._rows):
+        if any(row.lacks_mask for row in self._rows):
             names.append("kept-support")
         if any(row.segment.sampling_mask is not None for row in self._rows):
             names.append("whole-vocabulary")

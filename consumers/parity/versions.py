@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled
+from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import SampleRow, evenly
 from penstock.consumers.parity.verdict import Candidate, gap_of
@@ -99,13 +99,13 @@ class VersionHypotheses:
     def _recomputed(self) -> Iterator[Candidate]:
         """Rows of several policies, each token with keys and values of its own policy."""
         rows = self._worst([row for row in self._sample.rows if row.is_mixed], MIXED_TOKENS)
-        plans = [
-            ReplayPlan(row, ((version, 0, int(row.sampled[-1])),), wanted=row.versions == version)
-            for row in rows
-            for version in np.unique(row.versions).tolist()
-        ]
-        if plans:
-            yield Candidate("recomputed-kv", self._replay.logprobs(plans))
+        found = torch.full_like(self._baseline, torch.nan)
+        for version in sorted({int(version) for row in rows for version in row.versions}):
+            tried = self._replay.logprobs(whole(row, version) for row in rows if version in row.versions)
+            tokens = torch.from_numpy(self._sample.versions == version)
+            found[tokens] = tried[tokens]
+        if rows:
+            yield Candidate("recomputed-kv", found)
 
     def _stale_prefix(self) -> Iterator[Candidate]:
         """Rows that are off, with whole blocks of their context computed by older weights."""
