@@ -5,6 +5,8 @@ MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 AGENT_MODEL ?= runs/models/calculator
 export VENV
+# Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev clean clean-venv
 

@@ -5,12 +5,15 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 import redis
 
+from forked_engines import forked_engines
 from real_server import installed_servers
 
 # Before any test imports torch: several test processes share the machine's cores.
@@ -38,8 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("vllm"))
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
-    # The longest come first, or one worker would be left alone with them at the end.
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, bool, bool]:
+    """The engine's tests come first, or one worker would be left alone with them at the end; of these, the tests of the
+    shared live run come last and side by side, so that no other test runs beside it."""
+    names = getattr(item, "fixturenames", ())
+    return item.get_closest_marker("vllm") is None, "live_run" in names, "ended_run" in names
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +104,34 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_engine() -> type:
-    """VllmEngine; importing vLLM and torch's compiler raises deprecation warnings of their own."""
+def vllm_engine() -> Iterator[type]:
+    """VllmEngine, whose processes are forked from one that has imported vLLM."""
+    # Importing vLLM and torch's compiler raises deprecation warnings of their own.
     with warnings.catch_warnings(action="ignore"):
         from penstock.producers.engines.vllm import VllmEngine
-    return VllmEngine
+    with forked_engines():
+        yield VllmEngine
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def tied_engine(vllm_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    from shared_engine import boot_shared
+
+    shared = await boot_shared(vllm_engine, tmp_path_factory.mktemp("tied"), tied=True)
+    yield shared
+    await shared.engine.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def untied_engine(vllm_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    from shared_engine import boot_shared
+
+    shared = await boot_shared(vllm_engine, tmp_path_factory.mktemp("untied"), tied=False)
+    yield shared
+    await shared.engine.close()
+
+
+@pytest.fixture(scope="session", params=["tied", "untied"])
+def shared_engine(request: pytest.FixtureRequest) -> Any:
+    """Each of the two engines in turn."""
+    return request.getfixturevalue(f"{request.param}_engine")

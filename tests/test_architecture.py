@@ -1,10 +1,11 @@
 """The house rules on imports and names, read from the source."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 PROCESS_ALLOWS = CONTRACT_ALLOWS | {"prometheus_client", "redis"}
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def name(file: Path) -> str:
@@ -36,15 +38,18 @@ def module(file: Path) -> str:
 MODULES = {module(file): file for file in FILES}
 
 
-def imports(file: Path) -> Iterator[str]:
+@functools.cache
+def imports(file: Path) -> frozenset[str]:
     """Every module that a file imports anywhere, with its full dotted name."""
+    found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             base = node.module or ""
-            yield from {full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+            found |= {full if (full := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+    return frozenset(found)
 
 
 def rooms(file: Path) -> set[str]:
@@ -57,41 +62,41 @@ def packages(file: Path) -> set[str]:
     return {imported.partition(".")[0] for imported in imports(file)}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_imports_cross_rooms_in_one_direction_only(file):
-    allowed = MAY_IMPORT[file.relative_to(ROOT).parts[0]]
-    assert rooms(file) <= allowed, f"{name(file)} imports {sorted(rooms(file) - allowed)}"
+def offenders(files: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict[str, list[str]]:
+    """What each file imports against a rule, by its name; empty where all keep it."""
+    return {name(file): sorted(found) for file in files if (found := forbidden(file))}
 
 
-@pytest.mark.parametrize("file", [*FILES, *LABORATORY, *sorted((ROOT / "tests").rglob("*.py"))], ids=name)
-def test_the_house_is_imported_under_one_roof(file):
+def test_imports_cross_rooms_in_one_direction_only():
+    assert offenders(FILES, lambda file: rooms(file) - MAY_IMPORT[file.relative_to(ROOT).parts[0]]) == {}
+
+
+def test_the_house_is_imported_under_one_roof():
     """A flat import would work from the root, give each class a twin, and meet a user's own `deploy/` or `schemas/`."""
-    flat = packages(file) & set(MAY_IMPORT)
-    assert not flat, f"{name(file)} imports {sorted(flat)}, expected penstock.*"
+    assert offenders([*FILES, *LABORATORY, *TESTS], lambda file: packages(file) & set(MAY_IMPORT)) == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_nothing_imports_the_tests_or_the_laboratory(file):
-    assert not {"tests", "bench"} & packages(file)
+def test_nothing_imports_the_tests_or_the_laboratory():
+    assert offenders(FILES, lambda file: packages(file) & {"tests", "bench"}) == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=name)
-def test_vllm_is_imported_in_the_engines_only(file):
-    if "vllm" in packages(file):
-        assert name(file) in VLLM_FILES
+def test_vllm_is_imported_in_the_engines_only():
+    assert offenders(FILES, lambda file: packages(file) & {"vllm"}).keys() <= VLLM_FILES
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "schemas").rglob("*.py")), ids=name)
-def test_the_contract_needs_the_standard_library_and_msgspec_only(file):
-    foreign = packages(file) - {"penstock"} - (PROCESS_ALLOWS if file.parent.name == "process" else CONTRACT_ALLOWS)
-    assert not foreign, f"{name(file)} imports {sorted(foreign)}"
+def test_the_contract_needs_the_standard_library_and_msgspec_only():
+    def foreign(file: Path) -> set[str]:
+        return packages(file) - {"penstock"} - (PROCESS_ALLOWS if file.parent.name == "process" else CONTRACT_ALLOWS)
+
+    assert offenders((ROOT / "schemas").rglob("*.py"), foreign) == {}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "consumers" / "learning").rglob("*.py")), ids=name)
-def test_numerics_never_see_the_stream(file):
-    seen = {imported for imported in imports(file) if imported.startswith("penstock.consumers.")}
-    allowed = ("penstock.consumers.learning",)
-    assert all(imported.startswith(allowed) for imported in seen), f"{name(file)} imports {sorted(seen)}"
+def test_numerics_never_see_the_stream():
+    def others(file: Path) -> set[str]:
+        own, learning = "penstock.consumers.", "penstock.consumers.learning"
+        return {each for each in imports(file) if each.startswith(own) and not each.startswith(learning)}
+
+    assert offenders((ROOT / "consumers" / "learning").rglob("*.py"), others) == {}
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:

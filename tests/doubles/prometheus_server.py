@@ -15,8 +15,13 @@ import pytest
 
 from waiting import wait_for
 
+
+def has_prometheus() -> bool:
+    return bool(shutil.which("prometheus") and shutil.which("promtool"))
+
+
 needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")),
+    not has_prometheus(),
     reason="needs prometheus and promtool on PATH (the Debian package prometheus)",
 )
 

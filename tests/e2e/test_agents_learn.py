@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from markov_agent import MarkovAgent
 from tool_caller import TOOLS
 from waiting import wait_for
 
-openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from penstock.deploy.demo.make_model import RECIPES, make_model
 
 from waiting import wait_for
 
-pytest.importorskip("openai")
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]

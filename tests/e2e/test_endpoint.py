@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import openai
 import pytest
+import pytest_asyncio
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
@@ -23,8 +25,13 @@ from markov_agent import LETTERS, MarkovAgent
 from producer_run import Numbers
 from waiting import until
 
-openai = pytest.importorskip("openai")
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.redis,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 ADD = {
     "type": "function",
@@ -57,7 +64,6 @@ class Recorder:
 
 class Run(NamedTuple):
     producer: Producer
-    task: asyncio.Task
     engine: Recorder
     agent: MarkovAgent
     client: Any
@@ -65,10 +71,10 @@ class Run(NamedTuple):
     metrics: ProducerMetrics
     weights: Path
 
-    def announce(self, version: int) -> None:
+    def write(self, version: int) -> WeightManifest:
         data, tensors = self.agent.policy(version)
         (self.weights / f"v{version}.safetensors").write_bytes(data)
-        manifest = WeightManifest(
+        return WeightManifest(
             version=version,
             parent_version=version - 1,
             file=f"v{version}.safetensors",
@@ -76,7 +82,9 @@ class Run(NamedTuple):
             checksum=hashlib.blake2b(data, digest_size=16).hexdigest(),
             tensors=tensors,
         )
-        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)})
+
+    def announce(self, version: int) -> None:
+        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(self.write(version))})
 
     def groups(self) -> list[RolloutGroup]:
         entries = self.client.xrange(self.keys.rollouts)
@@ -87,13 +95,14 @@ class Run(NamedTuple):
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-@pytest.fixture
-async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[Run]:
-    from penstock.producers.engines.answer_parser import VllmAnswerParser
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory) -> MarkovAgent:
+    return MarkovAgent(tmp_path_factory.mktemp("agent"))
 
-    agent = MarkovAgent(tmp_path / "model")
-    endpoint = EndpointConfig(port=0, tool_parser="hermes")
-    config = RunConfig(
+
+@pytest.fixture(scope="module")
+def config(agent: MarkovAgent) -> RunConfig:
+    return RunConfig(
         name="agents",
         group_size=GROUP_SIZE,
         max_lag=10,
@@ -101,25 +110,39 @@ async def run(vllm_engine, redis_client, redis_url, tmp_path) -> AsyncIterator[R
         environment=Plug(path="nobody:Needed"),
         engine=EngineConfig(kv_cache_gib=0.25, max_num_seqs=32, max_model_len=4096),
         sampling=SamplingConfig(max_tokens=300),
-        endpoint=endpoint,
+        endpoint=EndpointConfig(port=0, tool_parser="hermes"),
     )
-    engine = Recorder(await vllm_engine.start(config))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(vllm_engine, config: RunConfig) -> AsyncIterator[Any]:
+    engine = await vllm_engine.start(config)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def run(agent: MarkovAgent, config: RunConfig, engine, redis_client, redis_url, tmp_path) -> AsyncIterator[Run]:
+    from penstock.producers.engines.answer_parser import VllmAnswerParser
+
+    engine = Recorder(engine)
     metrics, environment = ProducerMetrics(), Numbers()
     connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
     context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
-    parser = VllmAnswerParser(agent.tokenizer, endpoint)
+    parser = VllmAnswerParser(agent.tokenizer, config.endpoint)
     producer = Producer(context, engine, environment, agent.tokenizer, answer_parser=parser)
     weights = config.weights_folder(tmp_path)
     weights.mkdir(parents=True)
     await producer.open()
+    one = Run(producer, engine, agent, redis_client, Keys("agents"), metrics, weights)
+    # The engine holds what the test before announced.
+    await engine.load_weights(one.write(0), str(weights / "v0.safetensors"))
     task = asyncio.create_task(producer.serve())
-    one = Run(producer, task, engine, agent, redis_client, Keys("agents"), metrics, weights)
     one.announce(0)
     await until(lambda: task.done() or producer.weights.loaded, 60)
     yield one
     producer.stop.set()
     await asyncio.gather(task, return_exceptions=True)
-    await engine.close()
     await connection.close()
 
 

@@ -1,90 +1,37 @@
-"""`penstock inspect` over a real short run: its stream while it goes on, its record, and the page of it."""
+"""`penstock inspect` over a real run: its stream while it goes on, its record, and the page of it."""
 
 import http.client
 import json
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.deploy.demo.make_model import make_model
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 
 from browser import Browser, needs_browser
-from waiting import wait_for
+from demo_run import ROOT
+from watched_run import WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-NAME = "inspected"
-NUM_UPDATES = 200
-"""It has to go on while the inspector starts and looks."""
-BOOT_S = 240.0
 
-
-class Run:
-    def __init__(self, folder: Path) -> None:
-        make_model(folder / "model", progress=lambda line: None)
-        self.runs = folder / "runs"
-        self.folder = self.runs / NAME
-        self._log = folder / "output"
-        command = [sys.executable, "-m", "penstock.deploy.cli", "run", "deploy/runs/demo.toml", "--name", NAME]
-        command += ["--runs", str(self.runs)]
-        for setting in (f"model.path={folder / 'model'}", f"num_updates={NUM_UPDATES}", "record=true",
-                        "metrics.port=0", "evaluation.num_prompts=16", "producers.count=1"):  # fmt: skip
-            command += ["--set", setting]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-
-    def wait_for(self, is_so: Callable[[], bool]) -> None:
-        wait_for(is_so, timeout_s=BOOT_S, process=self.process, log=self.output)
-
-    def output(self) -> str:
-        logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in self.folder.glob("logs/*.log"))
-        return self._log.read_text() + logs
-
-    @contextmanager
-    def inspected(self, *arguments: str) -> Iterator[str]:
-        """The URL; the inspector ends cleanly at the end."""
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.deploy.cli",
-            "inspect",
-            NAME,
-            "--runs",
-            str(self.runs),
-            "--port",
-            "0",
-        ]
-        with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                lines = [process.stdout.readline(), process.stdout.readline()]
-                yield lines[1].split()[0]
-                process.send_signal(signal.SIGINT)
-                assert process.wait(60) == 0
-            finally:
-                process.kill()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.wait(60)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(tmp_path_factory.mktemp("inspect"))
-    try:
-        yield run
-    finally:
-        run.close()
+@contextmanager
+def inspected(run: WatchedRun, *arguments: str) -> Iterator[str]:
+    """The URL; the inspector ends cleanly at the end."""
+    command = run.command("inspect", run.name, "--port", "0", *arguments)
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline(), process.stdout.readline()]
+            yield lines[1].split()[0]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def ask(url: str, path: str) -> Any:
@@ -96,14 +43,13 @@ def ask(url: str, path: str) -> Any:
         connection.close()
 
 
-def test_a_live_run_is_looked_at_on_its_stream(run: Run) -> None:
-    run.wait_for(lambda: (run.folder / "updates.jsonl").exists())
-    with run.inspected("--stream") as url:
+def test_a_live_run_is_looked_at_on_its_stream(live_run: WatchedRun) -> None:
+    with inspected(live_run, "--stream") as url:
         first = ask(url, "/api/run")
         assert first["kind"] == "stream" and first["num_groups"] > 0
         assert any("findings" in note for note in first["notes"])
         # What comes while it looks is taken in, and kept though the trainer trims it.
-        run.wait_for(lambda: ask(url, "/api/run")["num_groups"] > first["num_groups"])
+        live_run.wait_for(lambda: ask(url, "/api/run")["num_groups"] > first["num_groups"])
         row = ask(url, "/api/groups?outcome=unsettled&size=1")["rows"][0]
         group = ask(url, f"/api/groups/{row['key']}")
     segment = group["rollouts"][0]["segments"][0]
@@ -113,15 +59,14 @@ def test_a_live_run_is_looked_at_on_its_stream(run: Run) -> None:
     assert set(segment["proximal_logprobs"]) == {None}
 
 
-def test_the_record_of_a_real_run_is_shown_as_it_is(run: Run) -> None:
-    assert run.process.wait(BOOT_S) == 0, run.output()
-    record = Record(run.folder)
+def test_the_record_of_a_real_run_is_shown_as_it_is(ended_run: WatchedRun) -> None:
+    record = Record(ended_run.folder)
     at = max(record.groups(), key=lambda at: (at.entry.outcome == "trained", at.entry.max_lag))
     recorded = record.group(at)
     group = recorded.decode()
-    with run.inspected() as url:
+    with inspected(ended_run) as url:
         head = ask(url, "/api/run")
-        assert (head["kind"], head["num_groups"], head["notes"]) == ("record", 32 * NUM_UPDATES, [])
+        assert (head["kind"], head["num_groups"], head["notes"]) == ("record", 32 * len(ended_run.updates()), [])
         shown = ask(url, f"/api/groups/0-{at.batch.position}-{at.place}")
         stale = ask(url, f"/api/groups?outcome=trained&lag_min={at.entry.max_lag}&size=200")
     assert shown["index"] == group.index and shown["answer"] == group.prompt.answer
@@ -136,9 +81,8 @@ def test_the_record_of_a_real_run_is_shown_as_it_is(run: Run) -> None:
 
 
 @needs_browser
-def test_a_browser_shows_a_real_rollout(run: Run) -> None:
-    assert run.process.wait(BOOT_S) == 0, run.output()
-    with run.inspected() as url:
+def test_a_browser_shows_a_real_rollout(ended_run: WatchedRun) -> None:
+    with inspected(ended_run) as url:
         browser = Browser()
         try:
             browser.open(f"{url}?outcome=trained&sort=lag")

@@ -2,19 +2,14 @@
 
 import time
 
-import msgspec
 import numpy as np
 import pytest
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.producers.interfaces import Completion
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
-from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.config import ModelConfig, Plug, RunConfig, SamplingConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
-from safetensors.torch import save_file
-
-from training_groups import tiny_model
 
 pytestmark = [
     pytest.mark.vllm,
@@ -23,7 +18,7 @@ pytestmark = [
 ]
 
 PROMPTS = [[3, 17, 5, 11, 8], [4, 4, 9], [20, 1, 2, 3, 4, 5, 6, 7]]
-NUM_SIBLINGS = 8
+NUM_SIBLINGS = 16
 
 
 def group_of(index: int, prompt: list[int], completions: list[Completion], sampling: SamplingSettings, engine):
@@ -71,48 +66,22 @@ async def gaps(engine, learner: Learner, config: RunConfig, version: int) -> np.
     return np.concatenate(found)
 
 
-def write(learner: Learner, version: int, folder) -> tuple[WeightManifest, str]:
-    weights = learner.published_weights()
-    file = folder / f"v{version}.safetensors"
-    save_file(weights, file)
-    manifest = WeightManifest(
-        version=version,
-        parent_version=version - 1,
-        file=file.name,
-        total_bytes=file.stat().st_size,
-        checksum="",
-        tensors=tuple(
-            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            for name, tensor in weights.items()
-        ),
-    )
-    return manifest, str(file)
-
-
 @pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7)])
-async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(vllm_engine, tmp_path, tied, temperature):
-    tiny_model(tmp_path / "model", tied=tied, vocab_size=64, hidden_size=64, head_dim=32, max_position_embeddings=256)
+@pytest.mark.asyncio(loop_scope="session")
+async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(request, tied, temperature):
+    shared = request.getfixturevalue("tied_engine" if tied else "untied_engine")
     config = RunConfig(
         name="parity",
-        model=ModelConfig(path=str(tmp_path / "model")),
+        model=ModelConfig(path=str(shared.folder / "model")),
         environment=Plug(path="none:None"),
+        sampling=SamplingConfig(temperature=temperature, max_tokens=100),
         trainer=TrainerConfig(learning_rate=1e-2, device="cpu"),
     )
-    sampling = msgspec.structs.replace(config.sampling, temperature=temperature, max_tokens=100)
-    engine_settings = msgspec.structs.replace(
-        config.engine, kv_cache_gib=0.25, max_num_seqs=64, args={"skip_tokenizer_init": True}
-    )
-    config = msgspec.structs.replace(config, sampling=sampling, engine=engine_settings)
     learner = Learner(config)
-    engine = await vllm_engine.start(config)
-    try:
-        for version in range(3):
-            if version:
-                await engine.load_weights(*write(learner, version, tmp_path))
-            gap = await gaps(engine, learner, config, version)
-            assert len(gap) > 1000
-            assert gap.mean() <= 1e-5
-            assert gap.max() <= 1e-4
-        assert learner.num_steps == 3, "the weights did move between the comparisons"
-    finally:
-        await engine.close()
+    for _ in range(3):
+        version = await shared.load(learner.published_weights())
+        gap = await gaps(shared.engine, learner, config, version)
+        assert len(gap) > 1000
+        assert gap.mean() <= 1e-5
+        assert gap.max() <= 1e-4
+    assert learner.num_steps == 3, "the weights did move between the comparisons"

@@ -68,7 +68,7 @@ def wait_for_the_next_second() -> None:
 
 def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
     """(step, value, time) of each point that TensorBoard shows."""
-    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     accumulator = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     accumulator.Reload()
     return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
@@ -76,7 +76,7 @@ def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
 
 def read_wandb(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]]]]:
     """(run id, (step, numbers) of each row) of each session, oldest first."""
-    datastore = pytest.importorskip("wandb.sdk.internal.datastore")
+    datastore = importlib.import_module("wandb.sdk.internal.datastore")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     sessions = []
     for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
@@ -107,7 +107,6 @@ def test_the_numbers_of_a_line_keep_their_names_and_are_nothing_else():
 
 
 def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
-    pytest.importorskip("tensorboard")
     config = run_config(tensorboard=True)
     first = Sinks(config, tmp_path, 0, errors.append)
     first.evaluation(evaluation(0, 0.1))
@@ -133,7 +132,6 @@ def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
 
 
 def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_path, errors):
-    pytest.importorskip("wandb")
     config = run_config(wandb=OFFLINE)
     for start in (0, 3):
         opened = Sinks(config, tmp_path, start, errors.append)
@@ -321,7 +319,6 @@ def test_a_sink_that_stays_away_is_tried_less_and_less_often(tmp_path, monkeypat
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as TensorBoard's own thread ends
 def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwards(tmp_path, monkeypatch, errors):
-    pytest.importorskip("tensorboard")
     from penstock.consumers.observe.sinks import tensorboard
 
     monkeypatch.setattr(tensorboard, "_FLUSH_S", 0)
@@ -353,7 +350,6 @@ def test_a_tensorboard_whose_files_cannot_be_written_for_a_while_goes_on_afterwa
 
 
 def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_points(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
     from penstock.consumers.observe.sinks import tensorboard
 
     close = tensorboard.SummaryWriter.close
@@ -397,8 +393,6 @@ def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_pa
 
 @pytest.mark.redis
 def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_it_repeats_in_both_sessions(bench):
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("wandb")
     bench.overrides = ["metrics.tensorboard=true", "metrics.wandb.project=lab", "metrics.wandb.mode=offline"]
     bench.hardy_producer()
     first = bench.trainer()
@@ -425,7 +419,6 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
 
 @pytest.mark.redis
 def test_a_tensorboard_that_cannot_be_opened_stops_no_training(bench, caplog):
-    pytest.importorskip("tensorboard")
     bench.overrides = ["metrics.tensorboard=true"]
     bench.folder.mkdir()
     (bench.folder / "tensorboard").write_text("in the way")

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("aiohttp", reason="the endpoint's HTTP server comes with vLLM")
-
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.context import ProducerContext

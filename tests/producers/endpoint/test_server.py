@@ -5,7 +5,9 @@ import io
 import json
 import threading
 
+import openai
 import pytest
+from aiohttp import web
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.requests import parse_json
 from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
@@ -16,8 +18,6 @@ from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from waiting import until
 
-openai = pytest.importorskip("openai")
-web = pytest.importorskip("aiohttp.web")
 pytestmark = pytest.mark.redis
 
 ASKED = [{"role": "user", "content": "what is three plus four"}]

@@ -19,7 +19,12 @@ async def drained_engine(vllm_engine, make_qwen3, make_config, tmp_path):
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path / "model")
     # Without a salt a prefix that older weights computed would be found, had the update not cleared the cache.
-    settings = {"update": "drained", "prefix_caching": True, "cache_salt": "none", "args": {"block_size": 32}}
+    settings = {
+        "update": "drained",
+        "prefix_caching": True,
+        "cache_salt": "none",
+        "args": {"block_size": 32, "enforce_eager": True},
+    }
     engine = await vllm_engine.start(make_config(tmp_path / "model", engine=settings))
     yield engine
     await engine.close()

@@ -1,0 +1,97 @@
+"""The demo's own run file, run by the launcher in a folder of the test's own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+BOOT_S = 240.0
+"""Two engines on a busy machine."""
+VARIABLES = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+VARIABLES |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PENSTOCK_LOG": "json"}
+
+
+class DemoRun:
+    """`penstock run deploy/runs/demo.toml --name NAME --runs FOLDER/runs`, with `settings` of the run file changed."""
+
+    def __init__(self, folder: Path, name: str, **settings: object) -> None:
+        self.name = name
+        self.runs = folder / "runs"
+        self.folder = self.runs / name
+        self._output = folder / "output"
+        self._settings = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *more: str) -> None:
+        command = self.command("run", "deploy/runs/demo.toml", "--name", self.name, *self._settings, *more)
+        with self._output.open("ab") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=VARIABLES, stdout=output, stderr=output)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
+
+    def ask(self, *arguments: str) -> str:
+        """What a command about this run prints."""
+        done = subprocess.run(
+            self.command(*arguments), cwd=ROOT, env=VARIABLES, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def output(self) -> str:
+        logs = "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in self.folder.glob("logs/*.log"))
+        return self._output.read_text() + logs
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        wait_for(condition, timeout_s=BOOT_S, process=self.process, log=self.output)
+
+    def wait_for_update(self, update: int) -> None:
+        self.wait_for(lambda: any(line["update"] >= update for line in self.updates()[-1:]))
+
+    def updates(self) -> list[dict]:
+        file = self.folder / "updates.jsonl"
+        # The last line may be under way.
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def read(self, name: str) -> dict:
+        found: dict = json.loads((self.folder / name).read_text())
+        return found
+
+    def metrics(self, role: str) -> str:
+        (group,) = json.loads((self.folder / "metrics" / f"{role}.json").read_text())
+        with urllib.request.urlopen(f"http://{group['targets'][0]}/metrics", timeout=10) as reply:
+            text: str = reply.read().decode()
+        return text
+
+    def living(self) -> list[int]:
+        """Other processes that have a file of the run open."""
+        found = set()
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            try:
+                if os.readlink(descriptor).startswith(str(self.folder)):
+                    found.add(int(descriptor.parts[2]))
+            except OSError:
+                continue
+        return sorted(found - {os.getpid()})
+
+    def wait(self) -> int:
+        """The exit status."""
+        assert self.process is not None
+        return self.process.wait(BOOT_S + 120)
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(180)

@@ -1,0 +1,42 @@
+"""Engine processes forked from a server process that has imported vLLM, which is half of what a boot takes."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
+
+from penstock.producers.engines.parent_death import hold
+from penstock.schemas.process import logs
+
+PRELOADED = ["penstock.producers.engines.vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+
+
+class EngineProcess(ForkServerProcess):
+    """Has this process's environment, and the parent-death signal of the process that forks it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, (type(self), dict(os.environ)), self.__dict__
+
+
+def _begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+    os.environ.clear()
+    os.environ.update(environment)
+    hold(os.getppid())
+    logs.inherit("engine")
+    return kind.__new__(kind)
+
+
+class _Context(ForkServerContext):
+    Process = EngineProcess  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def forked_engines() -> Iterator[None]:
+    """Engines that are started meanwhile are forked; the server ends with this process."""
+    context = _Context()
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch("vllm.v1.engine.utils.get_mp_context", lambda: context):
+        yield

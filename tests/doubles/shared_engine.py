@@ -1,0 +1,117 @@
+"""Tiny Qwen3 models, policies published as a trainer would, and running engines that tests share."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from penstock.producers.interfaces import Completion
+from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.rollout import SamplingSettings
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY = 64
+CONTEXT = 512
+EOS = 1
+PROMPT = [3, 17, 5, 40, 8]
+StateDict = dict[str, torch.Tensor]
+
+
+def qwen3(*, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    """A random model whose distributions are neither flat nor peaked."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        bos_token_id=0,
+        pad_token_id=2,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.15)
+    return model.to(dtype).eval()
+
+
+def weights_of(model: Qwen3ForCausalLM) -> StateDict:
+    """Parameters as a checkpoint holds them: a tied head once, as the embedding."""
+    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+
+
+def publish(weights: StateDict, version: int, folder: Path) -> tuple[WeightManifest, str]:
+    """Writes `weights` as policy `version`; returns its manifest and path."""
+    path = folder / f"v{version}.safetensors"
+    save_file(weights, path)
+    tensors = tuple(
+        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in weights.items()
+    )
+    size = path.stat().st_size
+    manifest = WeightManifest(
+        version=version, parent_version=version - 1, file=path.name, total_bytes=size, checksum="", tensors=tensors
+    )
+    return manifest, str(path)
+
+
+def run_config(model: Path, *, engine: dict[str, Any] | None = None, dtype: str = "float32") -> RunConfig:
+    settings: dict[str, Any] = {"kv_cache_gib": 0.25, "max_num_seqs": 64} | (engine or {})
+    settings["args"] = {"skip_tokenizer_init": True} | settings.get("args", {})
+    return RunConfig(
+        name="engine-tests",
+        seed=7,
+        model=ModelConfig(path=str(model), dtype=dtype),
+        environment=Plug(path="nobody:Needed"),
+        engine=EngineConfig(**settings),
+    )
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: Qwen3ForCausalLM, prompt: list[int], sampled: list[int], temperature: float
+) -> np.ndarray:
+    """float32 `[num_sampled]`: what `model` gives each sampled token, by one plain forward pass."""
+    logits = model(torch.tensor([prompt + sampled])).logits[0].float()
+    logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, dim=-1)
+    return logprobs[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+
+
+@dataclass
+class SharedEngine:
+    """A running engine, the folder it publishes into, and what it sampled before any update."""
+
+    engine: Any
+    base: Qwen3ForCausalLM
+    folder: Path
+    boot_completions: list[Completion] = field(default_factory=list)
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def publish(self, weights: StateDict, version: int) -> tuple[WeightManifest, str]:
+        return publish(weights, version, self.folder)
+
+    async def load(self, weights: StateDict) -> int:
+        """Has the engine load `weights` under the next version; returns it."""
+        manifest, path = self.publish(weights, next(self.versions))
+        await self.engine.load_weights(manifest, path)
+        return manifest.version
+
+
+async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool) -> SharedEngine:
+    base = qwen3(tied=tied, seed=0)
+    base.save_pretrained(folder / "model")
+    shared = SharedEngine(await vllm_engine.start(run_config(folder / "model")), base, folder)
+    shared.boot_completions = await shared.engine.generate(PROMPT, SamplingSettings(max_tokens=32), 16, "boot")
+    return shared

@@ -1,0 +1,80 @@
+"""A run of the demo from its first second to its last, in a Prometheus that is still up afterwards."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import redis
+import yaml
+from penstock.schemas.process.redis_url import connection_file
+
+from demo_run import DemoRun
+from prometheus_server import PrometheusServer, free_port, has_prometheus, wait_until_served
+
+EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_exporter")
+
+
+class WatchedRun(DemoRun):
+    """began_s, ended_s: between which Prometheus saw the run at work."""
+
+    def begin(self) -> None:
+        self.began_s = time.time()
+        self._cut_s = 0.0
+        self._exporter: subprocess.Popen[bytes] | None = None
+        self.prometheus: PrometheusServer | None = None
+        self.start()
+        if has_prometheus():
+            self.wait_for(connection_file(self.folder).exists)
+            self._watch()
+
+    def _watch(self) -> None:
+        """Starts Prometheus and the exporter as `penstock prometheus` says."""
+        address = f"127.0.0.1:{free_port()}"
+        shown = self.ask("prometheus", self.name, *(["--redis-exporter", address] if EXPORTER else []))
+        if EXPORTER:
+            (line,) = (line for line in shown.splitlines() if "--redis.addr" in line)
+            self._start_exporter(line.replace("prometheus-redis-exporter", EXPORTER), address)
+        file = self.folder / "prometheus.yml"
+        config = yaml.safe_load(file.read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        file.write_text(yaml.safe_dump(config))
+        self.prometheus = PrometheusServer(file, self.runs)
+
+    def _start_exporter(self, line: str, address: str) -> None:
+        """Runs the command as it is shown, in a shell."""
+        log = self.runs / "exporter.log"
+        with log.open("wb") as output:
+            self._exporter = subprocess.Popen(line, shell=True, start_new_session=True, stdout=output, stderr=output)
+        wait_until_served(f"http://{address}/metrics", self._exporter, log)
+
+    def cut_and_stop(self) -> None:
+        """Cuts the connections to Redis once, sees the run recover and stops it by a signal."""
+        with redis.Redis.from_url(json.loads(connection_file(self.folder).read_text())["url"]) as client:
+            self.wait_for(lambda: self._cut_connections(client))
+        self.wait_for_update(self.updates()[-1]["update"] + 40)
+        self.ended_s = time.time()
+        self.stop()
+
+    def _cut_connections(self, client: redis.Redis) -> bool:
+        """Cuts everybody's but this one, every two seconds until the trainer has noticed: it waits for an answer half
+        of the time, and an idle connection is opened again without anybody's noticing."""
+        if time.monotonic() > self._cut_s + 2:
+            self._cut_s = time.monotonic()
+            client.client_kill_filter(_type="normal")
+        return "redis is away" in (self.folder / "logs" / "trainer.log").read_text()
+
+    def over(self, expr: str) -> list[tuple[dict[str, str], list[float]]]:
+        """The values of a query while the run was at work, by labels."""
+        assert self.prometheus is not None
+        return self.prometheus.over(expr, self.began_s, self.ended_s)
+
+    def close(self) -> None:
+        if self.prometheus is not None:
+            self.prometheus.close()
+        if self._exporter is not None and self._exporter.poll() is None:
+            os.killpg(self._exporter.pid, signal.SIGTERM)  # the shell and the exporter
+            self._exporter.wait(60)
+        self.stop()

@@ -1,0 +1,77 @@
+"""Two runs of the demo that the tests of its views and files share: one looked at while it trains and afterwards, one
+killed and resumed."""
+
+import fcntl
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from penstock.deploy.demo.make_model import make_model
+from penstock.schemas.config import DEFAULT_OBJECTIVE
+
+from demo_run import DemoRun
+from waiting import wait_for
+from watched_run import WatchedRun
+
+NUM_UPDATES = 60
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The demo's model, made once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+    with (base / "demo-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make_model(base / "demo-model", progress=lambda line: None)
+    return base / "demo-model"
+
+
+@pytest.fixture(scope="session")
+def live_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRun]:
+    """A recorded run of the demo that trains until a test asks for its end; a Prometheus scrapes it all along.
+
+    It has a term for a reference model: there are panels for it.
+    """
+    settings = {"objective.path": DEFAULT_OBJECTIVE, "objective.kwargs.kl_coefficient": 0.001}
+    settings |= {"model.path": demo_model, "num_updates": 5000, "record": "true", "metrics.port": 0}
+    run = WatchedRun(tmp_path_factory.mktemp("live"), "live", **settings, **{"evaluation.num_prompts": 16})
+    try:
+        run.begin()
+        run.wait_for_update(25)
+        yield run
+    finally:
+        run.close()
+
+
+@pytest.fixture(scope="session")
+def ended_run(live_run: WatchedRun) -> WatchedRun:
+    """The same after its end, which tests of the live run come before: its connections to Redis are cut once, then a
+    signal stops it."""
+    live_run.cut_and_stop()
+    return live_run
+
+
+@pytest.fixture(scope="session")
+def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
+    """A recorded run of the demo with two producers, killed behind a checkpoint and resumed to its end with one."""
+    settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 10, "record": "true"}
+    run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings, **{"metrics.port": 0})
+    try:
+        run.start()
+        run.wait_for_update(23)
+        trainer, producer = run.metrics("trainer"), run.metrics("producer-0")
+        for name in ("penstock_token_lag_steps_bucket", "penstock_ess_fraction", "penstock_rollout_correction_kl"):
+            assert name in trainer
+        for name in ("penstock_tokens_generated_total", "penstock_weight_pause_seconds_bucket"):
+            assert name in producer
+        run.signal(signal.SIGKILL)
+        run.wait()
+        wait_for(run.living, lambda pids: pids == [], timeout_s=30)
+        run.start("--resume", "--set", "producers.count=1")
+        assert run.wait() == 0, run.output()
+        assert run.living() == []
+        yield run
+    finally:
+        run.stop()
