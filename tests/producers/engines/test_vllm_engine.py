@@ -2,18 +2,12 @@
 
 import asyncio
 import gc
-import os
-import sys
-import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.sampling import sample
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
-
-from process_family import MARK, command_lines, family
 
 pytestmark = [
     pytest.mark.vllm,
@@ -24,7 +18,6 @@ pytestmark = [
 
 PROMPT = [3, 4, 5]
 EAGER = {"args": {"enforce_eager": True}}
-ROOT = Path(__file__).parents[3]
 
 
 def engine_processes(parent: psutil.Process | None = None) -> set[psutil.Process]:
@@ -142,7 +135,13 @@ async def test_a_model_that_vllm_refuses_is_an_engine_error(vllm_engine, make_co
 
 
 @pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
-async def test_cancelling_the_start_leaves_no_process_behind(vllm_engine, make_config, make_qwen3, tmp_path):
+async def test_cancelling_the_start_leaves_no_process_behind(
+    vllm_engine, make_config, make_qwen3, tmp_path, monkeypatch
+):
+    # As in a producer, the engine process begins with the import of vLLM.
+    from vllm.utils.system_utils import get_mp_context
+
+    monkeypatch.setattr("vllm.v1.engine.utils.get_mp_context", get_mp_context)
     make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
     before = engine_processes()
     starting = asyncio.create_task(vllm_engine.start(make_config(tmp_path / "model", engine=EAGER)))
@@ -171,78 +170,3 @@ async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_
     with pytest.raises(EngineError, match="died"):
         await engine.generate(PROMPT, SamplingSettings(max_tokens=4), 1, "late")
     await engine.close()
-
-
-PARENT = """
-import asyncio, sys
-
-async def main():
-    # As in a producer, vLLM is not what the main module imports: the engine process begins with importing that.
-    from penstock.producers.engines.vllm import VllmEngine
-    from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
-
-    args = {"skip_tokenizer_init": True, "enforce_eager": True}
-    config = RunConfig(
-        name="parent-death",
-        model=ModelConfig(path=sys.argv[1]),
-        environment=Plug(path="nobody:Needed"),
-        engine=EngineConfig(kv_cache_gib=0.1, args=args),
-    )
-    engine = await VllmEngine.start(config)
-    print("ready", flush=True)
-    await asyncio.sleep(600)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("moment", ["at its start", "1 s later", "4 s later", "loading", "ready"])
-async def test_no_process_of_an_engine_outlives_a_killed_parent(make_qwen3, tmp_path, moment):
-    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
-    (tmp_path / "parent.py").write_text(PARENT)
-    mark = str(uuid.uuid4())
-    with (tmp_path / "output").open("wb") as output:
-        parent = await asyncio.create_subprocess_exec(
-            sys.executable,
-            tmp_path / "parent.py",
-            tmp_path / "model",
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, "VLLM_LOGGING_LEVEL": "INFO"},
-            stdout=output,
-            stderr=output,
-        )
-
-    def said(text: str) -> bool:
-        return text in (tmp_path / "output").read_text(errors="replace")
-
-    def engine_has_begun() -> bool:
-        # Other children of that time are vLLM's look at the model and multiprocessing's resource tracker.
-        return any(
-            "spawn_main" in " ".join(command) for command in command_lines(psutil.Process(parent.pid).children())
-        )
-
-    try:
-        while not engine_has_begun():
-            assert parent.returncode is None, "the parent ended early"
-            await asyncio.sleep(0.01)
-        if moment in ("loading", "ready"):
-            while not said("Loading weights took" if moment == "loading" else "ready"):
-                assert parent.returncode is None, "the parent ended early"
-                await asyncio.sleep(0.05)
-        elif moment != "at its start":
-            await asyncio.sleep(float(moment.split()[0]))
-        assert len(family(mark)) >= 2
-    finally:
-        parent.kill()
-    await parent.wait()
-    left = family(mark)
-    for _ in range(50):
-        if not left:
-            break
-        await asyncio.sleep(0.1)
-        left = family(mark)
-    commands = command_lines(left)
-    for process in left:
-        process.kill()
-    assert not commands
