@@ -1,11 +1,12 @@
 """What every room's tests share: a real server, the stand-in for what a machine lacks, one thread per library."""
 
+import fcntl
 import importlib.util
 import os
 import shutil
 import signal
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,31 @@ async def untied_engine(vllm_engine: Any, tmp_path_factory: pytest.TempPathFacto
 def shared_engine(request: pytest.FixtureRequest) -> Any:
     """Each of the two engines in turn."""
     return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(scope="session")
+def make_model_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`make_model_once("addition")` is the model of that task, which the first test process that asks makes for all."""
+    # Worker processes of xdist have folders of their own in the one that they share.
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make(task: str) -> Path:
+        from penstock.deploy.demo.make_model import RECIPES, make_model
+
+        with (base / f"{task}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            make_model(base / f"model-{task}", RECIPES[task], progress=lambda line: None)
+        return base / f"model-{task}"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def demo_model(make_model_once: Callable[[str], Path]) -> Path:
+    return make_model_once("addition")
+
+
+@pytest.fixture(scope="session")
+def calculator_model(make_model_once: Callable[[str], Path]) -> Path:
+    return make_model_once("calculator")

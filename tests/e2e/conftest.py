@@ -1,13 +1,11 @@
 """Two runs of the demo that the tests of its views and files share: one looked at while it trains and afterwards, one
 killed and resumed."""
 
-import fcntl
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.deploy.demo.make_model import make_model
 from penstock.schemas.config import DEFAULT_OBJECTIVE
 
 from demo_run import DemoRun
@@ -15,17 +13,6 @@ from waiting import wait_for
 from watched_run import WatchedRun
 
 NUM_UPDATES = 60
-
-
-@pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The demo's model, made once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    base = base if worker_id == "master" else base.parent
-    with (base / "demo-model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        make_model(base / "demo-model", progress=lambda line: None)
-    return base / "demo-model"
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from penstock.deploy.demo.make_model import RECIPES, make_model
 
 from waiting import wait_for
 
@@ -21,13 +20,6 @@ RUN_S = 400.0
 """An engine's boot and a run on a busy machine."""
 
 Start = Callable[..., subprocess.Popen[bytes]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "calculator"
-    make_model(folder, RECIPES["calculator"], progress=lambda line: None)
-    return folder
 
 
 @pytest.fixture
@@ -85,11 +77,11 @@ def check(folder: Path) -> None:
 
 
 def test_the_calculator_environment_learns_to_call_its_tool(
-    start: Start, model: Path, folder: Path, tmp_path: Path
+    start: Start, calculator_model: Path, folder: Path, tmp_path: Path
 ) -> None:
     plug = {"path": "recorded_calculator:RecordedCalculator", "kwargs.file": tmp_path / "rewards"}
     settings = {f"environment.{name}": value for name, value in plug.items()}
-    process = start("run", *run_arguments(folder, model, **settings))
+    process = start("run", *run_arguments(folder, calculator_model, **settings))
     assert process.wait(RUN_S) == 0, (tmp_path / "run").read_text()
     check(folder)
     rewards = [json.loads(line) for line in (tmp_path / "rewards").read_text().splitlines()]
@@ -101,10 +93,10 @@ def test_the_calculator_environment_learns_to_call_its_tool(
 
 
 def test_the_example_of_an_agent_outside_learns_the_same(
-    start: Start, model: Path, folder: Path, tmp_path: Path
+    start: Start, calculator_model: Path, folder: Path, tmp_path: Path
 ) -> None:
     tasks = "penstock.producers.environments.calculator:CalculatorTasks"
-    process = start("run", *run_arguments(folder, model, **{"environment.path": tasks}))
+    process = start("run", *run_arguments(folder, calculator_model, **{"environment.path": tasks}))
     log, said = folder / "logs" / "producer-0.log", "agents are served at "
     wait_for(
         lambda: log.exists() and said in log.read_text(),

@@ -255,12 +255,12 @@ def test_a_model_made_before_there_were_tasks_is_the_demos(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_calculator_model_knows_how_to_call_and_mostly_does_not(tmp_path: Path):
-    made = make_model(tmp_path / "m", RECIPES["calculator"], progress=silent)
+def test_the_calculator_model_knows_how_to_call_and_mostly_does_not(calculator_model: Path):
+    made = make_model(calculator_model, RECIPES["calculator"], progress=silent)
     assert 0.30 <= made.held_out_accuracy <= 0.45
-    assert "Chance of the right answer" in (tmp_path / "m" / "README.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert "Chance of the right answer" in (calculator_model / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(calculator_model)
+    tokenizer = AutoTokenizer.from_pretrained(calculator_model)
     asked = tokenizer.apply_chat_template(
         MESSAGES[:1], tools=TOOLS, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
