@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
 
-from penstock.producers.engines.parent_death import hold
+from penstock.producers.engines.parent_death import set_parent_death_signal
 from penstock.schemas.process import logs
 
 PRELOADED = ["penstock.producers.engines.vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
@@ -24,7 +24,7 @@ class EngineProcess(ForkServerProcess):
 def _begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
     os.environ.clear()
     os.environ.update(environment)
-    hold(os.getppid())
+    set_parent_death_signal(os.getppid())
     logs.inherit("engine")
     return kind.__new__(kind)
 

@@ -3,7 +3,7 @@
 import importlib.util
 
 import msgspec
-import pytest
+import pyarrow.parquet as pq
 from penstock.deploy import cli
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
@@ -11,8 +11,6 @@ from penstock.schemas.rollout import unpack_ids
 
 from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
 from recorded_batches import rows
-
-pq = pytest.importorskip("pyarrow.parquet")
 
 
 def export(capsys, *argv: str) -> tuple[int, str]:

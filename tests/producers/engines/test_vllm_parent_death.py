@@ -23,7 +23,7 @@ import asyncio, os, signal, sys
 async def main():
     args = {"skip_tokenizer_init": True, "enforce_eager": True}
     config = RunConfig(
-        name="leash",
+        name="parent-death",
         model=ModelConfig(path=sys.argv[1]),
         environment=Plug(path="nobody:Needed"),
         engine=EngineConfig(kv_cache_gib=0.1, args=args),
