@@ -1,6 +1,7 @@
 """The running engine: what it refuses, what it reports, and how it ends."""
 
 import asyncio
+import contextlib
 import gc
 
 import psutil
@@ -20,9 +21,16 @@ PROMPT = [3, 4, 5]
 EAGER = {"args": {"enforce_eager": True}}
 
 
-def engine_processes(parent: psutil.Process | None = None) -> set[psutil.Process]:
-    """Children of this process, or of `parent`, that run an engine."""
-    return {child for child in (parent or psutil.Process()).children(recursive=True) if "EngineCore" in child.name()}
+def engine_processes() -> set[psutil.Process]:
+    """Engines that were started from here: by spawn, or forked from the server of `forked_engines`."""
+    own = psutil.Process()
+    found = set()
+    for process in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if "spawn_main" in command or ("forkserver" in command and process.ppid() != own.pid):
+                found.add(process)
+    return found
 
 
 async def start_long_request(engine) -> asyncio.Task:
