@@ -66,21 +66,20 @@ async def gaps(engine, learner: Learner, config: RunConfig, version: int) -> np.
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize(("tied", "temperature"), [(False, 1.0), (True, 0.7)])
+@pytest.mark.parametrize(("shared_engine", "temperature"), [("untied", 1.0), ("tied", 0.7)], indirect=["shared_engine"])
 @pytest.mark.asyncio(loop_scope="session")
-async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(request, tied, temperature):
-    shared = request.getfixturevalue("tied_engine" if tied else "untied_engine")
+async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(shared_engine, temperature):
     config = RunConfig(
         name="parity",
-        model=ModelConfig(path=str(shared.folder / "model")),
+        model=ModelConfig(path=str(shared_engine.folder / "model")),
         environment=Plug(path="none:None"),
         sampling=SamplingConfig(temperature=temperature, max_tokens=100),
         trainer=TrainerConfig(learning_rate=1e-2, device="cpu"),
     )
     learner = Learner(config)
     for _ in range(3):
-        version = await shared.load(learner.published_weights())
-        gap = await gaps(shared.engine, learner, config, version)
+        version = await shared_engine.load(learner.published_weights())
+        gap = await gaps(shared_engine.engine, learner, config, version)
         assert len(gap) > 1000
         assert gap.mean() <= 1e-5
         assert gap.max() <= 1e-4
