@@ -1,4 +1,4 @@
-"""What every room's tests share: a real server, the stand-in for what a machine lacks, one thread per library."""
+"""Fixtures of all rooms: a real server, the real engine, models made once; tests that the machine cannot run skip."""
 
 import fcntl
 import importlib.util

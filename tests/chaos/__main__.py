@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", choices=["redis", "valkey"], help="(default: by seed)")
     parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
     parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
-    parser.add_argument("--patience", type=float, default=90.0, help="seconds a run may need to end (default: 90)")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds a run may need to end (default: 90)")
     parser.add_argument("--self-test", action="store_true", help="break the protocol on purpose, and see it noticed")
     parser.add_argument("--out", type=Path, help="folder for logs and results (default: temporary, kept on failure)")
     return parser
@@ -87,7 +87,7 @@ def _legs(arguments: argparse.Namespace) -> list[Any]:
             server=arguments.server,
             only=arguments.only,
             broken=arguments.broken,
-            patience_s=arguments.patience,
+            limit_s=arguments.limit,
         )
 
     if arguments.seed:

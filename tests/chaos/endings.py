@@ -26,7 +26,7 @@ def traceback_of(process: Process) -> str | None:
 
 
 def reason_of(process: Process, is_expected: Callable[[str], bool]) -> tuple[str, str | None]:
-    """What the last line of a process that ended by itself says, without its numbers and paths; and the complaint,
+    """The last line of a process that ended by itself, without its numbers and paths; and the complaint,
     where that line is no error or none that a fault explains."""
     last = next((line for line in reversed(process.output().splitlines()) if line.strip()), "no output")
     reason = last.partition(" ERROR ")[2]

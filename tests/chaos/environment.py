@@ -9,7 +9,7 @@ from penstock.schemas.prompt import Prompt
 
 
 class Fate(StrEnum):
-    """What must become of an index: no other outcome is right, whatever is killed."""
+    """The only right outcome of an index, whatever is killed."""
 
     TRAINED = "trained"
     SKIPPED = "skipped"
@@ -75,7 +75,7 @@ class ChaosEnvironment:
 
 
 class Notes:
-    """What the environments of all producers have noted."""
+    """The notes of the environments of all producers."""
 
     def __init__(self, file: Path) -> None:
         self.posed: Counter[int] = Counter()

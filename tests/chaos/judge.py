@@ -1,4 +1,4 @@
-"""The verdict: what witness and environment have seen, held against each other and against the run's own books."""
+"""The verdict: what witness and environment have seen, compared with each other and with the run's own ledger."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 def judge(storm: Storm) -> Verdict:
-    """Looks at the saved policy, the environment's notes, the books and Redis. The run must have ended."""
+    """Looks at the saved policy, the environment's notes, the ledger and Redis. The run must have ended."""
     verdict = Verdict()
     commit: Any = storm.server.client.hgetall(storm.keys.commit)
     pointer = commit.get(Commit.CHECKPOINT, b"").decode()
@@ -55,7 +55,7 @@ def judge(storm: Storm) -> Verdict:
         _judge_policy(verdict, storm, folder, notes)
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
-    _judge_books(verdict, folder)
+    _judge_ledger(verdict, folder)
     if not storm.problems:  # of a run that did not end, Redis and the open indexes say nothing
         _judge_redis(verdict, storm)
     _audit(verdict, storm)
@@ -63,7 +63,7 @@ def judge(storm: Storm) -> Verdict:
 
 
 def _judge_policy(verdict: Verdict, storm: Storm, folder: Path, notes: Notes) -> None:
-    """The promise itself: in the policy is once what belongs there, and nothing else. Without a word from the books."""
+    """Checks that the policy holds each index that belongs there once, and nothing else; the ledger is not asked."""
     chain = Chain(storm.steps, digest_of_base(Path(storm.config.model.path)))
     history = chain.history(digest_of_checkpoint(folder))
     verdict.num_steps_in_policy = len(history)
@@ -83,31 +83,33 @@ def _judge_policy(verdict: Verdict, storm: Storm, folder: Path, notes: Notes) ->
     _complain(verdict, "trained, which the environment did not intend", wrong)
 
 
-def _judge_books(verdict: Verdict, folder: Path) -> None:
+def _judge_ledger(verdict: Verdict, folder: Path) -> None:
     """The checkpoint's ledger agrees with what the environment and the witness know, index by index."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
-    booked = {name: {i for start, end in ledger[name] for i in range(start, end)} for name in Fate}
-    verdict.num_skipped, verdict.num_dead = len(booked[Fate.SKIPPED]), len(booked[Fate.DEAD])
+    recorded = {name: {i for start, end in ledger[name] for i in range(start, end)} for name in Fate}
+    verdict.num_skipped, verdict.num_dead = len(recorded[Fate.SKIPPED]), len(recorded[Fate.DEAD])
     verdict.num_duplicates_dropped = ledger["num_duplicates_dropped"]
     verdict.num_released_again = ledger["released_again"]
     if ledger["num_released"] != verdict.num_released:
         verdict.problems.append(
-            f"the books know {ledger['num_released']} released indexes, the environment {verdict.num_released}"
+            f"the ledger knows {ledger['num_released']} released indexes, the environment {verdict.num_released}"
         )
     for outcome in Fate:
         meant = {index for index in range(1, verdict.num_released + 1) if fate(index) is outcome}
-        _complain(verdict, f"meant to be {outcome}, and not booked so", meant - booked[outcome])
-        _complain(verdict, f"booked as {outcome}, and not meant so", booked[outcome] - meant)
-    if len(booked[Fate.TRAINED]) != verdict.num_trained:
-        verdict.problems.append(f"{len(booked[Fate.TRAINED])} booked as trained, {verdict.num_trained} in the policy")
+        _complain(verdict, f"meant to be {outcome}, and not recorded so", meant - recorded[outcome])
+        _complain(verdict, f"recorded as {outcome}, and not meant so", recorded[outcome] - meant)
+    if len(recorded[Fate.TRAINED]) != verdict.num_trained:
+        verdict.problems.append(
+            f"{len(recorded[Fate.TRAINED])} recorded as trained, {verdict.num_trained} in the policy"
+        )
 
 
 def _judge_redis(verdict: Verdict, storm: Storm) -> None:
     """Nothing is left open, and every dead letter belongs to an index that was meant to die."""
     client, keys = storm.server.client, storm.keys
-    books = json.loads((storm.run_folder / "trainer.json").read_text())
-    if not books["finished"] or books["num_groups_cancelled"]:
-        verdict.problems.append(f"finished: {books['finished']}, cancelled: {books['num_groups_cancelled']}")
+    trainer = json.loads((storm.run_folder / "trainer.json").read_text())
+    if not trainer["finished"] or trainer["num_groups_cancelled"]:
+        verdict.problems.append(f"finished: {trainer['finished']}, cancelled: {trainer['num_groups_cancelled']}")
     if client.xlen(keys.prompts):
         left: Any = client.xrange(keys.prompts)
         _complain(verdict, "a prompt still, after the end", [int(fields[Field.INDEX]) for _, fields in left])

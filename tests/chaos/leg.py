@@ -1,4 +1,4 @@
-"""What a leg of the suite is made of."""
+"""The settings of one leg of the suite."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     """One run under faults. The seed also decides what it runs on, unless `server` is given.
 
     only: the one kind of fault there is. broken: the protocol is broken in this way; see roles.py.
-    patience_s: so long may the run need, after the faults, to move again and to end.
+    limit_s: so long may the run need, after the faults, to move again and to end.
     """
 
     seed: int
@@ -17,7 +17,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     server: str | None = None
     only: str | None = None
     broken: str | None = None
-    patience_s: float = 90.0
+    limit_s: float = 90.0
 
     @property
     def with_standby(self) -> bool:

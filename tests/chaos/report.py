@@ -11,8 +11,8 @@ from tests.chaos.faults import KINDS
 HEAD = """# Faults: what was tried and what happened
 
 Every index that is released is settled once in the saved policy: trained, skipped or dead. `make chaos` tries to make
-that untrue: random faults, from a seed, on real processes (producers, trainers, Redis or Valkey), judged by a ledger
-independent of the code under test. The command writes this page from its own results.
+that untrue: random faults, from a seed, on real processes (producers, trainers, Redis or Valkey), and a ledger that the
+code under test has no hand in. This page was written by that command from its own results.
 
 The ledger has two sides. The **environment** of the run notes each index that it poses, and it alone decides what must
 become of one: an index of no reward variance must be skipped, one whose reward raises must die, every other one must be
@@ -20,7 +20,7 @@ trained. The **witness** looks over each optimizer step: it writes down a digest
 moments) before the step, another one after it, and the indexes of the prompts that it finds in the step's own tensors.
 At the end it digests the saved policy and walks back from digest to digest to the base model: what lies on the way is
 what has shaped this policy, whatever was rolled back, resumed or claimed. Then each index that should have been trained
-must be on that way once, no other may be, and the checkpoint's own ledger, the dead letters and `penstock audit` must agree.
+must be on that way once, no other may be, and the checkpoint's ledger, the dead letters and `penstock audit` must agree.
 
 Three broken protocols (no deduplication, no reconciling, ledger not restored) are caught by it in `make test`.
 """

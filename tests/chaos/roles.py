@@ -1,4 +1,4 @@
-"""What the suite's processes run: the real entry points, observed; and the deliberately broken protocols."""
+"""Programs of the suite's processes: the real entry points, observed; and the deliberately broken protocols."""
 
 import functools
 import os
@@ -78,7 +78,7 @@ def _without_deduplication() -> None:
 
 
 def _without_reconciling() -> None:
-    """What Redis has lost stays lost."""
+    """Indexes that Redis has lost stay lost."""
 
     def reconcile(self, reader, lag_of, *rest):
         reader.read_to_end(lag_of)
@@ -87,7 +87,7 @@ def _without_reconciling() -> None:
     Releaser.reconcile = reconcile  # type: ignore[method-assign]
 
 
-def _with_forgotten_books() -> None:
+def _with_forgotten_ledger() -> None:
     """A resumed trainer restores the policy and not what has shaped it."""
     from_state = Ledger.from_state
 
@@ -103,7 +103,7 @@ def _with_forgotten_books() -> None:
 BROKEN: dict[str, Callable[[], None]] = {
     "deduplication": _without_deduplication,
     "reconciling": _without_reconciling,
-    "books": _with_forgotten_books,
+    "ledger": _with_forgotten_ledger,
 }
 
 
@@ -113,7 +113,7 @@ def engine_command(config: Path, runs: Path, producer_id: str) -> list[str]:
 
 
 def main() -> int:
-    """What `engine_command` starts."""
+    """The program that `engine_command` starts."""
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RunConfig)
     os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
     return producer_entry.main(config, runs=Path(sys.argv[2]), producer_id=sys.argv[3])

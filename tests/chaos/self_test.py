@@ -22,7 +22,7 @@ class Case(NamedTuple):
 CASES = (
     Case("deduplication", "producer frozen", 6, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
     Case("reconciling", "Redis emptied", 2, "indexes lost", lambda verdict: verdict.num_lost),
-    Case("books", "trainer killed", 2, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
+    Case("ledger", "trainer killed", 2, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
 )
 
 
@@ -42,7 +42,7 @@ def self_test(out: Path, *, with_disk: bool) -> int:
                 mean_gap_s=0.8,
                 only=case.only,
                 broken=case.broken,
-                patience_s=6.0,
+                limit_s=6.0,
             )
             for case in left
         ]

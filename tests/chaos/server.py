@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 WINDOW_S = 1.0
-"""What a power loss may take under `everysec`: the server syncs its append-only file once a second."""
+"""The most that a power loss may take under `everysec`: the server syncs its append-only file once a second."""
 
 
 class ChaosServer:

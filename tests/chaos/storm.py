@@ -80,7 +80,7 @@ class Storm:
         self.notes = Path(config.environment.kwargs["notes"])
         self.keys = Keys(config.name)
         self.problems: list[str] = []
-        """What must not be."""
+        """Findings that fail the leg."""
         self.ends: Counter[str] = Counter()
         """How often a process ended by itself with a line that says why, by that line without its numbers."""
         self.done: list[Done] = []
@@ -176,13 +176,11 @@ class Storm:
             due = max(due, time.monotonic() - gap_s) + gap_s
             while time.monotonic() < due:
                 self._tick()
-            patience = time.monotonic() + self.leg.patience_s
+            deadline = time.monotonic() + self.leg.limit_s
             while (what := kind.harm(self, draw)) is None:
                 self._tick()
-                if time.monotonic() > patience:
-                    self.problem(
-                        f"fault {number} ({kind.name}) found nothing to act on for {self.leg.patience_s:.0f} s"
-                    )
+                if time.monotonic() > deadline:
+                    self.problem(f"fault {number} ({kind.name}) found nothing to act on for {self.leg.limit_s:.0f} s")
                     break
             if what is not None:
                 self._note(number, kind.name, what)
@@ -257,12 +255,12 @@ class Storm:
     def have_ended(seats: list[Seat]) -> bool:
         return all(seat.process is None for seat in seats)
 
-    def until(self, condition: Callable[[], bool], what: str, patience_s: float | None = None) -> bool:
-        patience_s = patience_s or self.leg.patience_s
-        deadline = time.monotonic() + patience_s
+    def until(self, condition: Callable[[], bool], what: str, limit_s: float | None = None) -> bool:
+        limit_s = limit_s or self.leg.limit_s
+        deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
-                self.problem(f"not so after {patience_s:.0f} s: {what}")
+                self.problem(f"not so after {limit_s:.0f} s: {what}")
                 return False
             self._tick()
         return True

@@ -41,7 +41,7 @@ class ChainError(RuntimeError):
 
 
 def digest(weights: Mapping[str, torch.Tensor], moments: Mapping[int, Mapping[str, torch.Tensor]]) -> str:
-    """Of a policy: weights by name and the optimizer's state by the parameter's number."""
+    """A policy: weights by name and the optimizer's state by the parameter's number."""
     hashed = hashlib.blake2b(digest_size=16)
     for name in sorted(weights):
         hashed.update(name.encode())

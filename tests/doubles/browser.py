@@ -42,7 +42,7 @@ _FLAGS = [
 _LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-_PATIENCE_S = 60.0
+_LIMIT_S = 60.0
 
 
 class Browser:
@@ -96,7 +96,7 @@ class Browser:
         if self._session is not None and not method.startswith(("Target.", "Browser.")):
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _LIMIT_S
         while True:
             answer = self._receive(deadline)
             if answer.get("id") == message["id"]:
@@ -148,7 +148,7 @@ class Browser:
         return wait_for(
             lambda: self.evaluate(expression),
             is_so,
-            timeout_s=_PATIENCE_S,
+            timeout_s=_LIMIT_S,
             poll_s=0.05,
             log=lambda: f"{expression}; errors: {self.errors}",
         )
@@ -158,7 +158,7 @@ class Browser:
         return found
 
     def centre(self, selector: str, nth: int = 0) -> tuple[float, float]:
-        """Of the nth such element, scrolled into view."""
+        """Centre of the nth such element, scrolled into view."""
         expression = (
             f"(() => {{ const found = document.querySelectorAll({json.dumps(selector)})[{nth}]; "
             "found.scrollIntoView({block: 'nearest', inline: 'nearest'}); const box = found.getClientRects()[0]; "
@@ -206,7 +206,7 @@ class Browser:
 
     def downloaded(self) -> Path:
         """The next download that is complete."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _LIMIT_S
         while not self._downloaded:
             self._receive(deadline)
         guid, self._downloaded = self._downloaded, ""

@@ -24,7 +24,7 @@ When = Literal["before", "reply", "within"]
 
 @dataclass
 class Fault:
-    """What happens to one command. `happened` is set when it does.
+    """A fault of one command. `happened` is set when it does.
 
     when: `before`: the server never gets the command. `reply`: it executes it, the reply is lost. `within`: half of the
         reply gets through.

@@ -38,7 +38,7 @@ class DemoRun:
         return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
 
     def ask(self, *arguments: str) -> str:
-        """What a command about this run prints."""
+        """Runs a command about this run; returns its output."""
         done = subprocess.run(
             self.command(*arguments), cwd=ROOT, env=VARIABLES, capture_output=True, text=True, timeout=240
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FakeServer:
-    """What the server has of a run.
+    """The server's data of a run.
 
     step: where a session that resumes the run begins: one after the last row.
     """

@@ -17,7 +17,7 @@ def builtins() -> dict[str, Any]:
 
 
 def places(node: Any, path: Path = ()) -> Iterator[Path]:
-    """Where a value stands in `node`, the outermost first."""
+    """Paths to the values in `node`, the outermost first."""
     yield path
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:

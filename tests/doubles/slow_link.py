@@ -19,7 +19,7 @@ class SlowLink:
         self.num_bytes = 0
 
     def reader(self, source: socket.socket) -> io.BufferedReader:
-        """What `source` receives, at the link's speed."""
+        """Forwards what `source` receives at the link's speed."""
         # Next to nothing waits in the kernel: the sender feels the speed.
         source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PACKET_BYTES)
         return io.BufferedReader(_Slowly(source, self), PACKET_BYTES)

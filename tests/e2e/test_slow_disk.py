@@ -33,7 +33,7 @@ class Scene:
         self.bench = Bench(server.url, folder)
         self.producer = ProducerThread(self.bench.config, server.url, folder, tasks=VariedTasks())
         self.forgotten: list[bool] = []
-        """Of each kill: whether something that the server had answered for was lost."""
+        """For each kill, whether something that the server had answered for was lost."""
 
     def kill_in_a_sync(self) -> None:
         self.disk.wait_for_sync()

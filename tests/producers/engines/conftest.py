@@ -1,4 +1,4 @@
-"""What tests of the engine make models, policies and expected logprobs with."""
+"""Models, policies and expected logprobs for tests of the engine."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is asked of vLLM, and how its answers are held against that."""
+"""Settings asked of vLLM, and the comparison with what it reports."""
 
 import pytest
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
@@ -17,7 +17,7 @@ def arguments_of(run: RunConfig, *, cpu: bool = True) -> dict:
 
 
 def report(run: RunConfig, **changes) -> dict:
-    """What an engine that does as it is told says of itself."""
+    """The report of an engine that follows its settings."""
     arguments = {name: value for name, value in arguments_of(run).items() if not isinstance(value, dict)}
     return (
         arguments
