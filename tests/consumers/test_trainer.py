@@ -23,10 +23,10 @@ def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
     bench.producer()
     bench.producer()
     assert trainer.run()
-    books = bench.books()
-    assert books["num_updates"] == 12
-    assert books["num_groups_released"] == books["num_groups_trained"] == 48
-    assert books["num_groups_cancelled"] == 0
+    ledger = bench.ledger()
+    assert ledger["num_updates"] == 12
+    assert ledger["num_groups_released"] == ledger["num_groups_trained"] == 48
+    assert ledger["num_groups_cancelled"] == 0
     assert sorted(trainer.learner.trained) == list(range(1, 49))
     assert_balanced(bench, trainer)
     assert redis_client.hget(Keys("test").commit, "finished") == b"1"
@@ -40,7 +40,7 @@ def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
     assert [line["update"] for line in evaluations] == [0, 5, 10, 12]
 
 
-def test_metrics_count_what_the_books_count(bench):
+def test_metrics_count_what_the_ledger_counts(bench):
     trainer = bench.trainer()
     bench.producer()
     trainer.run()
@@ -65,9 +65,9 @@ def test_a_killed_trainer_is_resumed_and_nothing_is_lost_or_trained_twice(bench,
     assert sorted(second.learner.trained) == list(range(1, 49))
     assert_balanced(bench, second)
     assert second.policy.version // VERSIONS_PER_EPOCH == 1
-    books = bench.books()
-    assert books["num_updates"] == 12
-    assert isinstance(books["num_tokens_trained"], int)
+    ledger = bench.ledger()
+    assert ledger["num_updates"] == 12
+    assert isinstance(ledger["num_tokens_trained"], int)
 
 
 def test_lag_after_a_rollback_counts_the_steps_through_the_fork(bench):
@@ -118,10 +118,10 @@ def test_groups_without_variance_are_skipped_and_fill_their_batch(bench):
     bench.producer(lambda index, version: group_fields(index, version, rewards=(1.0, float(index % 3 > 0))))
     trainer = bench.trainer()
     assert trainer.run()
-    books = bench.books()
-    assert books["num_updates"] == 12
-    assert books["num_groups_released"] == 48
-    assert books["num_groups_skipped"] == sum(index % 3 > 0 for index in range(1, 49))
+    ledger = bench.ledger()
+    assert ledger["num_updates"] == 12
+    assert ledger["num_groups_released"] == 48
+    assert ledger["num_groups_skipped"] == sum(index % 3 > 0 for index in range(1, 49))
     assert_balanced(bench, trainer)
 
 
@@ -130,7 +130,7 @@ def test_a_batch_without_any_variance_trains_nothing_and_the_run_still_ends(benc
     trainer = bench.trainer()
     assert trainer.run()
     assert trainer.policy.version == 0
-    assert bench.books()["num_groups_skipped"] == 48
+    assert bench.ledger()["num_groups_skipped"] == 48
     assert {line["skipped_reason"] for line in bench.lines("updates.jsonl")} == {"nothing left to train"}
 
 
@@ -140,8 +140,8 @@ def test_dead_groups_are_replaced_and_leave_a_letter(bench, redis_client):
     )
     trainer = bench.trainer()
     assert trainer.run()
-    books = bench.books()
-    assert (books["num_groups_trained"], books["num_groups_dead"], books["num_groups_released"]) == (48, 2, 50)
+    ledger = bench.ledger()
+    assert (ledger["num_groups_trained"], ledger["num_groups_dead"], ledger["num_groups_released"]) == (48, 2, 50)
     letters = redis_client.xrange(Keys("test").dead)
     assert [(fields[Field.INDEX], fields[Field.REASON]) for _, fields in letters] == [
         (b"3", b"reward: boom"),
@@ -156,7 +156,7 @@ def test_a_run_in_which_everything_dies_stops_and_says_why(bench, redis_client):
     with pytest.raises(RunFailedError, match=r"max_dead_in_a_row = 10 .*'reward': 10.*TypeError: no len\(\)"):
         bench.trainer().run()
     num_letters = redis_client.hlen(bench.keys.dead_index)
-    assert bench.books()["num_groups_dead"] == num_letters >= 10, "the books are written all the same"
+    assert bench.ledger()["num_groups_dead"] == num_letters >= 10, "the ledger are written all the same"
 
 
 def test_a_run_outlives_any_number_of_dead_groups_among_good_ones(bench):
@@ -166,7 +166,7 @@ def test_a_run_outlives_any_number_of_dead_groups_among_good_ones(bench):
     )
     trainer = bench.trainer()
     assert trainer.run()
-    assert bench.books()["num_groups_dead"] > 10
+    assert bench.ledger()["num_groups_dead"] > 10
     assert_balanced(bench, trainer)
 
 
@@ -183,19 +183,19 @@ def test_stale_groups_are_sampled_again_instead_of_trained_masked(bench):
     bench.producer(answer)
     trainer = bench.trainer()
     assert trainer.run()
-    books = bench.books()
-    assert books["num_groups_released_again"]["stale"] >= 5
+    ledger = bench.ledger()
+    assert ledger["num_groups_released_again"]["stale"] >= 5
     assert sorted(trainer.learner.trained) == list(range(1, 49))
     assert_balanced(bench, trainer)
 
 
-def test_a_step_that_is_not_finite_kills_its_groups_and_never_reaches_the_policy(bench, redis_client):
+def test_a_step_that_is_not_finite_marks_its_groups_dead_and_never_reaches_the_policy(bench, redis_client):
     bench.producer()
     trainer = bench.trainer()
     trainer.learner.fail_at[5] = "gradient norm is not finite"
     assert trainer.run()
-    books = bench.books()
-    assert (books["num_groups_trained"], books["num_groups_dead"], books["num_steps_skipped"]) == (48, 4, 1)
+    ledger = bench.ledger()
+    assert (ledger["num_groups_trained"], ledger["num_groups_dead"], ledger["num_steps_skipped"]) == (48, 4, 1)
     assert trainer.policy.version == 12
     assert redis_client.xlen(Keys("test").dead) == 4
     assert_balanced(bench, trainer)
@@ -206,8 +206,8 @@ def test_groups_of_a_mini_batch_that_is_not_finite_die_while_the_rest_of_their_b
     trainer = bench.trainer()
     trainer.learner.never_finite = {6, 7, 20}
     assert trainer.run()
-    books = bench.books()
-    assert (books["num_groups_trained"], books["num_groups_dead"]) == (45, 3)
+    ledger = bench.ledger()
+    assert (ledger["num_groups_trained"], ledger["num_groups_dead"]) == (45, 3)
     assert {6, 7, 20}.isdisjoint(trainer.learner.trained)
     assert redis_client.xlen(Keys("test").dead) == 3
     assert_balanced(bench, trainer)
@@ -224,8 +224,8 @@ def test_a_run_in_which_every_step_fails_stops_and_keeps_what_it_had_trained(ben
     trainer.learner.fail_at = Failing()
     with pytest.raises(RunFailedError, match="8 optimizer steps in a row failed; the last one: loss is not finite"):
         trainer.run()
-    books = bench.books()
-    assert (books["num_updates"], books["num_groups_trained"], books["num_groups_dead"]) == (3, 12, 32)
+    ledger = bench.ledger()
+    assert (ledger["num_updates"], ledger["num_groups_trained"], ledger["num_groups_dead"]) == (3, 12, 32)
     assert bench.trainer(resume=True).learner.num_steps == 3
 
 

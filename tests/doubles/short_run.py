@@ -87,7 +87,7 @@ class ShortRun:
         self._closing.insert(0, trainer.stop)
         return thread
 
-    def books(self) -> dict[str, Any]:
+    def ledger(self) -> dict[str, Any]:
         return json.loads((self.folder / "trainer.json").read_text())
 
     def command(self, capsys: Any, *argv: str) -> tuple[int, str, str]:

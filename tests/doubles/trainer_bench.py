@@ -91,7 +91,7 @@ class Bench:
                 client.script_load(script.script)  # so that the first call of each is the one that counts
         return CuttingProxy(self.url, {script.sha: name for name, script in scripts.items()})
 
-    def books(self) -> dict:
+    def ledger(self) -> dict:
         return json.loads((self.folder / "trainer.json").read_text())
 
     def lines(self, name: str) -> list[dict]:
@@ -119,23 +119,23 @@ class Bench:
 
 
 def assert_settled_once(bench: Bench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:
-    """Every released index is trained once in the saved policy or dead, by the learner's account and by the books."""
-    trained, books = bench.saved_training(client), bench.books()
+    """Every released index is trained once in the saved policy or dead, by the learner's account and by the ledger."""
+    trained, ledger = bench.saved_training(client), bench.ledger()
     twice = [index for index, count in Counter(trained).items() if count > 1]
     assert not twice, f"trained twice in the saved policy: {twice}"
-    released = set(range(1, books["num_groups_released"] + 1))
+    released = set(range(1, ledger["num_groups_released"] + 1))
     assert set(trained) | dead == released, f"lost: {sorted(released - set(trained) - dead)}"
     assert not set(trained) & dead
-    assert books["num_groups_trained"] == len(trained)
-    assert books["num_groups_dead"] == len(dead)
-    assert books["num_groups_cancelled"] == books["num_groups_open"] == 0
+    assert ledger["num_groups_trained"] == len(trained)
+    assert ledger["num_groups_dead"] == len(dead)
+    assert ledger["num_groups_cancelled"] == ledger["num_groups_open"] == 0
 
 
 def assert_balanced(bench: Bench, trainer: Trainer) -> None:
-    """Every released index is settled once, and those booked as trained are those the saved policy was trained on."""
-    books = bench.books()
-    settled = books["num_groups_trained"] + books["num_groups_skipped"] + books["num_groups_dead"]
-    assert books["num_groups_released"] == settled + books["num_groups_cancelled"] + books["num_groups_open"]
+    """Every released index is settled once, and those settled as trained are those the saved policy was trained on."""
+    ledger = bench.ledger()
+    settled = ledger["num_groups_trained"] + ledger["num_groups_skipped"] + ledger["num_groups_dead"]
+    assert ledger["num_groups_released"] == settled + ledger["num_groups_cancelled"] + ledger["num_groups_open"]
     trained = trainer.learner.trained
     assert len(set(trained)) == len(trained), "an index was trained twice in the saved policy"
 

@@ -194,7 +194,7 @@ def test_groups_without_variance_and_of_failed_steps_are_recorded_as_what_became
     assert len(record.batches) == 12 + 1
 
 
-def test_a_run_that_is_given_up_has_recorded_what_it_books(bench, redis_client):
+def test_a_run_that_is_given_up_has_recorded_what_it_settled(bench, redis_client):
     bench.overrides = ["record=true"]
     bench.hardy_producer()
     trainer = bench.trainer()

@@ -1,4 +1,4 @@
-"""JsonLines and books of the run folder on a disk without room: training goes on, and what is lost is said."""
+"""Lines and the ledger file of a run folder on a disk without room: training goes on, and what is lost is said."""
 
 import contextlib
 import json
@@ -125,7 +125,7 @@ def test_a_ledger_file_that_does_not_fit_is_left_as_it_was(tmp_path, caplog):
     assert warning.startswith(f"{file} cannot be written: [Errno 27] File too large; it is written with a later")
 
 
-# The run folder is a small tmpfs of the process's own, full from one step to another: lines, books and checkpoints go
+# The run folder is a small tmpfs of the process's own, full from one step to another: lines, ledger and checkpoints go
 # there. What it holds at the end is copied out, for it goes with the process.
 FULL_RUN_FOLDER = """
 import os, shutil, sys
@@ -175,7 +175,7 @@ def test_a_run_whose_folder_is_full_for_a_while_trains_on_and_has_every_line(
     assert_settled_once(bench, redis_client)
     assert [line["update"] for line in bench.lines("updates.jsonl")] == list(range(1, 41))
     assert [line["update"] for line in bench.lines("evaluations.jsonl")] == [0, 10, 20, 30, 40]
-    assert bench.books()["finished"]
+    assert bench.ledger()["finished"]
     told = [line for line in log.splitlines() if "No space left on device" in line]
     assert len([line for line in told if "updates.jsonl cannot be written" in line]) == 1
     assert [line for line in told if "training goes on, next try in 1 s" in line], "the checkpoint of update 8"

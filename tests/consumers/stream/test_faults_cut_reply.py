@@ -47,7 +47,7 @@ def test_a_cut_connection_changes_nothing(bench, redis_client, caplog, command, 
         assert fault.happened.is_set(), proxy.num_seen
         bench.close()
     assert_settled_once(bench, redis_client, dead={7})
-    assert bench.books()["num_groups_trained"] == 48
+    assert bench.ledger()["num_groups_trained"] == 48
     repeated = {index: count for index, count in producer.answers.items() if count > 1}
     assert repeated.keys() <= {21} and repeated[21] <= 3, f"released more than once: {repeated}"
     letters = sorted(fields[Field.INDEX] for _, fields in redis_client.xrange(bench.keys.dead))

@@ -1,4 +1,4 @@
-"""Ways in which the books and the saved policy, or the books and the streams, could come apart."""
+"""Ways in which the ledger and the saved policy, or the ledger and the streams, could come apart."""
 
 import shutil
 from collections import Counter
@@ -33,7 +33,7 @@ def failed_report(batch, indexes) -> StepReport:
     )
 
 
-def test_a_run_that_gives_up_has_booked_all_that_its_policy_was_trained_on(bench, redis_client):
+def test_a_run_that_gives_up_has_settled_all_that_its_policy_was_trained_on(bench, redis_client):
     bench.hardy_producer()
     first = bench.trainer()
     train, calls = first.learner.step, []
@@ -58,7 +58,7 @@ def test_a_run_that_gives_up_has_booked_all_that_its_policy_was_trained_on(bench
     assert not twice
 
 
-def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_in_hand(bench, redis_client):
+def test_groups_that_a_failed_batch_is_not_to_blame_for_stay_ready(bench, redis_client):
     bench.overrides = ["max_lag=0", "evaluation.num_prompts=0"]
     bench.hardy_producer()
     trainer = bench.trainer()
@@ -216,7 +216,7 @@ def test_a_run_resumed_with_smaller_steps_still_releases_what_it_needs(bench, re
     assert second.learner.num_steps == 60
 
 
-def test_a_run_that_gives_up_on_dead_groups_has_booked_each_of_them(bench, redis_client):
+def test_a_run_that_gives_up_on_dead_groups_has_settled_each_of_them(bench, redis_client):
     bench.overrides = ["trainer.max_dead_in_a_row=3", "evaluation.num_prompts=0"]
     trainer = bench.trainer()
 
@@ -228,9 +228,9 @@ def test_a_run_that_gives_up_on_dead_groups_has_booked_each_of_them(bench, redis
     at_step(trainer, 1, lambda: wait_for(lambda: redis_client.xlen(bench.keys.rollouts) >= 12))
     with pytest.raises(RunFailedError, match="max_dead_in_a_row = 3"):
         trainer.run()
-    books = bench.books()
+    ledger = bench.ledger()
     letters = {int(index) for index in redis_client.hkeys(bench.keys.dead_index)}
-    assert books["num_groups_dead"] == len(letters) > 3
+    assert ledger["num_groups_dead"] == len(letters) > 3
     resumed = bench.trainer(resume=True)
     missing = set(resumed.intake.ledger.settled.missing(resumed.intake.ledger.num_released))
     on_stream = {int(fields[b"index"]) for _, fields in redis_client.xrange(bench.keys.rollouts)}

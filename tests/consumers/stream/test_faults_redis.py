@@ -27,7 +27,7 @@ def test_a_redis_emptied_during_a_step_is_restored(bench, redis_client, caplog, 
     assert not tracebacks(caplog)
 
 
-def test_a_redis_emptied_while_the_trainer_waits_is_put_back(bench, redis_client):
+def test_a_redis_emptied_while_the_trainer_waits_is_restored(bench, redis_client):
     flushed = []
 
     def answer(index: int, version: int) -> dict:
@@ -149,7 +149,7 @@ def test_a_redis_killed_during_a_step_and_started_again_is_noticed(bench, start_
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(2, 4), (3, 9), (0, 7)])
-def test_a_power_loss_that_takes_the_last_seconds_is_put_back(bench, start_server, kept, lost):
+def test_a_power_loss_that_takes_the_last_seconds_is_made_good(bench, start_server, kept, lost):
     # The log is cut back over checkpoints that were committed, and over policies that producers sampled from.
     server = start_server("--appendfsync", "everysec")
     bench.url = server.url

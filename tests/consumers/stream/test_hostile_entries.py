@@ -103,7 +103,7 @@ def test_a_run_among_hostile_dead_entries_finishes_and_its_letters_and_lines_are
     assert all(len(fields[Field.PAYLOAD]) == MAX_ENTRY_BYTES for fields in letters)
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 2 and all(line.isprintable() and len(line) < 2 * MAX_REASON_CHARACTERS for line in lines)
-    assert bench.books()["dead_reasons"] == {"reward": 2}
+    assert bench.ledger()["dead_reasons"] == {"reward": 2}
 
 
 def test_kinds_of_death_are_bounded_in_number_and_length_and_no_index_is_lost_by_it():
@@ -132,7 +132,7 @@ def trim(reader: Reader, redis_client) -> None:
 
 
 def test_what_names_no_index_leaves_one_letter_however_often_the_stream_is_read(reader, redis_client):
-    redis_client.xadd(KEYS.rollouts, group_fields(1, 0))  # in hand: nothing after it may be trimmed
+    redis_client.xadd(KEYS.rollouts, group_fields(1, 0))  # ready: nothing after it may be trimmed
     for n in range(5):
         redis_client.xadd(KEYS.rollouts, no_index(n))
     assert len(read(reader)) == 5

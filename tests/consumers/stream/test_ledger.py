@@ -1,4 +1,4 @@
-"""The books hold every index once, as ranges."""
+"""The ledger holds every index once, as ranges."""
 
 import json
 from itertools import pairwise

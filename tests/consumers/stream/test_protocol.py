@@ -113,7 +113,7 @@ def test_no_more_is_released_than_the_remaining_updates_need(connection, scripts
     assert releaser.top_up(0) == 1, "a dead group fills no batch and is replaced; nothing else is needed"
 
 
-def test_a_group_comes_into_hand_once_however_often_it_was_appended(connection, redis_client):
+def test_a_group_becomes_ready_once_however_often_it_was_appended(connection, redis_client):
     ledger = Ledger()
     ledger.num_released = 4
     reader = Reader(connection, KEYS, ledger, group_size=2)
@@ -170,7 +170,7 @@ def test_an_index_that_arrives_dead_and_alive_is_settled_once(connection, redis_
     assert ledger.num_duplicates_dropped == 1
 
 
-def test_the_stream_may_be_trimmed_up_to_the_first_group_in_hand(connection, redis_client):
+def test_the_stream_may_be_trimmed_up_to_the_first_ready_group(connection, redis_client):
     ledger = Ledger()
     ledger.num_released = 3
     reader = Reader(connection, KEYS, ledger, group_size=2)

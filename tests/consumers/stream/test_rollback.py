@@ -141,9 +141,9 @@ def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_toke
 
     second.learner.step = step_slowly
     assert second.run()
-    books = bench.books()
-    assert books["num_groups_trained"] == 240 and books["num_tokens_masked_lag"] == 0
-    again = books["num_groups_released_again"]["stale"]
+    ledger = bench.ledger()
+    assert ledger["num_groups_trained"] == 240 and ledger["num_tokens_masked_lag"] == 0
+    again = ledger["num_groups_released_again"]["stale"]
     assert again >= 4 * 40, "the groups of some forty lost policies lie past the bound"
     assert max(lag for lags in second.learner.lags for lag in lags) <= 2
     repeated = sum((producer.answers - before).values())

@@ -27,9 +27,9 @@ def test_dead_groups_among_good_ones_do_not_end_a_run_that_reads_them_all_at_onc
     leave_a_full_stream(bench, redis_client, lambda index: index % 3 == 0)
     second = bench.trainer(resume=True)
     assert second.run()
-    books = bench.books()
-    assert books["num_groups_dead"] > 10
-    dead = {index for index in range(1, books["num_groups_released"] + 1) if index % 3 == 0}
+    ledger = bench.ledger()
+    assert ledger["num_groups_dead"] > 10
+    dead = {index for index in range(1, ledger["num_groups_released"] + 1) if index % 3 == 0}
     assert_settled_once(bench, redis_client, dead=dead)
 
 

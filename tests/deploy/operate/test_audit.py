@@ -163,7 +163,7 @@ def test_a_finished_run_balances_and_its_counts_are_those_of_the_trainer(run, ca
     assert "The ledger balances: each of 50 released indexes is in exactly one place." in out
     found = run.json(capsys, "audit", "test")
     assert found["balanced"] and found["finished"] and found["update"] == 12
-    ledger, trainer = found["ledger"], run.books()
+    ledger, trainer = found["ledger"], run.ledger()
     assert ledger["dead_reasons"] == {"reward": 2} == trainer["dead_reasons"]
     for name in ("released", "trained", "skipped", "dead", "cancelled"):
         assert ledger[name] == trainer[f"num_groups_{name}"]
@@ -237,7 +237,7 @@ def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch,
         thread.join()
         assert num_audits > 5 and num_moving > 2
         assert run.json(capsys, "audit", "test")["balanced"]
-        assert run.books()["num_groups_released_again"]["stale"] > 0
+        assert run.ledger()["num_groups_released_again"]["stale"] > 0
     finally:
         run.close()
 

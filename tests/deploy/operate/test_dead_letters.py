@@ -363,7 +363,7 @@ def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_clien
         assert run.json(capsys, "audit", "test")["balanced"]
         trainer = run.trainer(resume=True)
     assert trainer.run()
-    ledger = run.books()
+    ledger = run.ledger()
     assert (ledger["num_groups_trained"], ledger["num_groups_dead"]) == (48, 0)
     assert ledger["num_groups_released_again"]["requeued"] == 1
     trained = trainer.learner.trained

@@ -190,9 +190,9 @@ def test_a_whole_run_works_with_each_part_under_its_own_user(
         for producer in producers:
             producer.finish()
             assert producer.problem is None
-        books = bench.books()
-        assert books["num_updates"] == 12
-        assert books["num_groups_released"] == books["num_groups_trained"] + books["num_groups_skipped"]
+        ledger = bench.ledger()
+        assert ledger["num_updates"] == 12
+        assert ledger["num_groups_released"] == ledger["num_groups_trained"] + ledger["num_groups_skipped"]
         # A second trainer resumes, which runs every script of a rollback too.
         bench.overrides = ["num_updates=14"]
         assert bench.trainer(resume=True).learner.num_steps == trainer.learner.num_steps

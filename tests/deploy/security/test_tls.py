@@ -74,7 +74,7 @@ def test_a_whole_run_works_over_tls(address: str, certificates: Path, tmp_path: 
         assert trainer.run()
         producer.finish()
         assert producer.problem is None
-        assert bench.books()["num_updates"] == 12
+        assert bench.ledger()["num_updates"] == 12
     finally:
         producer.finish()
         bench.close()
