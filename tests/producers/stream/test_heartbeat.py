@@ -43,18 +43,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_heartbeat_expires_and_carries_what_is_described(streams) -> None:
-    beat = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
-    await beat.claim_id()
+    sender = HeartbeatSender(streams.connection, KEYS, "a", described, lambda: None)
+    await sender.claim_id()
     assert 0 < streams.client.ttl(KEY) <= HEARTBEAT_TTL_S
     assert decode_heartbeat(streams.client.get(KEY)).policy_version == 3
-    await beat.stop()
+    await sender.stop()
     assert streams.client.get(KEY) is None
 
 
 async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
     finished = asyncio.Event()
-    beat = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
-    running = asyncio.create_task(beat.run())
+    sender = HeartbeatSender(streams.connection, KEYS, "a", described, finished.set)
+    running = asyncio.create_task(sender.run())
     await asyncio.sleep(0.1)
     assert not finished.is_set()
     streams.client.hset(KEYS.commit, Commit.FINISHED, b"1")
@@ -101,9 +101,9 @@ async def test_a_key_that_holds_no_heartbeat_is_taken_over(streams) -> None:
 @pytest.mark.redis
 async def test_a_server_at_its_memory_limit_does_not_end_the_heartbeat(redis_server, connect) -> None:
     server = redis_server()
-    beat = HeartbeatSender(connect(server), KEYS, "a", described, lambda: None)
+    sender = HeartbeatSender(connect(server), KEYS, "a", described, lambda: None)
     server.client.config_set("maxmemory", 1)
-    running = asyncio.create_task(beat.run())
+    running = asyncio.create_task(sender.run())
     await asyncio.sleep(0.2)
     assert not running.done() and server.client.get(KEY) is None
     server.client.config_set("maxmemory", 0)
