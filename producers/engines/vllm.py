@@ -1,32 +1,21 @@
 """The vLLM engine: every setting that affects a logprob is explicit and verified; weights are replaced in flight."""
 
 import asyncio
-import logging
-import multiprocessing
-import os
 import time
 import uuid
-from concurrent.futures import Future
-from threading import Thread
-from typing import Any
 
-# vLLM reads its settings for logging when it is imported.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-import vllm
 from penstock.producers.engines.completions import pack
-from penstock.producers.engines.parent_death import children_bound
+from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.stale_kv import DROP_STALE_KV
 from penstock.producers.engines.weight_files import BaseModel, HeldFile, check
-from penstock.producers.engines.weight_transfer import BACKEND, BIND_VARIABLE, EngineReport
+from penstock.producers.engines.weight_transfer import BACKEND, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
-from vllm import SamplingParams
+from vllm import SamplingParams, __version__
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -34,12 +23,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 PARAMS_KEPT = 256
 """`SamplingParams` kept for reuse: agents' calls ask for any number of tokens up to the context."""
 DEAD = "vLLM's engine process has died; see its log"
-MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
 
 
 class VllmEngine:
@@ -81,17 +68,17 @@ class VllmEngine:
             backend=BACKEND,
             extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
         )
-        _set_environment(config)
-        llm = await _boot(arguments)
+        set_environment(config)
+        llm = await boot(arguments)
         try:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
             await llm.update_weight_version("0")
             reports = await llm.collective_rpc("penstock_report")
             verify(arguments, config, reports)
-            engine = cls(llm, fingerprint(config, reports[0], vllm.__version__), config, base)
+            engine = cls(llm, fingerprint(config, reports[0], __version__), config, base)
             await engine._warm_up(config.engine.max_num_seqs)
         except BaseException:
-            await _shut_down(llm)
+            await shut_down(llm)
             raise
         return engine
 
@@ -185,7 +172,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Kills the engine process; requests in flight fail with EngineError."""
         async with self._loading:
-            await _shut_down(self._llm)
+            await shut_down(self._llm)
             if self._held is not None:
                 self._held.close()
                 self._held = None
@@ -293,75 +280,3 @@ class VllmEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
         return self._params[key]
-
-
-def _set_environment(config: RunConfig) -> None:
-    """Sets the environment variables that vLLM reads, here and in its engine process."""
-    os.environ[BIND_VARIABLE] = "1"
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # Output that bypasses every logger: warnings of C++, and the resource tracker's about a killed engine's semaphores.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
-    if current_platform.is_cpu():
-        # vLLM would bind every engine of a machine to the same cores.
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        # Its cached artifact does not load on CPU: each boot would warn and compile again.
-        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-
-
-async def _boot(arguments: dict[str, Any]) -> AsyncLLM:
-    """Builds the engine in a thread, so that signals are handled meanwhile; cancelling kills the processes it started.
-
-    Raises:
-        EngineError: vLLM refuses.
-    """
-    if current_platform.is_cpu() and not MULTIPROCESS_ARGUMENTS & set(arguments):
-        # On CPU vLLM runs the worker in a separate process, which costs a small model a third of its throughput.
-        arguments = arguments | {"distributed_executor_backend": UniProcExecutor}
-    booting: Future[AsyncLLM] = Future()
-
-    def boot() -> None:
-        try:
-            with children_bound():
-                booting.set_result(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
-        except BaseException as error:
-            booting.set_exception(error)
-
-    before = set(multiprocessing.active_children())
-    Thread(target=boot, name="vllm-boot", daemon=True).start()
-    try:
-        wrapped = asyncio.wrap_future(booting)
-        # After a cancelled boot nobody retrieves its exception.
-        wrapped.add_done_callback(lambda future: future.cancelled() or future.exception())
-        return await asyncio.shield(wrapped)
-    except asyncio.CancelledError:
-        while not booting.done():
-            for child in set(multiprocessing.active_children()) - before:
-                child.kill()
-            await asyncio.sleep(0.05)
-        if booting.exception() is None:
-            await _shut_down(booting.result())
-        raise
-    except Exception as error:
-        raise EngineError(
-            f"vLLM does not start on model.path = {arguments['model']!r}: {error}; see its log"
-        ) from error
-
-
-async def _shut_down(llm: AsyncLLM) -> None:
-    """Kills the engine process, which has nothing to save; its own shutdown keeps a core busy for seconds."""
-    if llm.output_handler is not None:
-        llm.output_handler.cancel()
-    llm.output_processor.propagate_error(EngineDeadError())
-    # It warns that it had to kill the process, which is intended.
-    logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)
-    resources: Any = llm.engine_core.resources
-    await asyncio.to_thread(llm.shutdown, timeout=0)
-    for process in resources.engine_manager.processes:
-        await asyncio.to_thread(process.join, 5)
-    resources.ctx.destroy(linger=0)
-    # AsyncLLM shuts down again when it is garbage-collected, by then without the modules it needs.
-    llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]

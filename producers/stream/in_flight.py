@@ -85,15 +85,8 @@ class InFlightTable:
     async def wait_for_room(self, num_groups: int = 1) -> None:
         """Waits until so many more groups fit; an append unblocks it."""
         while self.groups_free < num_groups:
-            await self._next_removal()
-
-    async def wait_until_empty(self) -> None:
-        while self._claims:
-            await self._next_removal()
-
-    async def _next_removal(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     def _sequences(self, claim: Claim) -> int:
         return self._group_size if claim.evaluation_id is None else 1
