@@ -114,9 +114,16 @@ def _measure(
         rounds=settings.rounds,
         num_threads=settings.num_threads,
     )
-    # Not resolved: the interpreter of an environment is a link, and finds its packages by where the link lies.
-    there = {"python": os.path.abspath(python), "environment": {"HF_HUB_OFFLINE": "1"}}
-    measured = measure_apart(f"head, {kind}", "bench.head.part", job, list[Measured], bench.folder, **there)
+    measured = measure_apart(
+        f"head, {kind}",
+        "bench.head.part",
+        job,
+        list[Measured],
+        bench.folder,
+        # Not resolved: the interpreter of an environment is a link, and finds its packages by where the link lies.
+        python=os.path.abspath(python),
+        environment={"HF_HUB_OFFLINE": "1"},
+    )
     for one in measured:
         if one.reason:
             print(f"head: {one.entry}: not measured: {one.reason}", flush=True)
