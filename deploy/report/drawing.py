@@ -1,6 +1,8 @@
 """What the figures' panels share: colours, and how series and axes are drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,6 +19,35 @@ MAX_POINTS = 600
 """A line of more points is averaged in bins: no screen shows more, and the page stays small."""
 SMOOTHING = 0.04
 """Width of the running mean, as a share of the line."""
+
+
+class FigureSpec(NamedTuple):
+    """A figure of the report.
+
+    draw: fills its axes, one below the other, and returns False if there is nothing to draw.
+    optional: the report leaves it out if there is nothing to draw.
+    """
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[..., bool]
+    height_in: float = 3.1
+    source: str = "updates.jsonl"
+    optional: bool = False
+
+    @property
+    def num_axes(self) -> int:
+        return len(signature(self.draw).parameters) - 1
+
+
+def figure(title: str, caption: str, **options: Any) -> Callable[[Callable[..., bool]], FigureSpec]:
+    """Decorates the function that draws a figure, which gives it its name."""
+
+    def make(draw: Callable[..., bool]) -> FigureSpec:
+        return FigureSpec(draw.__name__.replace("_", "-"), title, caption, draw, **options)
+
+    return make
 
 
 def binned(x: Sequence[float] | np.ndarray, *columns: Sequence[float] | np.ndarray) -> list[np.ndarray]:

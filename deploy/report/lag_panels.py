@@ -1,14 +1,29 @@
-"""Figures of the mismatch by lag bucket: `penstock.deploy.report.panels` with one line for each of `penstock.schemas.metrics.LAG_LABELS`."""
+"""The figures of the mismatch by lag, with a line for each of `penstock.schemas.metrics.LAG_LABELS`."""
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
-from penstock.deploy.report.drawing import AMBER, BLUE, LAG_COLOURS, binned, column, legend_above, numbers, running_mean
+from penstock.deploy.report.drawing import (
+    AMBER,
+    BLUE,
+    LAG_COLOURS,
+    binned,
+    column,
+    figure,
+    legend_above,
+    numbers,
+    running_mean,
+)
 from penstock.deploy.report.summary import mismatch_by_lag
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 
 
+@figure(
+    "Mismatch against lag",
+    "The point at lag 0 is the gap between engine and trainer; what rises from there is drift, and calls for trust "
+    "that falls with lag.",
+)
 def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     """Means over the whole run, one point for each lag bucket; on a logarithmic axis, so none of 0 or below."""
     found = mismatch_by_lag(telemetry.updates)
@@ -31,6 +46,12 @@ def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     return drawn
 
 
+@figure(
+    "Effective sample size by lag",
+    "As a share of the tokens: of the ratios as they are, and of the weights applied. What lies between the two is "
+    "what truncation hides.",
+    height_in=3.9,
+)
 def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> bool:
     drawn = _lines(telemetry, ratio_ax, "ess_fraction", "ESS of ratios", legend=True)
     drawn |= _lines(telemetry, applied_ax, "applied_ess_fraction", "ESS of weights")
@@ -40,6 +61,12 @@ def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> boo
     return drawn
 
 
+@figure(
+    "KL between engine and trainer by lag",
+    "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. k3 is never "
+    "negative.",
+    height_in=3.9,
+)
 def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
     drawn = _lines(telemetry, kl_ax, "kl", "KL (nats)", legend=True)
     drawn |= _lines(telemetry, k3_ax, "k3_kl", "k3 (nats)")
@@ -47,10 +74,20 @@ def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
     return drawn
 
 
+@figure(
+    "χ² by lag",
+    "The variance that the ratios bring into the gradient; above 1 an old token says less than its noise.",
+)
 def chi2_by_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     return _lines(telemetry, ax, "chi2", "χ² (per token)", legend=True)
 
 
+@figure(
+    "Importance weight and share of tokens corrected by lag",
+    "Weights near 1 are without bias; one that falls with lag is the correction trusting old tokens less. Below "
+    "the share of tokens whose weight it bounded or took away.",
+    height_in=3.9,
+)
 def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) -> bool:
     drawn = _lines(telemetry, weight_ax, "weight_mean", "mean weight applied", legend=True)
     drawn |= _lines(telemetry, corrected_ax, "corrected_frac", "tokens corrected")
@@ -60,6 +97,12 @@ def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) 
     return drawn
 
 
+@figure(
+    "Rejected tokens by lag and sign of the advantage",
+    "Share of the tokens of that sign that the correction gave no weight, none under truncation; a share that "
+    "differs much between the signs tilts what is learned.",
+    height_in=3.9,
+)
 def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes) -> bool:
     drawn = _lines(telemetry, positive_ax, "masked_frac_positive", "advantage > 0", legend=True)
     drawn |= _lines(telemetry, negative_ax, "masked_frac_negative", "advantage < 0")

@@ -1,7 +1,4 @@
-"""What each figure shows: functions that draw a run's telemetry into matplotlib axes.
-
-Each takes the telemetry and its axes and returns whether there was anything to draw.
-"""
+"""The figures of the report: functions that draw a run's telemetry into matplotlib axes."""
 
 from collections import Counter
 
@@ -23,6 +20,7 @@ from penstock.deploy.report.drawing import (
     binned,
     by_update,
     column,
+    figure,
     legend_above,
     noisy_line,
     numbers,
@@ -56,6 +54,11 @@ def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, accuracy_
     return drawn or bool(points)
 
 
+@figure(
+    "Reward and held-out accuracy by update",
+    "Accuracy should follow the reward up; a growing gap means a reward that pays for something else.",
+    source="updates.jsonl, evaluations.jsonl",
+)
 def learning_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     ax.set_xlabel("update")
     return _learning(
@@ -63,6 +66,11 @@ def learning_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     )
 
 
+@figure(
+    "Reward and held-out accuracy by time",
+    "The same against the clock: a flat stretch here that is none by update is time lost, not learning.",
+    source="updates.jsonl, evaluations.jsonl",
+)
 def learning_by_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     reward_s = since_start(telemetry, [line.time_s for line in telemetry.updates])
     accuracy_s = since_start(telemetry, [point.time_s for point in telemetry.evaluations])
@@ -70,6 +78,10 @@ def learning_by_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     return _learning(telemetry, ax, reward_s / unit, accuracy_s / unit)
 
 
+@figure(
+    "Tokens by lag",
+    "Most tokens should lie at or below the lag bound; red is beyond it and was masked.",
+)
 def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
     totals: Counter[int] = Counter()
     for line in telemetry.updates:
@@ -104,6 +116,10 @@ def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
     return True
 
 
+@figure(
+    "Lag by update",
+    "Bands of steady height are a pipeline in balance; where darker bands grow, rollouts wait longer.",
+)
 def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     updates = telemetry.updates
     top = len(LAG_SHADES) - 1
@@ -135,7 +151,12 @@ def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     return True
 
 
-def ess_and_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
+@figure(
+    "Effective sample size and χ² by update",
+    "ESS near 100 % and χ² near 0 mean the data are nearly on-policy; a slide in ESS comes before a collapse.",
+    height_in=3.7,
+)
+def ess_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
     series = [("ess_fraction", TEAL, "before truncation"), ("applied_ess_fraction", AMBER, "of the weights applied")]
     has_ess = by_update(telemetry, ess_ax, series, "ESS / tokens")
     has_chi2 = by_update(telemetry, chi2_ax, [("chi2", VIOLET, "χ²")], "χ² (per token)")
@@ -144,6 +165,11 @@ def ess_and_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
     return has_ess or has_chi2
 
 
+@figure(
+    "KL between engine and trainer by update",
+    "Both should stay small; a jump to a new level at unchanged lag points at the engine, not at drift.",
+    height_in=3.7,
+)
 def kl(telemetry: RunTelemetry, ax: Axes) -> bool:
     series = [
         ("rollout_correction/kl", BLUE, "KL: mean of behavior minus proximal"),
@@ -152,6 +178,10 @@ def kl(telemetry: RunTelemetry, ax: Axes) -> bool:
     return by_update(telemetry, ax, series, "KL (nats per token)")
 
 
+@figure(
+    "Clipped tokens by update",
+    "A few per cent are normal; a rising share means too large a step, or data too old for their weight.",
+)
 def clip_fractions(telemetry: RunTelemetry, ax: Axes) -> bool:
     series = [
         ("rollout_correction/clipped_frac", AMBER, "importance ratio (engine, lag)"),
@@ -161,16 +191,29 @@ def clip_fractions(telemetry: RunTelemetry, ax: Axes) -> bool:
     return by_update(telemetry, ax, series, "share of tokens")
 
 
+@figure(
+    "KL to the reference model by update",
+    "How far the policy has gone from where it began; a steep rise without reward is a policy gone astray.",
+    optional=True,
+)
 def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
     return by_update(telemetry, ax, [("reference_kl", VIOLET, "KL")], "KL (nats per token)")
 
 
+@figure(
+    "Entropy by update",
+    "It should fall slowly while accuracy rises; a plunge to 0 before that is a policy that stopped exploring.",
+)
 def entropy(telemetry: RunTelemetry, ax: Axes) -> bool:
     has_data = by_update(telemetry, ax, [("entropy", TEAL, "entropy")], "entropy (nats per token)")
     ax.set_ylim(bottom=0)
     return has_data
 
 
+@figure(
+    "Gradient norm by update",
+    "Spikes above the clip line are cut there; a trend upwards calls for a lower learning rate.",
+)
 def grad_norm(telemetry: RunTelemetry, ax: Axes) -> bool:
     has_data = by_update(telemetry, ax, [("grad_norm", BLUE, "before clipping")], "gradient norm")
     if has_data and telemetry.config:
@@ -181,6 +224,11 @@ def grad_norm(telemetry: RunTelemetry, ax: Axes) -> bool:
     return has_data
 
 
+@figure(
+    "Tokens per second over time",
+    "Flat lines are steady work; the trainer lacks, of the producers' sum, what is skipped or evaluation.",
+    source="producers/*.jsonl",
+)
 def tokens_per_s(telemetry: RunTelemetry, ax: Axes) -> bool:
     start_s, end_s = telemetry.start_s, telemetry.end_s
     if start_s is None or end_s is None or end_s <= start_s:
@@ -212,6 +260,11 @@ def tokens_per_s(telemetry: RunTelemetry, ax: Axes) -> bool:
     return drawn
 
 
+@figure(
+    "Pause per weight update",
+    "How long sampling stood still for each load of weights: a narrow peak is good, a long tail is a busy machine.",
+    source="producers/*.jsonl",
+)
 def pauses(telemetry: RunTelemetry, ax: Axes) -> bool:
     by_producer = {
         producer: [event.pause_s * 1000 for event in events if isinstance(event, WeightsLoaded)]
@@ -238,6 +291,10 @@ def pauses(telemetry: RunTelemetry, ax: Axes) -> bool:
     return True
 
 
+@figure(
+    "Groups with a learning signal",
+    "Siblings that all earned the same teach nothing: a falling share means tasks too easy or too hard.",
+)
 def learning_signal(telemetry: RunTelemetry, ax: Axes) -> bool:
     trained = column(telemetry.updates, "num_groups_trained")
     skipped = column(telemetry.updates, "num_groups_skipped")
@@ -256,12 +313,20 @@ def learning_signal(telemetry: RunTelemetry, ax: Axes) -> bool:
     return True
 
 
+@figure(
+    "Groups waiting for the trainer",
+    "Never empty: the trainer is the bottleneck. Always empty: the producers are.",
+)
 def queue_depth(telemetry: RunTelemetry, ax: Axes) -> bool:
     has_data = by_update(telemetry, ax, [("queue_depth", VIOLET, "groups")], "groups read and waiting")
     ax.set_ylim(bottom=0)
     return has_data
 
 
+@figure(
+    "Where the trainer's time goes",
+    "Time per update by phase: much waiting asks for more producers, much publishing for a faster weights folder.",
+)
 def trainer_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     phases = (("step_s", BLUE, "step"), ("publish_s", AMBER, "publish weights"), ("wait_s", GRID, "wait for groups"))
     columns = [np.nan_to_num(column(telemetry.updates, name)) for name, _, _ in phases]

@@ -1,4 +1,4 @@
-"""A run as one page that opens anywhere, offline, and as one picture."""
+"""The report of a run: one HTML page that refers to nothing outside itself."""
 
 import html
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg, write_png
-from penstock.deploy.report.summary import NOTHING, not_over, summarize
+from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
+from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.process.files import write_whole
 
@@ -30,18 +30,8 @@ def write_report(run_folder: Path) -> Path:
     return report
 
 
-def write_picture(run_folder: Path, file: Path) -> None:
-    """Draws learning, lag, ESS and tokens/s of the run as one PNG.
-
-    Raises:
-        TelemetryError: no such folder, or a malformed line.
-        ConfigError: `run.toml` is there but is no run file.
-    """
-    write_png(read_telemetry(run_folder), file)
-
-
 def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str) -> str:
-    """The page. Every text that comes from the run is escaped here."""
+    """Renders the page. Every text that comes from the run is escaped here."""
     figures = [_figure(spec, telemetry) for spec in FIGURES]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Penstock: {telemetry.name}"),
@@ -58,44 +48,44 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
 
 
 def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the page's head."""
+    """(label, value, remark) of each figure in the page's head."""
     s = summary
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
     num_producers = len(rates["by_producer"])
     goal, goal_s = next(iter(s["time_to_accuracy"].items()))
-    dead, skipped = _format(s["num_groups_dead"], ",.0f"), _format(s["num_groups_skipped"], ",.0f")
+    dead, skipped = shown(s["num_groups_dead"], ",.0f"), shown(s["num_groups_skipped"], ",.0f")
     return [
         (
             "Held-out accuracy",
-            f"{_format(s['initial_accuracy'], '.3f')} → {_format(s['final_accuracy'], '.3f')}",
-            f"greedy, {_format(s['num_evaluation_prompts'], ',.0f')} problems",
+            f"{shown(s['initial_accuracy'], '.3f')} → {shown(s['final_accuracy'], '.3f')}",
+            f"greedy, {shown(s['num_evaluation_prompts'], ',.0f')} problems",
         ),
         (
             f"Time to {goal}",
-            _format(goal_s, ",.0f", " s"),
+            shown(goal_s, ",.0f", " s"),
             "from the first prompt" if goal_s is not None else "not reached",
         ),
         (
             "Updates",
-            _format(s["num_updates"], ",.0f"),
-            f"{_format(s['updates_per_s'], '.2f')}/s in {_format(s['wall_s'], ',.0f')} s",
+            shown(s["num_updates"], ",.0f"),
+            f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'], ',.0f')} s",
         ),
-        ("Groups trained", _format(s["num_groups_trained"], ",.0f"), f"{skipped} skipped, {dead} dead"),
-        ("Sampled tokens/s", _format(rates["total"], ",.0f"), f"{num_producers} producer{'s' * (num_producers != 1)}"),
+        ("Groups trained", shown(s["num_groups_trained"], ",.0f"), f"{skipped} skipped, {dead} dead"),
+        ("Sampled tokens/s", shown(rates["total"], ",.0f"), f"{num_producers} producer{'s' * (num_producers != 1)}"),
         (
             "Trained tokens/s",
-            _format(s["trainer_tokens_per_s"], ",.0f"),
-            f"{_format(s['num_tokens_trained'], ',.0f')} tokens",
+            shown(s["trainer_tokens_per_s"], ",.0f"),
+            f"{shown(s['num_tokens_trained'], ',.0f')} tokens",
         ),
         (
             "Mean lag",
-            _format(s["mean_lag"], ".2f"),
-            f"steps; {_format(s['num_tokens_masked_lag'], ',.0f')} tokens masked",
+            shown(s["mean_lag"], ".2f"),
+            f"steps; {shown(s['num_tokens_masked_lag'], ',.0f')} tokens masked",
         ),
         (
             "Pause p50 / p99",
-            f"{_format(s['pause_s_p50'], '.1f', scale=1000)} / {_format(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
-            f"{_format(s['paused_share'], '.1%')} of the time paused",
+            f"{shown(s['pause_s_p50'], '.1f', scale=1000)} / {shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)}",
+            f"{shown(s['paused_share'], '.1%')} of the time paused",
         ),
     ]
 
@@ -153,10 +143,6 @@ def _show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.6g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _format(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0) -> str:
-    return NOTHING if value is None else f"{value * scale:{spec}}{unit}"
 
 
 def _footer(telemetry: RunTelemetry) -> str:

@@ -1,4 +1,4 @@
-"""What a run came to, in numbers: `summary.json` and the table at its end."""
+"""The figures of a run: `summary.json`, and the table that `penstock run` ends with."""
 
 import json
 from collections import Counter
@@ -42,9 +42,9 @@ NOTHING = "n/a"
 
 
 def write_summary(run_folder: Path) -> dict[str, Any]:
-    """Reads the run folder, writes its `summary.json` and returns what that holds.
+    """Reads the run folder, writes its `summary.json` and returns the content.
 
-    A figure whose file is absent is None, and `missing` names the file.
+    A figure whose file is missing is None, and `missing` names the file.
 
     Raises:
         TelemetryError: no such folder, or a malformed line (named with its file and number).
@@ -118,7 +118,7 @@ def token_counts(telemetry: RunTelemetry) -> dict[str, Any]:
 def mismatch_by_lag(updates: Iterable[Update]) -> dict[str, dict[str, float]]:
     """By lag bucket the run's tokens and their means of kl, k3_kl, chi2, weight_mean and masked_frac.
 
-    Each is the mean over the bucket's tokens of all updates; what was never measured is not there.
+    Each is the mean over the bucket's tokens of all updates; what was never measured is left out.
     """
     updates = list(updates)
     found: dict[str, dict[str, float]] = {}
@@ -138,14 +138,14 @@ def _values(updates: Iterable[Update], name: str) -> list[float]:
 
 
 def time_to_accuracy(points: Iterable[EvaluationPoint], goal: float, start_s: float | None) -> float | None:
-    """Seconds from `start_s` to the first evaluation that reached `goal`; None where none did."""
+    """Seconds from `start_s` to the first evaluation that reached `goal`; None if none did."""
     if start_s is None:
         return None
     return next((point.time_s - start_s for point in points if point.accuracy >= goal), None)
 
 
 def trainer_time_share(telemetry: RunTelemetry, wall_s: float | None) -> dict[str, float] | None:
-    """Where the trainer's time went, as shares of `wall_s`: waiting for groups, stepping, publishing weights."""
+    """The trainer's time as shares of `wall_s`: waiting for groups, stepping, publishing weights."""
     if not wall_s or not telemetry.updates:
         return None
     phases = {"wait": "wait_s", "step": "step_s", "publish": "publish_s"}
@@ -178,7 +178,7 @@ def sampled_tokens(events: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
 def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
     """Rates and pauses between the first prompt and the last update.
 
-    A producer's rate is over the part of that time it was there; the total is over all of it.
+    A producer's rate is over the part of that time in which it ran; the total is over all of it.
     """
     pause_names = ("pause_s_p50", "pause_s_p99", "pause_s_max", "num_weight_loads", "paused_share")
     start_s, end_s = telemetry.start_s, telemetry.end_s
@@ -210,7 +210,7 @@ def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
 
 
 def _engine(telemetry: RunTelemetry) -> dict[str, Any]:
-    """The engine's fingerprint, and the producers whose own differs from it."""
+    """The engine's fingerprint, and the producers with another one."""
     found = {
         producer: event.fingerprint
         for producer, events in telemetry.producers.items()
@@ -247,7 +247,7 @@ def print_table(summary: dict[str, Any], console: Console | None = None) -> None
 
 
 def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) pairs fit for a reader; `n/a` where a figure is not there."""
+    """(label, value) pairs for a reader; `n/a` for a missing figure."""
     s = summary
     groups = [f"{_count(s[f'num_groups_{what}'])} {what}" for what in ("trained", "skipped", "dead", "cancelled")]
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
@@ -255,14 +255,20 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     share = s["trainer_time_share"] or {}
     time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
     goals = ", ".join(
-        f"{goal} after {_seconds(t)}" if t is not None else f"{goal} not reached"
+        f"{goal} after {shown(t, ',.1f', ' s')}" if t is not None else f"{goal} not reached"
         for goal, t in s["time_to_accuracy"].items()
     )
     engine = s["engine"] or {}
     rows = [
         *([("state", not_over(s))] if not s["finished"] else []),
-        ("held-out accuracy", f"{_number(s['initial_accuracy'])} → {_number(s['final_accuracy'])}   ({goals})"),
-        ("updates", f"{_count(s['num_updates'])} in {_seconds(s['wall_s'])}, {_number(s['updates_per_s'])}/s"),
+        (
+            "held-out accuracy",
+            f"{shown(s['initial_accuracy'], '.3f')} → {shown(s['final_accuracy'], '.3f')}   ({goals})",
+        ),
+        (
+            "updates",
+            f"{_count(s['num_updates'])} in {shown(s['wall_s'], ',.1f', ' s')}, {shown(s['updates_per_s'], '.3f')}/s",
+        ),
         ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
         ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
         ("tokens by lag", lag_shares(s["lag_histogram"])),
@@ -274,8 +280,9 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("trainer's time", time_shares or NOTHING),
         (
             "pauses",
-            f"{_milliseconds(s['pause_s_p50'])} p50, {_milliseconds(s['pause_s_p99'])} p99, "
-            f"{_count(s['num_weight_loads'])} weight loads, {_percent(s['paused_share'])} of the time",
+            f"{shown(s['pause_s_p50'], '.1f', ' ms', scale=1000)} p50, "
+            f"{shown(s['pause_s_p99'], '.1f', ' ms', scale=1000)} p99, "
+            f"{_count(s['num_weight_loads'])} weight loads, {shown(s['paused_share'], '.1%')} of the time",
         ),
         ("engine", f"{engine.get('engine', NOTHING)} {engine.get('version', '')}".strip()),
         ("seed", str(s["seed"]) if s["seed"] is not None else NOTHING),
@@ -306,21 +313,14 @@ def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:
     return ", ".join(f"{label}: {value:.2g}" for label, value in values.items()) or NOTHING
 
 
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
+def shown(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0) -> str:
+    """A figure for a reader; `n/a` if it is None."""
+    return NOTHING if value is None else f"{value * scale:{spec}}{unit}"
 
 
 def _count(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"
+    return shown(value, ",.0f")
 
 
-def _seconds(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.1f} s"
-
-
-def _milliseconds(value: float | None) -> str:
-    return NOTHING if value is None else f"{value * 1000:.1f} ms"
-
-
-def _percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1%}"
+def _number(value: float | None) -> str:
+    return shown(value, ".3f")

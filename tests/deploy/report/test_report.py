@@ -6,13 +6,12 @@ import time
 from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from penstock.deploy.report.figures import FIGURES, PICTURE, draw
-from penstock.deploy.report.report import write_picture, write_report
+from penstock.deploy.report.figures import FIGURES, PICTURE, draw, write_png
+from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import table_rows, write_summary
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
 from penstock.schemas.metrics import LAG_LABELS
@@ -145,7 +144,7 @@ def write_run(
             pause_s = 0.034 + chance.expovariate(300) + (0.3 if k == 77 else 0)
             events.append(event | {"pause_s": pause_s, "prefetch_s": 0.004, "bytes": 1_300_000})
         write_lines(folder / "producers" / f"{producer}.jsonl", sorted(events, key=lambda event: event["time_s"]))
-    books = {
+    ledger = {
         "num_updates": num_updates,
         "num_groups_released": 9696,
         "num_groups_trained": 24 * num_updates,
@@ -157,7 +156,7 @@ def write_run(
         "last_update_s": end_s,
         "finished": True,
     }
-    (folder / "trainer.json").write_text(json.dumps(books))
+    (folder / "trainer.json").write_text(json.dumps(ledger))
     return folder
 
 
@@ -259,54 +258,6 @@ def drawn(name: str, telemetry: RunTelemetry) -> list[Axes]:
 @pytest.mark.parametrize(
     ("figure", "names"),
     [
-        ("ess-by-lag", ["ess_fraction", "applied_ess_fraction"]),
-        ("kl-by-lag", ["kl", "k3_kl"]),
-        ("chi2-by-lag", ["chi2"]),
-        ("weight-by-lag", ["weight_mean", "corrected_frac"]),
-        ("masked-by-lag", ["masked_frac_positive", "masked_frac_negative"]),
-    ],
-)
-def test_a_line_by_lag_is_the_running_mean_of_that_buckets_telemetry(
-    telemetry: RunTelemetry, figure: str, names: list[str]
-) -> None:
-    for ax, name in zip(drawn(figure, telemetry), names, strict=True):
-        lines = {line.get_label(): line for line in ax.lines if str(line.get_label()).startswith("lag ")}
-        # One batch of the run has tokens at lag 4 to 7, none has any beyond.
-        assert list(lines) == ["lag 0", "lag 1", "lag 2-3", "lag 4-7"]
-        for label, line in lines.items():
-            values = [update.metrics.get(f"{name}/{label.replace(' ', '_')}") for update in telemetry.updates]
-            expected = [mean_around(values, k, 1) if value is not None else math.nan for k, value in enumerate(values)]
-            assert list(line.get_xdata()) == [update.update for update in telemetry.updates]
-            assert list(line.get_ydata()) == pytest.approx(expected, nan_ok=True)
-        dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
-        (dot,) = dots
-        assert list(dot.get_xdata()) == [50]
-        assert list(dot.get_ydata()) == [telemetry.updates[49].metrics[f"{name}/lag_4-7"]]
-
-
-def mean_around(values: list, k: int, half: int) -> float:
-    return fmean(value for value in values[max(0, k - half) : k + half + 1] if value is not None)
-
-
-def test_the_points_against_lag_are_means_over_the_runs_tokens(telemetry: RunTelemetry) -> None:
-    (ax,) = drawn("mismatch-against-lag", telemetry)
-    k3, chi2 = ax.lines
-    assert [text.get_text() for text in ax.get_xticklabels()] == list(LAG_LABELS)
-    for line, name in ((k3, "k3_kl"), (chi2, "chi2")):
-        assert list(line.get_xdata()) == [0, 1, 2, 3]
-        for label, value in zip(LAG_LABELS, line.get_ydata(), strict=False):
-            pairs = [
-                (update.metrics[f"num_tokens/lag_{label}"], update.metrics[f"{name}/lag_{label}"])
-                for update in telemetry.updates
-                if f"{name}/lag_{label}" in update.metrics
-            ]
-            expected = sum(count * number for count, number in pairs) / sum(count for count, _ in pairs)
-            assert value == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("figure", "names"),
-    [
         ("ess-chi2", ["ess_fraction", "applied_ess_fraction", "chi2"]),
         ("kl", ["rollout_correction/kl", "rollout_correction/k3_kl"]),
         ("clip-fractions", ["rollout_correction/clipped_frac", "policy_clipped_frac"]),
@@ -389,7 +340,7 @@ def test_a_metric_that_was_never_finite_leaves_its_figure_empty(tmp_path: Path) 
 
 def test_the_picture_is_a_png_of_four_panels(tmp_path: Path) -> None:
     assert len(PICTURE) == 4
-    write_picture(write_run(tmp_path / "demo", num_updates=40), tmp_path / "pictures" / "run.png")
+    write_png(read_telemetry(write_run(tmp_path / "demo", num_updates=40)), tmp_path / "pictures" / "run.png")
     data = (tmp_path / "pictures" / "run.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = (int.from_bytes(data[start : start + 4], "big") for start in (16, 20))
@@ -402,8 +353,8 @@ def cut(file: Path, num_bytes: int) -> None:
 
 def test_the_report_of_a_run_under_way_says_so_and_as_of_when(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "demo", num_updates=40)
-    books = json.loads((folder / "trainer.json").read_text())
-    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 25, "finished": False}))
+    ledger = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**ledger, "num_updates": 25, "finished": False}))
     for name in ("updates.jsonl", "evaluations.jsonl", "producers/producer-1.jsonl"):
         cut(folder / name, 7)  # each is being written just now
     began_s = time.time()
@@ -434,6 +385,6 @@ def test_a_run_that_is_continued_after_its_end_is_not_over(tmp_path: Path) -> No
     folder = write_run(tmp_path / "demo", num_updates=40)
     assert write_summary(folder)["finished"] is True and "state" not in dict(table_rows(write_summary(folder)))
     assert "This run is not over" not in write_report(folder).read_text()
-    books = json.loads((folder / "trainer.json").read_text())
-    (folder / "trainer.json").write_text(json.dumps({**books, "num_updates": 30}))  # of before the resume
+    ledger = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps({**ledger, "num_updates": 30}))  # of before the resume
     assert write_summary(folder)["finished"] is False

@@ -90,7 +90,7 @@ def run_folder(tmp_path: Path) -> Path:
     # Joins at 1010, does 500 tokens in 10 s, is killed, starts again at 1025 and does 200 in 5 s.
     events = [started(1010.0), rate(1020.0, 500), started(1025.0), rate(1030.0, 200), weights(1030.0, 0.03)]
     write_lines(folder / "producers" / "producer-1.jsonl", events)
-    books = {
+    ledger = {
         "num_updates": 3,
         "num_groups_released": 20,
         "num_groups_trained": 9,
@@ -105,7 +105,7 @@ def run_folder(tmp_path: Path) -> Path:
         "last_update_s": 1030.0,
         "finished": True,
     }
-    (folder / "trainer.json").write_text(json.dumps(books))
+    (folder / "trainer.json").write_text(json.dumps(ledger))
     return folder
 
 
@@ -285,7 +285,7 @@ def test_an_unknown_event_of_a_producer_is_an_error(run_folder: Path) -> None:
         write_summary(run_folder)
 
 
-def test_malformed_books_are_an_error_that_names_the_file(run_folder: Path) -> None:
+def test_a_malformed_ledger_is_an_error_that_names_the_file(run_folder: Path) -> None:
     (run_folder / "trainer.json").write_text('{"num_updates": 3}')
     with pytest.raises(TelemetryError, match=r"trainer\.json: .*num_groups_released"):
         write_summary(run_folder)
