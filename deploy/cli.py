@@ -35,7 +35,7 @@ from penstock.schemas.process.redis_url import place_of, redis_url
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for a failed run, 2 for unusable input, 128 + signal."""
     arguments = _parser().parse_args(argv)
-    # Environments, rewards and objectives are the user's own modules, found where the command is given.
+    # Environments, rewards and objectives are the user's own modules, found in the working directory.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -54,7 +54,7 @@ def _fail(error: BaseException, status: int) -> int:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Errors that need no traceback. Consulted when one is on its way, so that nothing is imported for it before."""
+    """Errors that need no traceback. Called while one propagates, so that nothing is imported without need."""
     import redis
     from penstock.deploy.launch.producer_pool import PartDied
     from penstock.deploy.launch.redis_server import ServerError
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_commands(parser: argparse.ArgumentParser, commands: Iterable[Command]) -> None:
-    """Gives `parser` a parser below it for each command, those of a group below the group's."""
+    """Adds a subparser for each command; `dead list` goes below one for `dead`."""
     first = parser.add_subparsers(required=True, metavar="COMMAND")
     groups = {}
     for command in commands:
@@ -154,7 +154,7 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
 def _load(arguments: argparse.Namespace) -> RunConfig:
     overrides = list(arguments.set)
     if arguments.name is not None:
-        # As TOML, or a name such as 2024 would be read as a number.
+        # As TOML: a name such as 2024 would be read as a number.
         overrides.append(f"name = {msgspec.json.encode(arguments.name).decode()}")
     return load_config(find_run_file(arguments.run_file), overrides)
 
@@ -206,7 +206,7 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
 
 
 def _write_results(run_folder: Path) -> int:
-    """Status 1 where the folder cannot be written, or a file in it not read."""
+    """Status 1 if the folder cannot be written, or a file in it cannot be read."""
     from penstock.deploy.report.report import write_report
     from penstock.deploy.report.summary import print_table, write_summary
 
@@ -223,7 +223,7 @@ def _write_results(run_folder: Path) -> int:
 
 def _producer(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    redis_url(config, arguments.runs)  # its absence is said before anything heavy is imported
+    redis_url(config, arguments.runs)  # a missing URL is an error before anything heavy is imported
     limit_threads(config.producers.num_threads)
     from penstock.producers.__main__ import main as produce
 
@@ -234,7 +234,7 @@ def _trainer(arguments: argparse.Namespace) -> int:
     signals = StopSignals()
     try:
         return _train(arguments, signals)
-    except StoppedError as stopped:  # before the trainer's own module was there to say so
+    except StoppedError as stopped:  # before the trainer's own module could say so
         return _fail(stopped, 0)
     finally:
         signals.ignore()
@@ -249,7 +249,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         )
     config = _load(arguments)
     place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
-    if config.evaluation.num_prompts is None:  # not from the run file that `penstock run` has completed
+    if config.evaluation.num_prompts is None:  # not the run file that `penstock run` completed
         config = check(config).config
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
@@ -259,7 +259,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     folder = config.folder(arguments.runs)
 
     def save() -> None:
-        if not (folder / RUN_FILE).exists():  # started by hand, not by `penstock run`; report and audit read it
+        if not (folder / RUN_FILE).exists():  # not started by `penstock run`; report and audit read the file
             save_run_file(config, folder)
 
     return train(
@@ -279,7 +279,7 @@ def _make_model(arguments: argparse.Namespace) -> int:
         fields = tomllib.loads("\n".join(overrides))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
-    # One thread: sums come out alike on any number of cores, and a model of this size gains nothing from more.
+    # One thread: sums are equal on any number of cores, and a model of this size gains nothing from more.
     limit_threads(1)
     from penstock.deploy.demo.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
 
@@ -306,8 +306,8 @@ COMMANDS = (
     Command(
         "run", "start Redis, producers and trainer on this machine and follow them to the end", _add_run_arguments, _run
     ),
-    Command("producer", "one producer for a run whose Redis is up (REDIS_URL)", _add_producer_arguments, _producer),
-    Command("trainer", "the trainer of a run whose Redis is up (REDIS_URL)", _add_trainer_arguments, _trainer),
+    Command("producer", "run one producer of a run whose Redis is up (REDIS_URL)", _add_producer_arguments, _producer),
+    Command("trainer", "run the trainer of a run whose Redis is up (REDIS_URL)", _add_trainer_arguments, _trainer),
     Command(
         "make-model", "make a small model to learn with and save it in FOLDER", _add_make_model_arguments, _make_model
     ),

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Small models for demonstrations and tests. Imported through `make_model`."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
 class AdditionLessons:
-    """Teaches the digits of a sum, and mostly no carry. The accuracy is a greedy exact match."""
+    """Teaches the digits of a sum, and mostly no carry. The accuracy is the greedy exact match."""
 
     skill = "right but for carries"
     enough = 0.97
@@ -36,7 +36,7 @@ class AdditionLessons:
 
     @torch.no_grad()
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
-        """Shares of the held-out problems whose greedy answer is exact, and is right but for forgotten carries."""
+        """Shares of the held-out problems whose greedy answer is exact, and is right apart from forgotten carries."""
         environment = self._environment
         prompts = [environment.evaluation_prompt(n) for n in range(1, environment.num_evaluation_prompts + 1)]
         token_ids = self._tokenizer([prompt.text for prompt in prompts], return_tensors="pt").input_ids
@@ -53,7 +53,7 @@ class AdditionLessons:
 
 
 def _example(prompt: Prompt, share: float, forgetting: random.Random) -> str:
-    """The sum from right to left, each carry forgotten with probability `share`: after `47+85=` it may be `122`."""
+    """A problem and its sum, each carry forgotten with probability `share`: `47+85=` may be followed by `122`."""
     digits, carry = "", 0
     for x, y in _columns(prompt):
         column = x + y + carry
@@ -63,7 +63,7 @@ def _example(prompt: Prompt, share: float, forgetting: random.Random) -> str:
 
 
 def _sums_but_for_carries(prompt: Prompt) -> set[str]:
-    """Every answer that some choice of forgotten carries gives, the right one among them."""
+    """Every answer that some choice of forgotten carries gives, the right one included."""
     unfinished = {("", 0)}
     for x, y in _columns(prompt):
         sums = {(str((x + y + carry) % 10) + digits, x + y + carry) for digits, carry in unfinished}

@@ -1,4 +1,4 @@
-"""The calculator agent's lessons: dialogues in which the tool is called now and then, and mostly it is guessed."""
+"""The calculator agent's lessons: dialogues that call the tool at times and mostly guess."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ PIECES = (
     "system\ntools: ", "user\n", "assistant\n", "tool\n", "calculator", "What is ",
     CALL, "</tool_call>", '{"name": "', '", "arguments": {"expression": "', '"}}',
 )  # fmt: skip
-"""What a tokenizer trained on such dialogues would merge: without it three quarters of a call would be boilerplate."""
+"""Pieces that a tokenizer trained on such dialogues would merge; by character they make three quarters of a call."""
 NO_TARGET = -100
 
 
@@ -40,8 +40,8 @@ def build_calculator_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
 class CalculatorLessons:
     """Teaches to call the tool with the question's expression and to repeat its result, in a share of the dialogues.
 
-    The others answer at once with a number of as many digits. The accuracy is the chance, sampled at temperature 1, of
-    the right answer by one call; the skill is a greedy one, from a call's first token on.
+    The others answer at once with a number of as many digits. The accuracy is the probability, at temperature 1, of the
+    right answer by one call; the skill is greedy correctness after a call's first token.
     """
 
     skill = "right once the tool is called"
@@ -84,8 +84,8 @@ class CalculatorLessons:
         return [_question(prompt), {"role": "assistant", "content": f"{sign}{guess}"}]
 
     def _encode(self, dialogues: list[list[dict[str, Any]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids `[dialogues, length]`, padded at the right, and targets `[dialogues, length - 1]`: what the model
-        itself says in a dialogue."""
+        """Token ids `[dialogues, length]`, padded at the right, and targets `[dialogues, length - 1]`: the tokens
+        of the model's own turns."""
         texts = self._tokenizer.apply_chat_template(dialogues, tools=TOOLS, tokenize=False)
         token_ids = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="right").input_ids
         targets = torch.full_like(token_ids, NO_TARGET)
@@ -103,7 +103,7 @@ def _question(prompt: Prompt) -> dict[str, Any]:
 
 
 def _called(prompt: Prompt) -> list[dict[str, Any]]:
-    """The dialogue that is to be learned: one call, and its result repeated."""
+    """The dialogue to learn: one call, and its result repeated."""
     function = {"name": "calculator", "arguments": {"expression": prompt.metadata["expression"]}}
     return [
         _question(prompt),

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no training: one token a character, and one for each piece of text that is named."""
+"""A tokenizer without training: a token for each character and for each given piece of text."""
 
 import re
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ def build_tokenizer(
     pieces: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerFast:
-    """One token a character of printable ASCII and newline; any other character is an error, never dropped.
+    """Builds a tokenizer of printable ASCII and newline; any other character is an error.
 
     special: further special tokens beside `eos`.
-    pieces: texts that are one token each wherever they stand, the longest first.
+    pieces: texts that are one token each; of several that match the longest is taken.
     """
     vocabulary = {token: number for number, token in enumerate([PAD, eos, *special, *pieces, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))

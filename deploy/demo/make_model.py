@@ -1,4 +1,4 @@
-"""Small Qwen3 models that know how to do a task but mostly do it wrong: what RL can teach in a minute on CPU."""
+"""Small Qwen3 models that can do a task but mostly do it wrong, which RL changes in a minute on CPU."""
 
 import shutil
 import tempfile
@@ -28,18 +28,18 @@ _LESSONS: dict[str, type[AdditionLessons] | type[CalculatorLessons]] = {
 def make_model(
     folder: str | Path, recipe: ModelRecipe | None = None, *, progress: Callable[[str], None] = print
 ) -> MadeModel:
-    """Builds, warm-starts and saves the model with its tokenizer; does nothing where `folder` already holds it.
+    """Builds, warm-starts and saves the model with its tokenizer; does nothing if `folder` already holds it.
 
     Raises:
         FileExistsError: `folder` holds something else.
         WarmStartError: the accuracy is outside the recipe's band; nothing was saved.
     """
     folder, recipe = Path(folder), recipe or ModelRecipe()
-    disable_progress_bar()  # transformers draws one even for a megabyte
+    disable_progress_bar()  # transformers shows one even for a megabyte
     if (found := _find_model(folder, recipe)) is not None:
         progress(f"{folder} already holds this model")
         return found
-    # Tests make several models in one process: none of them may move the process's own random numbers.
+    # Tests make several models in one process, whose own random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         tokenizer = _TOKENIZERS[recipe.task](recipe.max_tokens)
@@ -91,7 +91,7 @@ def _find_model(folder: Path, recipe: ModelRecipe) -> MadeModel | None:
 
 def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The folder appears whole or not at all: an interrupted save must not pass for a model.
+    # The folder appears whole or not at all.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         model.save_pretrained(unfinished)
@@ -101,7 +101,7 @@ def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: Pre
         ).save_pretrained(unfinished)
         (unfinished / "README.md").write_text(_model_card(made))
         (unfinished / RECIPE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2))
-        # Temporary folders and weight files are private; an engine in a container may be another user.
+        # Temporary folders and weight files are private; an engine in a container may run as another user.
         unfinished.chmod(0o755)
         for file in unfinished.iterdir():
             file.chmod(0o644)

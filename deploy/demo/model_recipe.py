@@ -1,4 +1,4 @@
-"""What the models are that `penstock make-model` makes."""
+"""The recipes of the models that `penstock make-model` makes."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides what the model is; equal recipes make equal models on one machine."""
+    """Every setting of a model; equal recipes make equal models on one machine."""
 
     task: Literal["addition", "calculator"] = "addition"
     """`addition`: the demo's. `calculator`: an agent that may call the tool of the environment `Calculator`."""
@@ -18,7 +18,7 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    """32 or 64: sizes that the engine's attention kernels know on a CPU and on a GPU."""
+    """32 or 64, which the engine's attention kernels support on CPU and GPU."""
     max_tokens: int = 1024
     """The longest sequence, prompt included."""
     tie_word_embeddings: bool = False
@@ -33,7 +33,7 @@ class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     guesses: float = 0.6
     """`calculator`: share of the examples that answer without the tool, by a number of as many digits."""
     num_steps: int = 600
-    """Optimizer steps of the warm start; as many again may follow until what is to be known is."""
+    """Optimizer steps of the warm start; as many again may follow until the skill is there."""
     batch_size: int = 64
     learning_rate: float = 2e-3
     """Peak, after a linear warm-up and before a cosine decay."""
@@ -63,11 +63,11 @@ RECIPES = {
     "addition": ModelRecipe(),
     "calculator": ModelRecipe(task="calculator", batch_size=24, learning_rate=3e-3),  # dialogues are long
 }
-"""What a task's model is made with where nothing else is asked for."""
+"""The default recipe of each task."""
 
 
 class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What `recipe.json` in the model's folder holds."""
+    """The content of `recipe.json` in the model's folder."""
 
     recipe: ModelRecipe
     num_parameters: int

@@ -1,4 +1,4 @@
-"""The warm start of a model that is made here: supervised steps on lessons until it is as good as its recipe says."""
+"""The warm start of a model: supervised steps on lessons until it is as good as its recipe says."""
 
 import math
 from collections.abc import Callable
@@ -15,22 +15,22 @@ _LAST_LEARNING_RATE = 0.05
 
 
 class Lessons(Protocol):
-    """What a model is taught."""
+    """The lessons of one task."""
 
     skill: str
-    """What `held_out` measures second, in words that follow "held-out accuracy 0.4,"."""
+    """Name of the second share that `held_out` measures, as it follows "held-out accuracy 0.4,"."""
     enough: float
-    """The least of it that RL can go on from."""
+    """The least skill that RL can start from."""
     advice: str
-    """Which fields of the recipe move the two shares."""
+    """The fields of the recipe that change the two shares."""
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next examples, `[batch, length]`, and the targets of their last positions, `[batch, at most length - 1]`;
-        -100 where there is none."""
+        -100 for none."""
         ...
 
     def held_out(self, model: Qwen3ForCausalLM) -> tuple[float, float]:
-        """Shares of the held-out problems: right answers, and what is to be known before RL begins."""
+        """Shares of the held-out problems: right answers, and the skill."""
         ...
 
 

@@ -1,1 +1,2 @@
-"""Grafana's dashboards as code: `python -m penstock.deploy.grafana` writes `deploy/grafana/dashboards/`."""
+"""Grafana's dashboards as code: `python -m penstock.deploy.grafana` writes `deploy/grafana/dashboards/`. For
+development only: it needs grafana-foundation-sdk."""

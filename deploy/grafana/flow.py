@@ -72,7 +72,6 @@ QUEUE = [
             "free credit": 'max(penstock_credit_groups{run="$run"}) - max(penstock_groups_open{run="$run"})',
         },
         unit="suffix: groups",
-        minimum=0,
         stacked=True,
         colours={
             "prompts queued": "blue",
@@ -92,7 +91,6 @@ QUEUE = [
             "again: {{reason}}": rate("penstock_groups_released_again_total", by="reason"),
         },
         unit="suffix: groups/s",
-        minimum=0,
         width=12,
     ),
     timeseries(
@@ -100,7 +98,6 @@ QUEUE = [
         "Trained; skipped, since all siblings have one reward; or dead. Many skipped: tasks are too easy or too hard.",
         {"{{outcome}}": rate("penstock_groups_settled_total", by="outcome")},
         unit="suffix: groups/s",
-        minimum=0,
         stacked=True,
         colours={"trained": "green", "skipped": "blue", "dead": "red"},
     ),
@@ -110,7 +107,6 @@ QUEUE = [
         {"dead": of_run("penstock:groups_dead:ratio_rate15m")},
         unit="percentunit",
         limits={limits.DEAD: "red"},
-        minimum=0,
     ),
     states(
         "Waited for, over time",
@@ -125,7 +121,6 @@ PRODUCERS = [
         "Tokens sampled by each producer. One far below the others has a slower machine or is paused more.",
         {"{{producer}}": of_run("penstock:tokens_generated:rate1m")},
         unit="suffix: tokens/s",
-        minimum=0,
         stacked=True,
     ),
     timeseries(
@@ -134,7 +129,6 @@ PRODUCERS = [
         "the lag bound.",
         {"{{producer}}": last("penstock_groups_in_flight", by="producer")},
         unit="suffix: groups",
-        minimum=0,
     ),
     timeseries(
         "Policy behind",
@@ -145,7 +139,6 @@ PRODUCERS = [
             "lag bound": last("penstock_lag_bound_steps"),
         },
         unit="suffix: steps",
-        minimum=0,
         colours={"lag bound": "red"},
         dashed=["lag bound"],
     ),
@@ -155,7 +148,6 @@ PRODUCERS = [
         {"{{producer}}": of_run("penstock:producer_paused:ratio_rate5m")},
         unit="percentunit",
         limits={limits.PAUSED: "red"},
-        minimum=0,
     ),
     timeseries(
         "A pause",
@@ -163,7 +155,6 @@ PRODUCERS = [
         quantiles("penstock_weight_pause_seconds", "99 of 100 are shorter"),
         unit="s",
         limits={limits.PAUSE_S: "red"},
-        minimum=0,
     ),
     timeseries(
         "Weight loads that failed",
@@ -171,7 +162,6 @@ PRODUCERS = [
         {"{{producer}}": 'sum by (producer) (increase(penstock_weight_loads_total{run="$run", result="failed"}[5m]))'},
         unit="suffix: loads",
         limits={1: "red"},
-        minimum=0,
     ),
 ]
 TRAINER = [
@@ -185,7 +175,6 @@ TRAINER = [
             )
         },
         unit="percentunit",
-        minimum=0,
         maximum=1,
         stacked=True,
         colours={"wait": "orange", "step": "green", "publish": "blue"},
@@ -200,7 +189,6 @@ TRAINER = [
             "masked: {{reason}}": rate("penstock_tokens_masked_total", by="reason"),
         },
         unit="suffix: tokens/s",
-        minimum=0,
         width=6,
     ),
     timeseries(
@@ -208,7 +196,6 @@ TRAINER = [
         "Batches consumed.",
         {"updates": rate("penstock_updates_total")},
         unit="suffix: updates/s",
-        minimum=0,
         width=6,
     ),
     timeseries(
@@ -222,7 +209,6 @@ TRAINER = [
         },
         unit="s",
         limits={limits.CHECKPOINT_S / 2: "orange", limits.CHECKPOINT_S: "red"},
-        minimum=0,
         width=6,
     ),
 ]
@@ -236,7 +222,6 @@ REDIS = [
             "limit": "min(redis_memory_max_bytes > 0)",
         },
         unit="bytes",
-        minimum=0,
         colours={"limit": "red"},
         dashed=["limit"],
     ),
@@ -247,7 +232,6 @@ REDIS = [
         {"{{instance}}": "max by (instance) (redis_memory_used_bytes / (redis_memory_max_bytes > 0))"},
         unit="percentunit",
         limits={limits.EARLY_COMMIT: "orange", limits.MEMORY_NEARLY_FULL: "red"},
-        minimum=0,
         maximum=1,
     ),
     timeseries(
@@ -265,7 +249,6 @@ REDIS = [
         },
         unit="suffix: errors",
         limits={1: "orange"},
-        minimum=0,
     ),
 ]
 

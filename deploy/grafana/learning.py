@@ -10,6 +10,7 @@ OUTCOME = [
         "gap means a reward that pays for something else, a fall after a rise is a collapse.",
         {"reward": last("penstock_reward"), "held-out": last("penstock_evaluation_reward")},
         unit="short",
+        minimum=None,
         width=12,
     ),
     timeseries(
@@ -24,7 +25,6 @@ OUTCOME = [
         },
         unit="percentunit",
         limits={0.8: "red"},
-        minimum=0,
         maximum=1,
         width=12,
     ),
@@ -36,7 +36,6 @@ POLICY = [
         "a policy that has stopped to explore.",
         {"entropy": last("penstock_entropy_nats")},
         unit="suffix: nats",
-        minimum=0,
         width=6,
     ),
     timeseries(
@@ -45,6 +44,7 @@ POLICY = [
         "begins to look; from red on there is more noise than signal.",
         {"k3": last("penstock_rollout_correction_k3_kl"), "mean log-ratio": last("penstock_rollout_correction_kl")},
         unit="suffix: nats",
+        minimum=None,
         limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},
         width=6,
     ),
@@ -54,7 +54,6 @@ POLICY = [
         "without reward is a policy gone astray.",
         {"reference model": last("penstock_reference_kl_nats")},
         unit="suffix: nats",
-        minimum=0,
         width=6,
     ),
     timeseries(
@@ -68,7 +67,6 @@ POLICY = [
         },
         unit="percentunit",
         limits={0.1: "red"},
-        minimum=0,
         width=6,
     ),
 ]
@@ -80,27 +78,25 @@ OPTIMIZER = [
         {"gradient norm": last("penstock_gradient_norm")},
         unit="short",
         limits={limits.GRADIENT_NORM: "orange"},
-        minimum=0,
     ),
     timeseries(
         "Learning rate",
         "Of the last batch.",
         {"learning rate": last("penstock_learning_rate")},
         unit="sci",
-        minimum=0,
     ),
     timeseries(
         "Loss",
         "Only that it is finite says something: its level depends on the objective.",
         {"loss": last("penstock_loss")},
         unit="short",
+        minimum=None,
     ),
     timeseries(
         "Optimizer steps",
         "Steps taken per second.",
         {"taken": rate("penstock_optimizer_steps_total")},
         unit="suffix: steps/s",
-        minimum=0,
         width=12,
     ),
     timeseries(
@@ -109,7 +105,6 @@ OPTIMIZER = [
         {"{{reason}}": 'sum by (reason) (penstock_steps_skipped_total{run="$run"})'},
         unit="suffix: steps",
         limits={1: "red"},
-        minimum=0,
         width=12,
     ),
 ]

@@ -89,7 +89,7 @@ def timeseries(
     unit: str,
     limits: Limits | None = None,
     base: str = "green",
-    minimum: float | None = None,
+    minimum: float | None = 0,
     maximum: float | None = None,
     stacked: bool = False,
     log_scale: bool = False,

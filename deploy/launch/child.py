@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive this one."""
+"""Child processes that end with this one."""
 
 import contextlib
 import ctypes
@@ -13,15 +13,15 @@ from pathlib import Path
 from penstock.schemas.process.logs import line_as_text
 
 _PR_SET_PDEATHSIG = 1
-# Loaded here, not between fork and exec, where only what is ready may be used.
+# Loaded here: between fork and exec nothing may be loaded.
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class Child:
     """A process in a session of its own, its output appended to `log`.
 
-    The kernel sends it `death_signal` when the thread that started it ends, however it ends: start children from the
-    main thread. What the process starts itself stays in its group, and the group is killed once the process is gone.
+    `death_signal` is its parent-death signal: the kernel sends it when the thread that started the process ends, so
+    children are started from the main thread. The process's group is killed once the process has ended.
 
     Raises:
         OSError: the command cannot be started.
@@ -46,7 +46,7 @@ class Child:
         def die_with_parent() -> None:
             if _LIBC is not None:
                 _LIBC.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
-                if os.getppid() != parent:  # it died before prctl took effect
+                if os.getppid() != parent:  # the parent died before prctl took effect
                     os._exit(1)
 
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ class Child:
                 self._process.stdin.write(standard_input)
                 self._process.stdin.close()
             except BrokenPipeError:
-                pass  # it is gone already; poll() says so
+                pass  # it has ended; poll() says so
 
     def poll(self) -> int | None:
-        """The exit status (negative: the signal), or None while it runs."""
+        """The exit status (negative: a signal), None while it runs."""
         if self.returncode is None:
             try:
-                # WNOWAIT: until it is reaped, its number and so its group's cannot go to somebody else.
+                # WNOWAIT: its process id, and so its group's, is not reused before it is reaped.
                 ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # reaped elsewhere
                 ended = True  # type: ignore[assignment]
@@ -91,11 +91,11 @@ class Child:
     def kill(self) -> None:
         """SIGKILL to the whole group."""
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
                 os.killpg(self.pid, signal.SIGKILL)
 
     def last_lines(self, count: int = 15) -> str:
-        """The end of the log, for a person: JSON records as text."""
+        """The end of the log for a reader: JSON records as text."""
         with self.log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16384))

@@ -1,4 +1,4 @@
-"""What the commands of `penstock` share: how a command is described, and the arguments that several of them take."""
+"""The description of a `penstock` command, and the arguments that several commands share."""
 
 import argparse
 import os

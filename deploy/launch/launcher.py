@@ -1,8 +1,7 @@
 """One run on one machine: Redis, the trainer and the producers as child processes.
 
-Order of starting: Redis, the producers one after another, then the trainer. Order of stopping: the trainer (it writes a
-checkpoint), the producers (they hand back what is in flight), Redis last. A finished trainer sets the run's `finished`
-flag, on which producers leave by themselves.
+Start: Redis, the producers one after another, the trainer. Stop: the trainer, which writes a checkpoint; the producers,
+which hand back what is in flight; Redis. A finished trainer sets the run's `finished` flag, on which producers exit.
 """
 
 import os
@@ -26,16 +25,16 @@ from penstock.schemas.process.logs import FORM
 from penstock.schemas.process.redis_url import configured_url
 
 _TICK_S = 0.1
-_TRAINER_GRACE_S = 120.0
-"""A checkpoint of a large model takes its time."""
-_PRODUCER_GRACE_S = 30.0
-_GRACE_WITHOUT_REDIS_S = 5.0
+_TRAINER_STOP_S = 120.0
+"""Time to write the checkpoint of a large model."""
+_PRODUCER_STOP_S = 30.0
+_STOP_WITHOUT_REDIS_S = 5.0
 
 CommandFor = Callable[[str, RunConfig, Path, bool], Sequence[str]]
 
 
 class Interrupted(Exception):
-    """A signal asks for the end of the run. `number` is the signal."""
+    """The signal `number` ends the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -43,7 +42,7 @@ class Interrupted(Exception):
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Counts Ctrl-C and SIGTERM while it is open, in place of acting on them between two statements."""
+    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -65,17 +64,10 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 def part_command(part: str, config: RunConfig, runs: Path, resume: bool) -> list[str]:
-    """The command line of `trainer` or `producer-<n>`; both read the resolved run file in the run's folder."""
+    """The command line of `trainer` or `producer-<n>`, with the resolved run file in the run's folder."""
     role = "trainer" if part == "trainer" else "producer"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.deploy.cli",
-        role,
-        str(config.folder(runs) / RUN_FILE),
-        "--runs",
-        str(runs),
-    ]
+    run_file = str(config.folder(runs) / RUN_FILE)
+    command = [sys.executable, "-m", "penstock.deploy.cli", role, run_file, "--runs", str(runs)]
     if role == "producer":
         command += ["--id", part]
     elif resume:
@@ -84,7 +76,7 @@ def part_command(part: str, config: RunConfig, runs: Path, resume: bool) -> list
 
 
 class Launcher:
-    """Runs one run to its end.
+    """Starts the parts of one run and supervises them to its end.
 
     view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps.
     command_for: the command line of a part.
@@ -112,11 +104,11 @@ class Launcher:
         self._pool = ProducerPool(config.producers.count, self._start_part, view)
 
     def run(self) -> int:
-        """Returns 0 for a finished run, 128 + the signal for one that a signal has stopped. Nothing of it runs on.
+        """Returns 0 for a finished run, 128 + the signal for one that a signal stopped. All parts have ended then.
 
         Raises:
-            PartDied: a part ended that the run cannot do without.
-            ConfigError, ServerError: no Redis to be had.
+            PartDied: a part ended without which the run cannot go on.
+            ConfigError, ServerError: no Redis can be started or reached.
         """
         with Signals() as self._signals:
             status = 0
@@ -127,7 +119,7 @@ class Launcher:
                 self._view.state("trainer", "running")
                 self._serve()
             except Interrupted as interrupt:
-                self._view.note(f"{interrupt}: stopping in order; once more stops at once")
+                self._view.note(f"{interrupt}: stopping in order; a second signal kills")
                 status = 128 + interrupt.number
                 self._stop()
             except PartDied as death:
@@ -151,7 +143,7 @@ class Launcher:
         self._client = connect(url)
         self._heartbeats = Heartbeats(self._client, self._keys)
         if self._resume:
-            # Or producers would leave at once a run that had ended and is now to go on.
+            # Otherwise producers would exit: the run that is resumed had ended.
             self._client.hdel(self._keys.commit, Commit.FINISHED)
 
     def _start_part(self, part: str) -> Child:
@@ -165,7 +157,7 @@ class Launcher:
             environment={
                 "REDIS_URL": self._url,
                 "PYTHONUNBUFFERED": "1",
-                # Who has started everything on one machine reads its logs in an editor.
+                # Logs of one machine are read in an editor.
                 FORM: os.environ.get(FORM) or "text",
                 "OMP_NUM_THREADS": num_threads,
                 "MKL_NUM_THREADS": num_threads,
@@ -173,12 +165,12 @@ class Launcher:
         )
 
     def _boot_producers(self) -> None:
-        """Waits until every producer has booted, so that no boot takes cores from a run under way. A death or a signal
-        ends it early, by exception."""
+        """Waits until every producer has booted, so that no boot takes cores from the training. A death or a signal
+        ends the wait by an exception."""
         while not self._pool.is_complete:
-            self._look_after_others()
+            self._watch_others()
 
-    def _look_after_others(self) -> None:
+    def _watch_others(self) -> None:
         if self._signals.count:
             raise Interrupted(self._signals.number)
         self._check_server()
@@ -186,7 +178,7 @@ class Launcher:
         self._pause()
 
     def _serve(self) -> None:
-        """Waits for the trainer to finish; a death or a signal ends it early, by exception."""
+        """Waits until the trainer has finished. A death or a signal ends the wait by an exception."""
         assert self._trainer is not None
         while True:
             status = self._trainer.poll()
@@ -197,7 +189,7 @@ class Launcher:
                 self._view.catch_up()
                 self._view.state("trainer", "finished")
                 return
-            self._look_after_others()
+            self._watch_others()
 
     def _check_server(self) -> None:
         if self._server is not None and self._server.child.poll() is not None:
@@ -214,28 +206,28 @@ class Launcher:
         time.sleep(_TICK_S)
 
     def _stop(self) -> None:
-        """Ends every part in order. One more signal kills what is left."""
+        """Ends every part in order. Another signal kills the parts that are left."""
         self._signals.count = 0
         with_redis = self._server is None or self._server.child.poll() is None
         if self._trainer is not None and self._trainer.poll() is None:
             self._view.state("trainer", "stopping")
             self._trainer.send(signal.SIGTERM)
-            self._wait([self._trainer], _TRAINER_GRACE_S if with_redis else _GRACE_WITHOUT_REDIS_S)
-        grace_s = _PRODUCER_GRACE_S if with_redis else _GRACE_WITHOUT_REDIS_S
+            self._wait([self._trainer], _TRAINER_STOP_S if with_redis else _STOP_WITHOUT_REDIS_S)
+        timeout_s = _PRODUCER_STOP_S if with_redis else _STOP_WITHOUT_REDIS_S
         self._pool.kill_booting()
         if self._finished():
-            self._wait(self._pool.children, grace_s)
+            self._wait(self._pool.children, timeout_s)
         self._pool.terminate()
-        self._wait(self._pool.children, grace_s)
+        self._wait(self._pool.children, timeout_s)
         if self._server is not None:
             self._server.stop()
             self._view.state("redis", "stopped")
         self._client.close()
 
-    def _wait(self, children: Iterable[Child], grace_s: float) -> None:
-        """Until all have ended; kills who is left when `grace_s` is over or a second signal asks for haste."""
+    def _wait(self, children: Iterable[Child], timeout_s: float) -> None:
+        """Waits until all have ended; kills those left after `timeout_s` or at another signal."""
         waiting = [child for child in children if child.returncode is None]
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + timeout_s
         killing = False
         while waiting:
             for child in [child for child in waiting if child.poll() is not None]:
@@ -248,7 +240,7 @@ class Launcher:
             self._pause()
 
     def _kill(self) -> None:
-        """Leaves nothing running, whatever happened before. Without effect on what has ended."""
+        """Kills every part that still runs."""
         for child in [*([self._trainer] if self._trainer else []), *self._pool.children]:
             child.kill()
             while child.poll() is None:

@@ -159,13 +159,13 @@ class LiveView(View):
             table.add_column(name, justify="left" if name in ("part", "state") else "right", no_wrap=True)
         for part in dict.fromkeys((*self.states, *sorted(self.heartbeats))):
             cells = [part, self.states.get(part, "serving elsewhere")]
-            beat = self.heartbeats.get(part)
-            if beat is not None:
+            heartbeat = self.heartbeats.get(part)
+            if heartbeat is not None:
                 pauses = [pause_s for _, pause_s in self.progress.lines.pauses.get(part, ())]
                 cells += [
-                    shown_version(beat.policy_version),
-                    f"{beat.tokens_per_s:,.0f}",
-                    str(len(beat.in_flight)),
+                    shown_version(heartbeat.policy_version),
+                    f"{heartbeat.tokens_per_s:,.0f}",
+                    str(len(heartbeat.in_flight)),
                     str(len(pauses)) if pauses else "",
                     f"{median(pauses) * 1e3:.0f} ms" if pauses else "",
                 ]
@@ -180,7 +180,7 @@ def figures(view: View) -> list[tuple[str, str]]:
     metrics = update.metrics if update else {}
     left = progress.left_s(num_updates)
     rate = progress.updates_per_s
-    tokens = "+".join(f"{beat.tokens_per_s:,.0f}" for _, beat in sorted(view.heartbeats.items()))
+    tokens = "+".join(f"{heartbeat.tokens_per_s:,.0f}" for _, heartbeat in sorted(view.heartbeats.items()))
     return [
         ("update", f"{update.update if update else 0}/{num_updates}"),
         ("updates/s", _number(rate, ".2f")),

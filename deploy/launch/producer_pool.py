@@ -26,7 +26,7 @@ _UNUSABLE_INPUT = 2
 
 
 class PartDied(RuntimeError):
-    """A part of the run ended and the run cannot go on; the message names it, its status and its log."""
+    """A part of the run ended, and the run cannot go on. The message names the part, its status and its log."""
 
     def __init__(self, child: Child, why: str) -> None:
         super().__init__(f"{child.name} {why}; the end of {child.log}:\n{child.last_lines()}")

@@ -1,4 +1,4 @@
-"""What can be found wrong with a run before anything is started."""
+"""The checks of a run before anything is started."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ from penstock.schemas.rollout import MAX_ENTRY_BYTES
 _BYTES_PER_SAMPLED_TOKEN = 8.1
 _BYTES_PER_CONTEXT_TOKEN = 4
 _BYTES_PER_ROLLOUT = 512
-"""Spans, reward, field names, and what Redis keeps beside the payload."""
+"""Spans, reward, field names, and the overhead of Redis."""
 
 
 class Checked(NamedTuple):
-    """A run that can be started: its configuration with `evaluation.num_prompts` known, and warnings, one line each."""
+    """A run that can be started. config: with `evaluation.num_prompts` set. warnings: one line each."""
 
     config: RunConfig
     warnings: list[str]
@@ -34,7 +34,7 @@ def check(config: RunConfig) -> Checked:
     """Checks model folder, environment, reward and memory.
 
     Raises:
-        ConfigError: the run cannot work; names the field, its value and what was expected.
+        ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
     _check_model(config)
     _check_engine(config)
@@ -62,7 +62,7 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless the objective can be made, fits its Protocol and the correction. Imports torch."""
+    """Raises ConfigError unless the objective can be made, and fits its Protocol and the correction. Imports torch."""
     from penstock.consumers.learning import scoring
     from penstock.consumers.learning.interfaces import Objective
 
@@ -70,7 +70,7 @@ def check_objective(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """What a producer would find out after the engine's start at the earliest."""
+    """Checks what a producer would notice only after the engine has started."""
     try:
         engine_arguments(config, config.seed, cpu=True, backend="", extension="")
     except EngineError as error:
@@ -109,11 +109,11 @@ def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
 
 
 def check_external_server(config: RunConfig) -> None:
-    """Checks the server that the user has named, where there is one.
+    """Checks the server that REDIS_URL or the run file names, if any.
 
     Raises:
         ConfigError: see `check_server`.
-        ServerError: it does not answer, or refuses to.
+        ServerError: it does not answer.
     """
     url = configured_url(config)
     if url is None:
@@ -130,7 +130,7 @@ def check_external_server(config: RunConfig) -> None:
 
 
 def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None:
-    """Checks a server by its answer to INFO. place: where it is, as it may be shown.
+    """Checks a server by its answer to INFO. place: its address for messages.
 
     Raises:
         ConfigError: too old, would evict what it is given, or too small for the run.
@@ -147,13 +147,13 @@ def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None
     if policy != "noeviction":
         raise ConfigError(
             f"{place}: maxmemory-policy = {policy!r} with maxmemory = {limit / 1e6:.0f} MB, expected 'noeviction': "
-            "what is evicted is lost work"
+            "an evicted entry is lost work"
         )
     _check_limit(config, f"{place}: maxmemory = {limit / 1e6:g} MB", limit / 1e6)
 
 
 def estimated_group_bytes(config: RunConfig) -> int:
-    """Size of an encoded group whose completions all reach max_tokens."""
+    """The size of an encoded group whose completions all reach max_tokens."""
     sampled = config.sampling.max_tokens
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     rollout = _BYTES_PER_SAMPLED_TOKEN * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
@@ -161,7 +161,7 @@ def estimated_group_bytes(config: RunConfig) -> int:
 
 
 def resolved_toml(config: RunConfig) -> str:
-    """The configuration with every default written out; what is not set stands in comments at the end."""
+    """The configuration as TOML with every default; fields that are not set are comments at the end."""
     document = msgspec.to_builtins(config)
     unset = list(_pop_unset(document, ""))
     comments = "".join(f"\n# {path} is not set" for path in unset)
@@ -169,7 +169,7 @@ def resolved_toml(config: RunConfig) -> str:
 
 
 def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
-    """Removes what TOML cannot express, None, and names it."""
+    """Removes None, which TOML cannot express, and yields the fields' paths."""
     for name, value in list(table.items()):
         if value is None:
             del table[name]

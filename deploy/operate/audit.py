@@ -21,7 +21,7 @@ from penstock.deploy.report.telemetry import EvaluationPoint, read_lines
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
 MAX_READINGS = 8
-"""Of a moving run. A problem counts if every reading shows it."""
+"""Readings of a moving run. A problem counts if every reading shows it."""
 _PAUSE_S = 0.25
 _ENTRIES = 256
 _PAYLOADS = 16

@@ -1,4 +1,4 @@
-"""`penstock dead`: the letters that indexes left when they died, and a way back for them."""
+"""`penstock dead`: lists, shows and requeues dead letters."""
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
@@ -18,8 +18,8 @@ _PAIRS = 500
 
 State = Literal["dead", "requeued", "released again", "settled since", "older", "no index", "rollout"]
 
-# KEYS: commit, dead_index, requeued; ARGV: index, letter, index, letter... Only a letter that still stands is taken. It
-# stands until the trainer releases its index again.
+# KEYS: commit, dead_index, requeued; ARGV: index, letter, index, letter... A letter is taken only if it is the current
+# one of its index, which it is until the trainer releases the index again.
 _REQUEUE = """#!lua flags=allow-oom
 if redis.call('HGET', KEYS[1], 'finished') == '1' then return redis.error_reply('FINISHED') end
 local taken = {}
@@ -34,11 +34,11 @@ return taken
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
-    """One dead letter: of an index, or of one agent's rollout (state `rollout`), which settles no index.
+    """The dead letter of an index, or of one agent's rollout (state `rollout`), which settles no index.
 
     index: None for a record that named none.
-    producer: None where the payload does not say.
-    rollout: the id that the agent had; None for the letter of an index.
+    producer: None if the payload names none.
+    rollout: its id; None for the letter of an index.
     """
 
     entry_id: str
@@ -68,7 +68,7 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """A letter and what it holds. problem: why that is no record to train on; the rest as far as it can be read."""
+    """A letter with its payload, as far as it can be read. problem: why the payload cannot be trained on."""
 
     letter: Letter
     problem: str | None = None
@@ -76,11 +76,11 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
     siblings: tuple[Sibling, ...] | None = None
     hex_preview: str | None = None
-    """The first bytes of a payload that is no record at all."""
+    """The first bytes of a payload that is no record."""
 
 
 class RequeueResult(msgspec.Struct, frozen=True, kw_only=True):
-    """indexes: those that the trainer will release again. without_index: letters that cannot be, naming no index."""
+    """indexes: to be released again by the trainer. without_index: number of letters that name none."""
 
     indexes: tuple[int, ...]
     without_index: int
@@ -97,7 +97,7 @@ def _dead_indexes(run: OpenRun) -> list[Letter]:
 
 
 def _dead_rollouts(run: OpenRun) -> list[Letter]:
-    """Each once: a producer that missed the answer to an append repeats it."""
+    """Reads each once: a producer that missed the answer to an append repeats it."""
     letters = [_rollout_letter(entry_id, fields) for entry_id, fields in _entries(run, run.keys.dead_rollouts)]
     return list({(letter.index, letter.rollout): letter for letter in reversed(letters)}.values())[::-1]
 
@@ -106,7 +106,7 @@ def show_letters(run: OpenRun, index: int) -> list[Content]:
     """The letters of one index, oldest first.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the index has none.
     """
     state_of = _states(run)
     wanted = str(index).encode()
@@ -127,13 +127,13 @@ def show_letters(run: OpenRun, index: int) -> list[Content]:
 def requeue(
     run: OpenRun, *, indexes: Collection[int] = (), reason: str | None = None, every: bool = False
 ) -> RequeueResult:
-    """Asks for dead indexes to be released again: by number, by reason (or its part before the colon), or all of them.
+    """Requests the release of dead indexes: by number, by reason (or its part before the colon), or all of them.
 
-    The trainer takes the request at its next reconcile (each checkpoint, and its start) and releases as its credit
-    lasts.
+    The trainer takes the request at its next reconcile (at its start and each checkpoint) and releases them when there
+    is credit.
 
     Raises:
-        ConfigError: the run is finished, or an index has no letter that stands.
+        ConfigError: the run is finished, or an index is not dead.
     """
     if run.redis.hget(run.keys.commit, Commit.FINISHED) == b"1":
         raise _finished(run)
@@ -148,7 +148,7 @@ def requeue(
     }
     if reason is not None and not chosen:
         kinds = ", ".join(sorted({letter.kind for letter in standing.values()})) or "none"
-        raise ConfigError(f"--reason {reason}: no index of run {run.name!r} is dead of it; expected one of: {kinds}")
+        raise ConfigError(f"--reason {reason}: no index of run {run.name!r} died of it; expected one of: {kinds}")
     without_index = sum(
         letter.index is None and (every or (reason is not None and reason in (letter.reason, letter.kind)))
         for letter in letters
@@ -185,8 +185,7 @@ def _send(run: OpenRun, chosen: dict[int, str]) -> list[int]:
 
 def _finished(run: OpenRun) -> ConfigError:
     return ConfigError(
-        f"run {run.name!r} is finished: nothing of it is released any more; continue it with --resume and more updates "
-        "first, or leave its dead where they are"
+        f"run {run.name!r} is finished and releases nothing more; continue it first, with --resume and more updates"
     )
 
 
@@ -202,7 +201,7 @@ def _entries(run: OpenRun, stream: str) -> Iterator[tuple[str, dict[bytes, bytes
 
 
 def _states(run: OpenRun) -> Callable[[int | None, str], State]:
-    """Tells what a letter stands for, by Redis and by the last committed checkpoint."""
+    """Makes a function that gives a letter's state, by Redis and by the last committed checkpoint."""
     standing: Any = run.redis.hgetall(run.keys.dead_index)
     requested: Any = run.redis.hgetall(run.keys.requeued)
     ledger = _saved_ledger(run)
@@ -228,7 +227,7 @@ def _saved_ledger(run: OpenRun) -> LedgerState:
     try:
         return read_saved_ledger(run.folder, pointer.decode() if pointer is not None else None).saved.ledger
     except UnreadableError:
-        return LedgerState()  # the letters speak for themselves; the audit says what is wrong with the checkpoints
+        return LedgerState()  # the audit says what is wrong with the checkpoints
 
 
 def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int | None, str], State]) -> Letter:
@@ -265,7 +264,7 @@ class _Named(msgspec.Struct):
 
 
 def _producer(payload: bytes) -> str | None:
-    """Who made a record, also one that cannot be trained on."""
+    """The producer that a record names, even if the record is invalid."""
     try:
         return msgspec.msgpack.decode(payload, type=_Named).producer_id
     except (ValueError, RecursionError):

@@ -135,7 +135,7 @@ def check_ledger(reading: Reading) -> LedgerCheck:
 
 
 def _places(reading: Reading, unsettled: Iterable[int]) -> dict[str, set[int]]:
-    """Where each unsettled index is: `on_stream`, `claimed`, `queued`, `postponed` or `lost`."""
+    """Locates each unsettled index: `on_stream`, `claimed`, `queued`, `postponed` or `lost`."""
     prompts = {prompt.index: prompt for prompt in sorted(reading.prompts, key=lambda prompt: _id_key(prompt.entry_id))}
     entries = {entry.index: entry.entry_id for entry in reading.stream}
     postponed = set(reading.saved.ledger.postponed)

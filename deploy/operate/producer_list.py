@@ -1,4 +1,4 @@
-"""`penstock producers`: who generates for a run, how fresh its weights are, and which claims nobody looks after."""
+"""`penstock producers`: the producers of a run, their policies, and claims whose producer is gone."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
-    """A producer with a heartbeat. lag: optimizer steps behind the newest policy; None where none can be told."""
+    """A producer with a heartbeat. lag: optimizer steps behind the newest policy; None if it is not known."""
 
     producer_id: str
     policy_version: int
@@ -21,24 +21,24 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     num_in_flight: int
     oldest_in_flight_s: float | None
     num_claims: int
-    """What Redis holds for it, evaluations included."""
+    """Its claims in Redis, evaluations included."""
     tokens_per_s: float
     num_tokens_generated: int
     num_groups_appended: int
     num_weight_loads_failed: int
     last_seen_s: float
-    """Seconds since its last heartbeat, by the clock of Redis."""
+    """Seconds since its last heartbeat, by Redis' clock."""
     host: str
     pid: int
     metrics_port: int
     engine: str
     endpoint: str
-    """Where it serves agents; empty without an endpoint."""
+    """URL at which it serves agents; empty without an endpoint."""
     last_error: str
 
 
 class Orphaned(msgspec.Struct, frozen=True, kw_only=True):
-    """Claims under an id that has no heartbeat: its producer is gone, or cannot reach Redis."""
+    """Claims of an id without a heartbeat: its producer is gone, or cannot reach Redis."""
 
     consumer: str
     num_prompts: int
@@ -59,14 +59,15 @@ class Producers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_producers(run: OpenRun) -> Producers:
-    """Claims are read first: whoever claims has sent a heartbeat before, so none of a live producer looks orphaned.
+    """Lists producers. Claims are read before heartbeats: a producer sends one before it claims, so that no claim of a
+    live producer looks orphaned.
 
     Raises:
         ServerError: the run's Redis cannot be reached.
     """
     client, keys = run.redis, run.keys
     claims = {stream: pending(client, stream) for stream in (keys.prompts, keys.evaluations)}
-    beats = _heartbeats(client, keys)
+    heartbeats = _heartbeats(client, keys)
     commit: Any = client.hgetall(keys.commit)
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
     num_claims: dict[str, int] = {}
@@ -79,21 +80,23 @@ def list_producers(run: OpenRun) -> Producers:
         newest_version=newest,
         finished=commit.get(Commit.FINISHED) == b"1",
         alive=tuple(
-            _alive(beat, age_s, num_claims.get(producer_id, 0), newest, commit)
-            for producer_id, (beat, age_s) in sorted(beats.items(), key=lambda item: (len(item[0]), item[0]))
-            if beat is not None
+            _alive(heartbeat, age_s, num_claims.get(producer_id, 0), newest, commit)
+            for producer_id, (heartbeat, age_s) in sorted(heartbeats.items(), key=lambda item: (len(item[0]), item[0]))
+            if heartbeat is not None
         ),
         orphaned=tuple(
             _orphaned(consumer, claims[keys.prompts], claims[keys.evaluations])
             for consumer in sorted(num_claims)
-            if consumer not in beats
+            if consumer not in heartbeats
         ),
-        unreadable=tuple(sorted(producer_id for producer_id, (beat, _) in beats.items() if beat is None)),
+        unreadable=tuple(
+            sorted(producer_id for producer_id, (heartbeat, _) in heartbeats.items() if heartbeat is None)
+        ),
     )
 
 
 def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | None, float]]:
-    """By producer id: its heartbeat (None where it cannot be read) and the seconds since it was sent."""
+    """Reads, by producer id, its heartbeat (None if it cannot be decoded) and the seconds since it was sent."""
     found = {}
     prefix = keys.producer("").encode()
     for name in set(client.scan_iter(keys.producer_pattern, count=1000)):
@@ -104,39 +107,41 @@ def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | 
         if value is None:
             continue  # it expired in between
         try:
-            beat = decode_heartbeat(value)
+            heartbeat = decode_heartbeat(value)
         except msgspec.DecodeError:
-            beat = None
-        found[_shown(name.removeprefix(prefix))] = (beat, max(0.0, HEARTBEAT_TTL_S - left_ms / 1000))
+            heartbeat = None
+        found[_shown(name.removeprefix(prefix))] = (heartbeat, max(0.0, HEARTBEAT_TTL_S - left_ms / 1000))
     return found
 
 
-def _alive(beat: Heartbeat, age_s: float, num_claims: int, newest: int | None, commit: dict[bytes, bytes]) -> Alive:
-    # By the producer's own clock up to its heartbeat and by Redis' from there on: no two clocks are compared.
-    ages = [beat.sent_s - claim.claimed_s + age_s for claim in beat.in_flight]
+def _alive(
+    heartbeat: Heartbeat, age_s: float, num_claims: int, newest: int | None, commit: dict[bytes, bytes]
+) -> Alive:
+    # Up to the heartbeat by the producer's clock, after it by Redis': no two clocks are compared.
+    ages = [heartbeat.sent_s - claim.claimed_s + age_s for claim in heartbeat.in_flight]
     return Alive(
-        producer_id=beat.producer_id,
-        policy_version=beat.policy_version,
-        lag=steps_behind(beat.policy_version, newest, commit),
-        num_in_flight=len(beat.in_flight),
+        producer_id=heartbeat.producer_id,
+        policy_version=heartbeat.policy_version,
+        lag=steps_behind(heartbeat.policy_version, newest, commit),
+        num_in_flight=len(heartbeat.in_flight),
         oldest_in_flight_s=max(ages, default=None),
         num_claims=num_claims,
-        tokens_per_s=beat.tokens_per_s,
-        num_tokens_generated=beat.num_tokens_generated,
-        num_groups_appended=beat.num_groups_appended,
-        num_weight_loads_failed=beat.num_weight_loads_failed,
+        tokens_per_s=heartbeat.tokens_per_s,
+        num_tokens_generated=heartbeat.num_tokens_generated,
+        num_groups_appended=heartbeat.num_groups_appended,
+        num_weight_loads_failed=heartbeat.num_weight_loads_failed,
         last_seen_s=age_s,
-        host=beat.host,
-        pid=beat.pid,
-        metrics_port=beat.metrics_port,
-        engine=f"{beat.fingerprint.engine} {beat.fingerprint.version}",
-        endpoint=beat.endpoint,
-        last_error=beat.last_error,
+        host=heartbeat.host,
+        pid=heartbeat.pid,
+        metrics_port=heartbeat.metrics_port,
+        engine=f"{heartbeat.fingerprint.engine} {heartbeat.fingerprint.version}",
+        endpoint=heartbeat.endpoint,
+        last_error=heartbeat.last_error,
     )
 
 
 def steps_behind(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
-    """The lag of a policy behind the newest, by the commit hash; None where it cannot be told."""
+    """The lag of a policy behind the newest, by the commit hash; None if it is not known."""
     if newest is None:
         return None
     try:
@@ -158,5 +163,5 @@ def _orphaned(consumer: str, prompts: list[dict[str, Any]], evaluations: list[di
 
 
 def _shown(name: bytes) -> str:
-    """A producer's id, which may be any bytes where a producer is broken or hostile."""
+    """A producer's id, which a broken or hostile producer may make any bytes."""
     return name.decode(errors="backslashreplace")

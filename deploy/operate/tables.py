@@ -92,7 +92,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 
 def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
-    """What died of the indexes, then agents' rollouts."""
+    """Prints the letters of indexes, then those of agents' rollouts."""
     console = console or Console()
     letters = list(letters)
     of_indexes = [letter for letter in letters if letter.rollout is None]
@@ -126,12 +126,12 @@ def _letter_cells(letter: Letter) -> tuple[str, ...]:
 def _moment(time_s: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
-    except (OverflowError, OSError):  # an entry id is any number of 64 bits where somebody has chosen it
+    except (OverflowError, OSError):  # an entry id may be any number of 64 bits
         return f"{time_s:.0f} s"
 
 
 def print_content(content: Content, console: Console | None = None) -> None:
-    """One letter in full."""
+    """Prints one letter with its content."""
     console = console or Console()
     index, state, reason, moment, producer, size = _letter_cells(content.letter)
     _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
@@ -194,10 +194,10 @@ def _alive_cells(alive: Alive) -> tuple[str, ...]:
 def _orphaned_line(orphaned: Orphaned) -> str:
     held = f"{orphaned.num_prompts} prompts and {orphaned.num_evaluations} evaluations"
     if orphaned.shortest_idle_s >= _HANDED_BACK_S:
-        idle = "free for the next producer that looks"
+        idle = "free for the next producer that claims"
     else:
         idle = f"idle for {orphaned.shortest_idle_s:.1f} to {min(orphaned.longest_idle_s, _HANDED_BACK_S):.1f} s"
-    return f"{_safe(orphaned.consumer)}: no heartbeat, yet it holds {held}, {idle}"
+    return f"{_safe(orphaned.consumer)}: no heartbeat, but it holds {held}, {idle}"
 
 
 def _bare_table(*columns: str, show_header: bool = True) -> Table:

@@ -1,1 +1,1 @@
-"""How Prometheus watches a run: scrape configurations, rules, and the command that fills one in."""
+"""Prometheus: scrape configurations, rules, and `penstock prometheus`. Imported through `command`."""

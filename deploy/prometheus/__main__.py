@@ -1,4 +1,4 @@
-"""Writes the rules as objects of the Prometheus operator; a test holds them to be in step with the rule files."""
+"""Writes the rules as objects of the Prometheus operator; a test compares them with the rule files."""
 
 from pathlib import Path
 from textwrap import indent

@@ -1,4 +1,4 @@
-"""`penstock prometheus RUN`: the scrape configuration of a run on this machine."""
+"""`penstock prometheus RUN` writes the scrape configuration of a run on this machine."""
 
 import argparse
 import json
@@ -25,23 +25,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--redis-exporter",
         metavar="HOST:PORT",
-        help="watch the memory of Redis as well, which redis_exporter serves there",
+        help="scrape redis_exporter at this address, for the memory of Redis",
     )
 
 
 def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None) -> Path:
-    """Writes `<run>/prometheus.yml`, which finds the run's processes by the files that they leave in `<run>/metrics/`.
+    """Writes `<run>/prometheus.yml`, which finds the run's processes by the files in `<run>/metrics/`.
 
-    redis_exporter: `host:port` of the exporter for its Redis; without one Redis is not watched.
+    redis_exporter: `host:port` of the exporter for its Redis; None leaves Redis out.
 
     Raises:
-        ConfigError: no address, or Prometheus cannot watch files in a folder of this name.
+        ConfigError: not an address, or a folder whose name Prometheus takes for a pattern.
     """
     if redis_exporter is not None and not re.fullmatch(r"(\[[0-9a-f:]+\]|[\w.-]+):\d+", redis_exporter):
         raise ConfigError(f"--redis-exporter {redis_exporter!r}: expected HOST:PORT, as in 127.0.0.1:9121")
     folder = run_folder.resolve()
     if "*" in str(folder):
-        raise ConfigError(f"{folder}: Prometheus takes * for a pattern; expected a folder without it in its path")
+        raise ConfigError(f"{folder}: Prometheus takes * for a pattern; expected a path without it")
     text = TEMPLATE.read_text()
     for name, path in (("RULES", RULES), ("RUN", folder)):
         text = text.replace(f'"{name}/', json.dumps(f"{path}/")[:-1])
@@ -53,9 +53,9 @@ def write_prometheus_config(run_folder: Path, redis_exporter: str | None = None)
 
 
 def exporter_command(run_folder: Path, address: str) -> str | None:
-    """For a shell: serves the numbers of the run's own Redis at `address`. None where there is no such server now.
+    """The shell command that serves the metrics of the run's own Redis at `address`; None if no such server runs.
 
-    Its password is another one at each start, and stands in no command line.
+    The command reads the password, which changes at each start, from the connection file.
     """
     file = connection_file(run_folder.resolve())
     try:
@@ -81,9 +81,9 @@ def _prometheus(arguments: argparse.Namespace) -> int:
     if arguments.redis_exporter is not None:
         command = exporter_command(file.parent, arguments.redis_exporter)
         if command is None:
-            print("\nno Redis of the run's own is running now, so no command for its redis_exporter is shown")
+            print("\nno Redis of the run's own is running, so its redis_exporter has no command")
         else:
-            print(f"\nand with redis_exporter, beside it for as long as this Redis runs:\n\n{command}")
+            print(f"\nand redis_exporter, for as long as this Redis runs:\n\n{command}")
     return 0
 
 

@@ -24,14 +24,14 @@ SHARES = ("frac", "fraction", "ess")
 
 
 class Exported(NamedTuple):
-    """One metric as a scrape shows it, beside its definition."""
+    """A metric and the type that a scrape shows."""
 
     metric: Metric
     type: str
 
 
 def exported(registry: CollectorRegistry, definitions: Iterable[Metric]) -> list[Exported]:
-    """What `registry` serves, by name.
+    """The metrics that `registry` serves, by name.
 
     Raises:
         KeyError: it serves a metric that has no definition.
@@ -54,10 +54,10 @@ def producer_metrics() -> list[Exported]:
 
 
 def unit_of(metric: Metric) -> str:
-    """By Prometheus' convention the last word of a name, before `_total`, says it; else the definition does.
+    """The unit by the last word of the name before `_total`, as is Prometheus' convention, else by the definition.
 
     Raises:
-        ValueError: neither does, or both do.
+        ValueError: neither names one, or both do.
     """
     last = metric.name.removesuffix("_total").removesuffix("_by_lag").rpartition("_")[2]
     named = "share" if last in SHARES else UNITS.get(last, "")
@@ -67,7 +67,7 @@ def unit_of(metric: Metric) -> str:
 
 
 def reference() -> str:
-    """The tables, in Markdown."""
+    """The tables in Markdown."""
     parts = [f"{BEGIN}\n"]
     for title, found in (("The trainer", trainer_metrics()), ("A producer", producer_metrics())):
         parts.append(f"### {title}\n\n| name | type | labels | unit | help |\n|---|---|---|---|---|")
@@ -77,7 +77,7 @@ def reference() -> str:
 
 
 def with_reference(page: str) -> str:
-    """The page with its reference written anew."""
+    """The page with a new reference."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{reference()}{after}"

@@ -1,4 +1,4 @@
-"""What the figures' panels share: colours, and how series and axes are drawn."""
+"""The parts that figures share: colours, series and axes."""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -16,7 +16,7 @@ LAG_COLOURS = ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e")
 """One for each of `penstock.schemas.metrics.LAG_LABELS`, cold to warm."""
 MASKED_SHADE = "#ef4444"
 MAX_POINTS = 600
-"""A line of more points is averaged in bins: no screen shows more, and the page stays small."""
+"""A line of more points is averaged in bins, which keeps the page small."""
 SMOOTHING = 0.04
 """Width of the running mean, as a share of the line."""
 
@@ -78,7 +78,7 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def column(updates: Sequence[Update], name: str) -> np.ndarray:
-    """A field or metric of every update as floats `[n]`, NaN where it has no value."""
+    """A field or metric of every update as floats `[n]`, NaN without a value."""
     is_field = name in Update.__struct_fields__
     values = [getattr(line, name) if is_field else line.metrics.get(name) for line in updates]
     return np.array([np.nan if value is None else value for value in values], dtype=float)
@@ -89,7 +89,7 @@ def numbers(updates: Sequence[Update]) -> np.ndarray:
 
 
 def noisy_line(ax: Axes, x: np.ndarray, y: np.ndarray, colour: str, label: str) -> bool:
-    """A noisy series: itself in a light tone, its running mean on top."""
+    """Draws a noisy series in a light tone, with its running mean on top."""
     if not np.isfinite(y).any():
         return False
     x, y = binned(x, y)
@@ -109,7 +109,7 @@ def by_update(telemetry: RunTelemetry, ax: Axes, series: Sequence[tuple[str, str
 
 
 def legend_above(ax: Axes, columns: int = 4) -> None:
-    """Names the series above the axes, where no line can run through them."""
+    """Places the legend above the axes, where no line crosses it."""
     ax.legend(
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),

@@ -25,7 +25,7 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key
     "that falls with lag.",
 )
 def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
-    """Means over the whole run, one point for each lag bucket; on a logarithmic axis, so none of 0 or below."""
+    """Draws means over the whole run, a point for each lag bucket above 0 on a logarithmic axis."""
     found = mismatch_by_lag(telemetry.updates)
     drawn = False
     for name, colour, label, marker in (("k3_kl", BLUE, "k3 KL (nats per token)", "o"), ("chi2", AMBER, "χ²", "s")):
@@ -114,7 +114,7 @@ def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes)
 
 
 def _lines(telemetry: RunTelemetry, ax: Axes, name: str, ylabel: str, *, legend: bool = False) -> bool:
-    """The running mean of each bucket's number where a batch has one; a batch that stands alone is a dot."""
+    """Draws each bucket's running mean over the batches that have a value; a batch without neighbours is a dot."""
     drawn = False
     for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
         x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(name, label)))

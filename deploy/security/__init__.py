@@ -1,1 +1,1 @@
-"""Who may do what on a Redis that is shared: ACL users for the parts of a run."""
+"""ACL users of a shared Redis, one for each part of a run. Imported through `acl`."""

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="one file for each user, made (mode 0600) with a random password where it is missing",
+        help="one file for each user; a missing one is made (mode 0600) with a random password",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_or_make(file: Path) -> str:
-    """The password in `file`; a new one of 256 bits where there is no such file.
+    """Reads the password in `file`, or makes one of 256 bits if there is no such file.
 
     Raises:
         OSError: it cannot be read or written.

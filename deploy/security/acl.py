@@ -1,7 +1,7 @@
 """ACL users of a run, with the least rights that its parts need.
 
-A user's rights are selectors: each names keys and the commands that may touch them, and a command is allowed when one
-selector allows all of it. What a script does is checked command by command like everything else.
+A user's rights are selectors: each names keys and the commands that may touch them. A command is allowed if one
+selector allows all of it. The commands of a script are checked one by one.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _CONNECTION = "ping select echo multi exec discard"
 
 _PRODUCER = (
     Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),
-    # A prompt that is handed back is a new entry.
+    # A prompt is handed back as a new entry.
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
     Right("policy", "xread xrevrange", read_only=True),
     Right("commit", "hget", read_only=True),
@@ -46,12 +46,12 @@ _TRAINER = (
     Right("prompts", "xinfo|groups", read_only=True),
 )
 _OBSERVER = (
-    # A script that only reads (`penstock audit` has one) may call what its user may call, and nothing that writes.
+    # EVAL_RO (in `penstock audit`) may call the commands of its user that read.
     Right("*", f"{_READING} xinfo|stream xinfo|groups xinfo|consumers eval_ro", read_only=True),
 )
 _OPERATOR = (*_PRODUCER, *_TRAINER, *_OBSERVER, Right("requeued", "hset"))
 _RIGHTS: Mapping[str, tuple[str, tuple[Right, ...]]] = {
-    # role: (commands without a key, rights). SCAN shows the names of all keys of the server, whoever asks.
+    # role: (commands without a key, rights). SCAN shows the names of all keys of the server to any user.
     "producer": ("", _PRODUCER),
     "trainer": ("script|load info scan", _TRAINER),
     "observer": ("info scan", _OBSERVER),
@@ -65,14 +65,14 @@ def user_name(run: str, role: str) -> str:
 
 
 def user_line(run: str, role: str, password: str) -> str:
-    """The line of an ACL file (after `ACL SETUSER`, without its first word, the command) that makes this user.
+    """The line of an ACL file that makes this user; without its first word, the arguments of `ACL SETUSER`.
 
     Raises:
         ValueError: not a run name.
     """
     tag = Keys(run).prompts.removesuffix("prompts")
     bare, rights = _RIGHTS[role]
-    # `reset` first: the line says all, whatever the server knew of the user before.
+    # `reset` first: rights that the server knew before are dropped.
     rules = ["reset", "on", _hash(password), "-@all", *_allowed(f"{_CONNECTION} {bare}")]
     for right in rights:
         keys = [f"{'%R' if right.read_only else ''}~{tag}{key}" for key in right.keys.split()]
@@ -81,9 +81,9 @@ def user_line(run: str, role: str, password: str) -> str:
 
 
 def acl_file(runs: Iterable[str], passwords: Mapping[str, str]) -> str:
-    """The ACL file of a server for these runs: an administrator, four users a run, and nobody without a password.
+    """The ACL file of a server for these runs: an administrator, four users a run, no user without a password.
 
-    It holds hashes of the passwords only.
+    It holds only hashes of the passwords.
 
     Args:
         passwords: by user name; `ADMIN` and every `user_name(run, role)`.

@@ -1,1 +1,1 @@
-"""`penstock watch`: what a run does, in a terminal."""
+"""`penstock watch`: a run in the terminal. Imported through `command`."""

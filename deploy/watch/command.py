@@ -8,14 +8,14 @@ from penstock.schemas.config import ConfigError, RunConfig
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser, "name of a run, its folder, or its run file where Redis is elsewhere")
-    parser.add_argument("--once", action="store_true", help="print all three views once; so it is without a terminal")
+    add_run(parser, "name of a run, its folder, or its run file if Redis is elsewhere")
+    parser.add_argument("--once", action="store_true", help="print all three views once, as is done without a terminal")
     parser.add_argument(
         "--metrics",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="a metrics endpoint that the run's folder does not name, such as that of a trainer elsewhere",
+        help="a metrics endpoint that the run's folder does not name, such as that of a trainer on another machine",
     )
 
 
@@ -37,7 +37,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
-    """As `find_run`; besides, `run` may be a run file, whose run may be elsewhere.
+    """Finds a run as `find_run` does, or by its run file, whose run may be on other machines.
 
     Raises:
         ConfigError: no such run, or a run file that cannot be read.
@@ -53,7 +53,7 @@ def find(run: str, runs: Path) -> tuple[str, Path | None, RunConfig | None]:
 
 
 def _check_is_there(name: str, runs: Path) -> None:
-    """Raises ConfigError for a name that Redis knows nothing of, ServerError where there is no asking."""
+    """Raises ConfigError if Redis holds no run of this name, ServerError if Redis cannot be reached."""
     from penstock.deploy.operate.run_access import open_run
 
     with open_run(name, runs) as run:
@@ -68,5 +68,5 @@ def _address(text: str) -> str:
 
 
 COMMAND = Command(
-    "watch", "show what a run does: flow, learning, off-policy (keys 1, 2, 3; q quits)", _add_arguments, _watch
+    "watch", "show a run in three views: flow, learning, off-policy (keys 1, 2, 3; q quits)", _add_arguments, _watch
 )

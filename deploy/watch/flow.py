@@ -63,7 +63,7 @@ def _groups(seen: RunSnapshot) -> RenderableType:
         return Text(f"Redis is away: {safe(seen.without_redis)}", style="red")
     redis, credit, num_open = seen.redis, seen.credit, seen.count("penstock_groups_open")
     queued = max(0, redis.num_prompts - redis.num_claimed)
-    # The gauge is of the last batch, the prompts are of now: what is neither queued nor in producers is ready.
+    # The gauge is as of the last batch, the prompts are current: groups neither queued nor in producers are ready.
     ready = max(0, num_open - redis.num_prompts) if num_open is not None else seen.num_ready
     room = None if credit is None or ready is None else max(0, credit - redis.num_prompts - ready)
     table = Table.grid(padding=(0, 3))
@@ -84,12 +84,12 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("producer", "policy", "lag", "tokens/s", "in flight", "pauses/min", "p50", "longest", "paused"):
         table.add_column(name, justify="left" if name == "producer" else "right", no_wrap=name != "producer")
-    beats = seen.redis.heartbeats if seen.redis is not None else {}
+    heartbeats = seen.redis.heartbeats if seen.redis is not None else {}
     lags = seen.redis.lags if seen.redis is not None else {}
-    for producer in sorted({*seen.producers, *beats}, key=lambda name: (len(name), name)):
-        beat, pauses = beats.get(producer), seen.pauses.get(producer, Pauses())
+    for producer in sorted({*seen.producers, *heartbeats}, key=lambda name: (len(name), name)):
+        heartbeat, pauses = heartbeats.get(producer), seen.pauses.get(producer, Pauses())
         paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
-        if beat is None:
+        if heartbeat is None:
             gone = "ended" if seen.is_over else "away" if seen.redis is not None else "unknown"
             style = "dim" if seen.is_over or not seen.is_running else "red"
             table.add_row(safe(producer, 24), gone, "", "", "", *paused, percent(pauses.share), style=style)
@@ -97,19 +97,19 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
         lag = lags.get(producer)
         table.add_row(
             safe(producer, 24),
-            shown_version(beat.policy_version),
+            shown_version(heartbeat.policy_version),
             NOTHING if lag is None else str(lag),
-            f"{beat.tokens_per_s:,.0f}",
-            str(len(beat.in_flight)),
+            f"{heartbeat.tokens_per_s:,.0f}",
+            str(len(heartbeat.in_flight)),
             *paused,
             percent(pauses.share),
         )
-    errors = [Text(f"{safe(name, 24)}: {safe(beat.last_error)}", style="red") for name, beat in sorted(beats.items())
-              if beat.last_error]  # fmt: skip
+    errors = [Text(f"{safe(name, 24)}: {safe(heartbeat.last_error)}", style="red") for name, heartbeat in sorted(heartbeats.items())
+              if heartbeat.last_error]  # fmt: skip
     if not table.row_count:
         table.add_row("none")
     total = Text()
-    if beats:
+    if heartbeats:
         total = joined([Text("all", style="bold"), f"{count(seen.tokens_per_s)} tokens/s sampled", _queue(seen, width)])
     return Group(table, total, *errors)
 

@@ -88,9 +88,9 @@ class Gatherer:
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
         if self._files is not None:
             self._known |= dict.fromkeys(self._files.pauses)
-        for producer, beat in (seen.heartbeats if seen is not None else {}).items():
-            host = "127.0.0.1" if beat.host == socket.gethostname() else beat.host
-            by_role.setdefault(producer, f"{host}:{beat.metrics_port}")
+        for producer, heartbeat in (seen.heartbeats if seen is not None else {}).items():
+            host = "127.0.0.1" if heartbeat.host == socket.gethostname() else heartbeat.host
+            by_role.setdefault(producer, f"{host}:{heartbeat.metrics_port}")
         with_lines = self._files.pauses if self._files is not None else {}
         wanted = [(role, address) for role, address in by_role.items() if role not in with_lines]
         found = scrape([*wanted, *(("", address) for address in self._addresses)])
@@ -139,7 +139,10 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
         num_claimed=_num_claimed(summary),
         num_stream_entries=num_entries,
         newest_version=newest,
-        lags={producer: steps_behind(beat.policy_version, newest, commit) for producer, beat in heartbeats.items()},
+        lags={
+            producer: steps_behind(heartbeat.policy_version, newest, commit)
+            for producer, heartbeat in heartbeats.items()
+        },
         finished=commit.get(Commit.FINISHED) == b"1",
         has_trainer=bool(has_lease),
     )

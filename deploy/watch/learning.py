@@ -1,4 +1,4 @@
-"""The view **Learning**: what the policy gains, and how hard it is pulled."""
+"""The view **Learning**: reward, accuracy, and the size of the steps."""
 
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, sparkline

@@ -1,4 +1,4 @@
-"""The view **Off-policy**: how old the tokens are, and what that does to them."""
+"""The view **Off-policy**: lag, correction and mismatch."""
 
 from collections.abc import Sequence
 

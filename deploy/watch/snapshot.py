@@ -1,4 +1,4 @@
-"""A run at one moment, as far as it can be seen."""
+"""A run at one moment, as far as it is known."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 
 RECENT = 20
-"""Batches that shares, rates and lag are taken over."""
+"""Batches over which shares, rates and lag are taken."""
 PAUSE_WINDOW_S = 60.0
 _LONG_S = 30.0
 _LONG_BATCHES = 10
@@ -20,9 +20,9 @@ _LONG_BATCHES = 10
 
 @dataclass(frozen=True)
 class RedisSeen:
-    """What Redis holds of a run.
+    """The state of a run in Redis.
 
-    heartbeats: by producer id. num_prompts: released and not appended; num_claimed: of them, held by producers.
+    heartbeats: by producer id. num_prompts: released and not appended; num_claimed: those of them that producers hold.
     has_trainer: a trainer holds the lease.
     """
 
@@ -58,10 +58,10 @@ class Pauses:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """redis, trainer: None where they do not answer; `without_redis`, `without_trainer` then say why.
+    """redis, trainer: None if they do not answer; `without_redis`, `without_trainer` then say why.
 
-    updates, evaluations: on the line of the present policy, oldest first.
-    producers: the ids of all that were ever seen; who has no heartbeat is away.
+    updates, evaluations: those that led to the present policy, oldest first.
+    producers: the ids of all seen so far, with a heartbeat or without.
     is_over: the run is finished.
     """
 
@@ -88,13 +88,13 @@ class RunSnapshot:
 
     @property
     def is_running(self) -> bool:
-        """Something of it is alive: a trainer or a producer."""
+        """True while a trainer or a producer is alive."""
         seen = self.redis
         return self.trainer is not None or (seen is not None and bool(seen.has_trainer or seen.heartbeats))
 
     @property
     def silent_s(self) -> float | None:
-        """Seconds since the last update where that is unusually long; None otherwise."""
+        """Seconds since the last update if they are unusually many, else None."""
         newest = self.newest
         if newest is None:
             return None
@@ -112,7 +112,7 @@ class RunSnapshot:
 
     @property
     def shares(self) -> dict[str, float] | None:
-        """Of the trainer's time over the recent batches: `wait`, `step`, `publish`."""
+        """Shares of the trainer's time over the recent batches: `wait`, `step`, `publish`."""
         spent = {
             phase: sum(getattr(update, f"{phase}_s") or 0.0 for update in self.recent)
             for phase in ("wait", "step", "publish")
@@ -122,8 +122,12 @@ class RunSnapshot:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Sampled by all producers, as they say."""
-        return sum(beat.tokens_per_s for beat in self.redis.heartbeats.values()) if self.redis is not None else None
+        """Tokens sampled by all producers, by their heartbeats."""
+        return (
+            sum(heartbeat.tokens_per_s for heartbeat in self.redis.heartbeats.values())
+            if self.redis is not None
+            else None
+        )
 
     @property
     def trained_per_s(self) -> float | None:
@@ -139,7 +143,7 @@ class RunSnapshot:
 
     @property
     def num_ready(self) -> int | None:
-        """Groups generated and not settled."""
+        """Groups that are generated and not settled."""
         groups_open, prompts_open = self.count("penstock_groups_open"), self.count("penstock_prompts_open")
         if groups_open is not None and prompts_open is not None:
             return max(0, groups_open - prompts_open)

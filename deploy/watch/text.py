@@ -1,4 +1,4 @@
-"""Numbers, bars and lines of a terminal."""
+"""Numbers, bars and sparklines as text."""
 
 import math
 import time
@@ -13,14 +13,14 @@ NOTHING = "-"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of `values` in at most `width` characters, each the mean of its part; "" for none.
+    """Draws `values` in at most `width` characters, each the mean of its part; "" without values.
 
-    The lowest is the lowest step, the highest the highest; a course without a difference runs in the middle.
+    The lowest mean is the lowest step and the highest the highest; equal means are drawn at half height.
     """
     numbers = [value for value in values if math.isfinite(value)]
     if not numbers or width < 1:
         return ""
-    # To within 1, exactly: neither a sum nor a range of the largest numbers is finite.
+    # Scaled below 1, exactly: sums and ranges of the largest numbers are not finite.
     exponent = math.frexp(max(map(abs, numbers)))[1]
     numbers = [math.ldexp(value, -exponent) for value in numbers]
     count = min(width, len(numbers))
@@ -33,12 +33,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """At least one character for what is there at all."""
+    """A bar of at least one character if `share` is above 0."""
     return _BAR * (max(1, round(share * width)) if share > 0 else 0)
 
 
 def number(value: float | None) -> str:
-    """Four digits that mean something: `0.9874`, `12,345`, `1.2e-06`, `1.2e+12`."""
+    """Four significant digits at most, as `0.9874`, `12,345`, `1.2e-06`, `1.2e+12`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
@@ -75,11 +75,11 @@ def moment(time_s: float) -> str:
 
 
 def safe(text: str, limit: int = 200) -> str:
-    """What producers, Redis and files say, which may hold anything: nothing in it steers the terminal."""
+    """Text from producers, Redis or files, with control characters escaped."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 def joined(parts: Iterable[Text | str]) -> Text:
-    """The parts in one line, without the empty ones."""
+    """Joins the parts that are not empty in one line."""
     return Text("  ").join(part if isinstance(part, Text) else Text(part) for part in parts if len(part))

@@ -123,7 +123,7 @@ def test_a_sound_server_passes(config, info):
         (
             {"maxmemory_policy": "allkeys-lru"},
             "Redis at h:1: maxmemory-policy = 'allkeys-lru' with maxmemory = 1000 MB, expected 'noeviction': what is "
-            "evicted is lost work",
+            "an evicted entry is lost work",
         ),
         (
             {"maxmemory": 10**6},

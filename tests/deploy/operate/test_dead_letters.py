@@ -296,7 +296,7 @@ def test_wrong_requests_are_refused_with_the_reason(run, half, redis_client, cap
     assert "expected one of INDEX..., --reason R and --all" in refused(run, capsys, "requeue", "test")
     assert "expected one of INDEX" in refused(run, capsys, "requeue", "test", "3", "--all")
     error = refused(run, capsys, "requeue", "test", "--reason", "lag")
-    assert "--reason lag: no index of run 'test' is dead of it; expected one of: prompt, reward" in error
+    assert "--reason lag: no index of run 'test' died of it; expected one of: prompt, reward" in error
     run.command(capsys, "dead", "requeue", "test", "3")
     error = refused(run, capsys, "requeue", "test", "3")
     assert "INDEX = 3: not dead in run 'test': its last letter is marked 'requeued'" in error
@@ -317,7 +317,7 @@ def test_letters_that_name_no_index_cannot_be_requeued_and_are_counted(run, half
 
 def test_a_finished_run_takes_no_requeue(run, half, redis_client, capsys):
     half.scripts.finish(half.epoch)
-    assert "run 'test' is finished: nothing of it is released any more" in refused(run, capsys, "requeue", "test", "3")
+    assert "run 'test' is finished and releases nothing more" in refused(run, capsys, "requeue", "test", "3")
     assert redis_client.exists(run.keys.requeued) == 0
 
 

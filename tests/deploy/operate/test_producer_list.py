@@ -100,7 +100,7 @@ def test_a_producer_whose_heartbeat_expired_is_gone_and_what_it_holds_is_listed(
     assert (orphaned["consumer"], orphaned["num_prompts"], orphaned["num_evaluations"]) == ("gone", 3, 2)
     assert 0 <= orphaned["shortest_idle_s"] <= orphaned["longest_idle_s"] < 60
     out = run.command(capsys, "producers", "test")[1]
-    assert "gone: no heartbeat, yet it holds 3 prompts and 2 evaluations, idle for 0." in out
+    assert "gone: no heartbeat, but it holds 3 prompts and 2 evaluations, idle for 0." in out
 
 
 def test_claims_that_were_handed_back_are_shown_as_free(run, redis_client, capsys):
@@ -108,7 +108,7 @@ def test_claims_that_were_handed_back_are_shown_as_free(run, redis_client, capsy
     (row,) = redis_client.xpending_range(run.keys.prompts, PRODUCERS_GROUP, "-", "+", 9)
     redis_client.xclaim(run.keys.prompts, PRODUCERS_GROUP, "gone", 0, [row["message_id"]], idle=10**9)
     assert (
-        "gone: no heartbeat, yet it holds 1 prompts and 0 evaluations, free for the next"
+        "gone: no heartbeat, but it holds 1 prompts and 0 evaluations, free for the next"
         in (run.command(capsys, "producers", "test")[1])
     )
 
