@@ -4,43 +4,14 @@ grafana-foundation-sdk)."""
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from grafana_foundation_sdk.builders import common, prometheus, statetimeline
+from grafana_foundation_sdk.builders import common as builders
 from grafana_foundation_sdk.builders import dashboard as dashboards
 from grafana_foundation_sdk.builders import heatmap as heatmaps
+from grafana_foundation_sdk.builders import prometheus, statetimeline
 from grafana_foundation_sdk.builders import stat as stats
 from grafana_foundation_sdk.builders import timeseries as timelines
-from grafana_foundation_sdk.models.common import (
-    AxisPlacement,
-    BigValueColorMode,
-    BigValueGraphMode,
-    BigValueJustifyMode,
-    BigValueTextMode,
-    GraphDrawStyle,
-    GraphThresholdsStyleMode,
-    LegendDisplayMode,
-    LegendPlacement,
-    LineStyle,
-    ScaleDistribution,
-    SortOrder,
-    StackingMode,
-    TimelineValueAlignment,
-    TooltipDisplayMode,
-    VisibilityMode,
-)
-from grafana_foundation_sdk.models.dashboard import (
-    Dashboard,
-    DashboardCursorSync,
-    DashboardLinkType,
-    DataSourceRef,
-    DynamicConfigValue,
-    FieldColorModeId,
-    Threshold,
-    ThresholdsMode,
-    ValueMap,
-    ValueMappingResult,
-    VariableRefresh,
-    VariableSort,
-)
+from grafana_foundation_sdk.models import common
+from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 from penstock.schemas.metrics import LAG_LABELS
@@ -52,7 +23,7 @@ Queries = Mapping[str, str]
 Limits = Mapping[float, str]
 """The colour of a panel from a value on, ascending."""
 
-DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+DATASOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e"), strict=True))
 """Cold to warm, as in the report."""
 
@@ -99,32 +70,30 @@ def timeseries(
     height: int = 8,
 ) -> Panel:
     """Lines over time. `limits` are drawn as lines; `colours` are by legend; `dashed` are legends of bounds."""
-    scale = common.ScaleDistributionConfig().type(ScaleDistribution.LOG if log_scale else ScaleDistribution.LINEAR)
-    style = GraphThresholdsStyleMode.DASHED if limits else GraphThresholdsStyleMode.OFF
-    legend = common.VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.TABLE)
+    legend = builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.TABLE)
     panel = (
         _filled(timelines.Panel(), title, description, queries, unit, limits, base, width, height)
-        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.PALETTE_CLASSIC))
-        .draw_style(GraphDrawStyle.LINE)
+        .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.PALETTE_CLASSIC))
         .line_width(2)
-        .fill_opacity(25 if stacked else 0)
-        .show_points(VisibilityMode.AUTO)
         .point_size(4)
-        .stacking(common.StackingConfig().mode(StackingMode.NORMAL if stacked else StackingMode.NONE).group("A"))
-        .scale_distribution(scale.log(10) if log_scale else scale)
-        .thresholds_style(common.GraphThresholdsStyleConfig().mode(style))
-        .legend(legend.placement(LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean"]))
-        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .legend(legend.placement(common.LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean"]))
+        .tooltip(builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI).sort(common.SortOrder.DESCENDING))
     )
+    if stacked:
+        panel.fill_opacity(25).stacking(builders.StackingConfig().mode(common.StackingMode.NORMAL).group("A"))
+    if log_scale:
+        panel.scale_distribution(builders.ScaleDistributionConfig().type(common.ScaleDistribution.LOG).log(10))
+    if limits:
+        panel.thresholds_style(builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED))
     if minimum is not None:
         panel.min(minimum)
     if maximum is not None:
         panel.max(maximum)
     for name, colour in (colours or {}).items():
-        panel.override_by_name(name, [DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})])
+        panel.override_by_name(name, [model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})])
     for name in dashed:
-        line = LineStyle(fill="dash", dash=[8, 6])
-        panel.override_by_name(name, [DynamicConfigValue("custom.lineStyle", line)])
+        line = common.LineStyle(fill="dash", dash=[8, 6])
+        panel.override_by_name(name, [model.DynamicConfigValue("custom.lineStyle", line)])
     return panel
 
 
@@ -149,37 +118,34 @@ def stat(
     """The last value in large type; with `name_only`, the legend."""
     return (
         _filled(stats.Panel(), title, description, queries, unit, limits, base, width=4, height=5, instant=True)
-        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.THRESHOLDS))
+        .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
         .no_value(no_value)
-        .reduce_options(common.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
-        .text_mode(BigValueTextMode.NAME if name_only else BigValueTextMode.VALUE)
-        .color_mode(BigValueColorMode.BACKGROUND if name_only else BigValueColorMode.VALUE)
-        .graph_mode(BigValueGraphMode.NONE)
-        .justify_mode(BigValueJustifyMode.CENTER)
+        .reduce_options(builders.ReduceDataOptions().values(False).calcs(["lastNotNull"]).fields(""))
+        .text_mode(common.BigValueTextMode.NAME if name_only else common.BigValueTextMode.VALUE)
+        .color_mode(common.BigValueColorMode.BACKGROUND if name_only else common.BigValueColorMode.VALUE)
+        .graph_mode(common.BigValueGraphMode.NONE)
+        .justify_mode(common.BigValueJustifyMode.CENTER)
     )
 
 
 def states(title: str, description: str, queries: Queries, *, on: str) -> Panel:
     """A band for each series, coloured and reading `on` while it is 1."""
     results = {
-        "0": ValueMappingResult(text=" ", color="transparent", index=0),
-        "1": ValueMappingResult(text=on, color="orange", index=1),
+        "0": model.ValueMappingResult(text=" ", color="transparent", index=0),
+        "1": model.ValueMappingResult(text=on, color="orange", index=1),
     }
     base = "transparent"
     return (
         _filled(statetimeline.Panel(), title, description, queries, "none", {1: "orange"}, base, width=8, height=8)
         .min(0)
         .max(1)
-        .color_scheme(dashboards.FieldColor().mode(FieldColorModeId.THRESHOLDS))
-        .mappings([ValueMap(options=results)])
+        .color_scheme(dashboards.FieldColor().mode(model.FieldColorModeId.THRESHOLDS))
+        .mappings([model.ValueMap(options=results)])
         .line_width(0)
         .fill_opacity(80)
-        .show_value(VisibilityMode.AUTO)
-        .row_height(0.9)
-        .merge_values(True)
-        .align_value(TimelineValueAlignment.CENTER)
-        .legend(common.VizLegendOptions().show_legend(False))
-        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.SINGLE).sort(SortOrder.NONE))
+        .align_value(common.TimelineValueAlignment.CENTER)
+        .legend(builders.VizLegendOptions().show_legend(False))
+        .tooltip(builders.VizTooltipOptions().mode(common.TooltipDisplayMode.SINGLE).sort(common.SortOrder.NONE))
     )
 
 
@@ -191,15 +157,13 @@ def heatmap(title: str, description: str, queries: Queries, *, unit: str, axis: 
     )
     return (
         panel.min(0)
-        .calculate(False)
-        .color(colours.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64).reverse(False))
+        .color(colours.scale(HeatmapColorScale.EXPONENTIAL).exponent(0.5).steps(64))
         .cell_gap(1)
         .cell_values(heatmaps.CellValues().unit(unit))
         .filter_values(heatmaps.FilterValueRange().le(1e-9))
-        .show_value(VisibilityMode.NEVER)
-        .y_axis(heatmaps.YAxisConfig().axis_placement(AxisPlacement.LEFT).axis_label(axis).unit("none"))
+        .show_value(common.VisibilityMode.NEVER)
+        .y_axis(heatmaps.YAxisConfig().axis_placement(common.AxisPlacement.LEFT).axis_label(axis).unit("none"))
         .show_legend()
-        .mode(TooltipDisplayMode.SINGLE)
         .show_y_histogram()
         .show_color_scale(True)
     )
@@ -221,9 +185,12 @@ def _filled(
 ) -> Kind:
     """Gives a panel what every kind of panel has."""
     any_panel: Any = panel  # the SDK has no common type
-    steps = [Threshold(value=None, color=base), *(Threshold(value, colour) for value, colour in (limits or {}).items())]
+    steps = [
+        model.Threshold(value=None, color=base),
+        *(model.Threshold(value, colour) for value, colour in (limits or {}).items()),
+    ]
     any_panel.title(title).description(description).datasource(DATASOURCE).span(width).height(height).unit(unit)
-    any_panel.thresholds(dashboards.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps))
+    any_panel.thresholds(dashboards.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
     for number, (legend, expr) in enumerate(queries.items()):
         query = prometheus.Dataquery().ref_id(chr(ord("A") + number)).datasource(DATASOURCE)
         query.expr(expr).legend_format(legend).editor_mode(QueryEditorMode.CODE)
@@ -232,16 +199,16 @@ def _filled(
     return panel
 
 
-def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
+def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> model.Dashboard:
     """Panels go from left to right and wrap at the right edge; those of one line should be of one height."""
-    link = dashboards.DashboardLink("Penstock").type(DashboardLinkType.DASHBOARDS).tags(["penstock"])
+    link = dashboards.DashboardLink("Penstock").type(model.DashboardLinkType.DASHBOARDS).tags(["penstock"])
     run = (
         dashboards.QueryVariable("run")
         .label("Run")
         .datasource(DATASOURCE)
         .query({"query": "label_values(penstock_lag_bound_steps, run)", "refId": "run"})
-        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(VariableSort.ALPHABETICAL_ASC)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
     )
     builder = (
         dashboards.Dashboard(title)
@@ -249,7 +216,7 @@ def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequenc
         .description(description)
         .tags(["penstock"])
         .version(1)
-        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .refresh("5s")
         .time("now-15m", "now")
         .with_variable(dashboards.DatasourceVariable("datasource").label("Data source").type("prometheus"))
@@ -260,7 +227,7 @@ def dashboard(uid: str, title: str, description: str, rows: Mapping[str, Sequenc
         builder.with_row(dashboards.Row(row))
         for panel in panels:
             builder.with_panel(panel)
-    made: Dashboard = builder.build()
+    made: model.Dashboard = builder.build()
     for number, each in enumerate(made.panels or (), 1):
         each.id_val = number
     return made

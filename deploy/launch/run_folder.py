@@ -11,7 +11,7 @@ from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.process.files import write_whole
 
 RUN_FILE = "run.toml"
-_LOCK_WAIT_S = 10.0
+LOCK_WAIT_S = 10.0
 
 
 class RunFolder:
@@ -38,8 +38,8 @@ class RunFolder:
         self.lock = self._take_lock()
 
     def _take_lock(self) -> int:
-        """Waits until no other launcher or server of this run holds the lock, `_LOCK_WAIT_S` at most."""
-        deadline = time.monotonic() + _LOCK_WAIT_S
+        """Waits until no other launcher or server of this run holds the lock, `LOCK_WAIT_S` at most."""
+        deadline = time.monotonic() + LOCK_WAIT_S
         while (lock := try_lock(self.path)) is None:
             if time.monotonic() > deadline:
                 raise ConfigError(f"{self.path}: in use by another `penstock run` of this name")

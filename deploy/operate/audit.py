@@ -64,7 +64,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
         return self.ledger.balanced
 
 
-class _Sight(NamedTuple):
+class ObservedRun(NamedTuple):
     """One reading with its checkpoint. before, after: equal if nothing moved during the reading."""
 
     reading: Reading
@@ -88,20 +88,24 @@ def audit(run: OpenRun) -> Audit:
     persistent: set[tuple[str, int]] | None = None
     for number in range(1, MAX_READINGS + 1):
         try:
-            sight = _read(run.client, run.keys, run.folder)
+            observed = read_ledger(run.client, run.keys, run.folder)
         except UnreadableError:
             if number == MAX_READINGS:
                 raise
             time.sleep(_PAUSE_S)  # a checkpoint that was deleted while it was read
             continue
-        checked = check_ledger(sight.reading)
+        checked = check_ledger(observed.reading)
         seen = {(problem.what, index) for problem in checked.problems for index in problem.indexes or (0,)}
         persistent = seen if persistent is None else persistent & seen
-        if not persistent or (sight.before == sight.after and not sight.found.warnings) or number == MAX_READINGS:
+        if (
+            not persistent
+            or (observed.before == observed.after and not observed.found.warnings)
+            or number == MAX_READINGS
+        ):
             break
         time.sleep(_PAUSE_S)
     checked = msgspec.structs.replace(checked, problems=_kept(checked.problems, persistent or set()))
-    return _result(run, run.folder, sight.found, sight.reading.finished, checked, number)
+    return _result(run, run.folder, observed.found, observed.reading.finished, checked, number)
 
 
 def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]]) -> tuple[LedgerProblem, ...]:
@@ -113,7 +117,7 @@ def _kept(problems: tuple[LedgerProblem, ...], persistent: set[tuple[str, int]])
     return tuple(kept)
 
 
-def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
+def read_ledger(client: redis.Redis, keys: Keys, folder: Path) -> ObservedRun:
     """Reads prompts, stream and checkpoint in the order in which a group passes them, so that a moving one is met at
     least once. The number of released indexes comes first: a release after it is not missed."""
     before = _moment(client, keys)
@@ -136,7 +140,7 @@ def _read(client: redis.Redis, keys: Keys, folder: Path) -> _Sight:
         letters={_number(index) for index in letters},
         finished=commit.get(Commit.FINISHED) == b"1" if commit else _was_finished(folder),
     )
-    return _Sight(reading, found, before, _moment(client, keys))
+    return ObservedRun(reading, found, before, _moment(client, keys))
 
 
 def _moment(client: redis.Redis, keys: Keys) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -44,10 +45,8 @@ def _audit(arguments: argparse.Namespace) -> int:
     except (UnreadableError, ServerError, redis.RedisError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        _print_json({**msgspec.to_builtins(found), "balanced": found.balanced})
-    else:
-        print_audit(found)
+    shown = {**msgspec.to_builtins(found), "balanced": found.balanced} if arguments.json else found
+    _show(arguments, shown, print_audit)
     return 0 if found.balanced else 1
 
 
@@ -58,32 +57,23 @@ def _dead_list(arguments: argparse.Namespace) -> int:
 
     with open_run(arguments.run, arguments.runs) as run:
         letters = list_letters(run)
-    if arguments.json:
-        _print_json(letters)
-    else:
-        print_letters(letters)
-    return 0
+    return _show(arguments, letters, print_letters)
 
 
 def _dead_show(arguments: argparse.Namespace) -> int:
     from penstock.deploy.operate.dead_letters import show_letters
     from penstock.deploy.operate.run_access import open_run
-    from penstock.deploy.operate.tables import print_content
+    from penstock.deploy.operate.tables import print_contents
 
     with open_run(arguments.run, arguments.runs) as run:
         contents = show_letters(run, arguments.index)
-    if arguments.json:
-        _print_json(contents)
-    else:
-        for content in contents:
-            print_content(content)
-    return 0
+    return _show(arguments, contents, print_contents)
 
 
 def _dead_requeue(arguments: argparse.Namespace) -> int:
     from penstock.deploy.operate.dead_letters import requeue
-    from penstock.deploy.operate.ledger_check import name_indexes
     from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.tables import print_requeued
     from penstock.schemas.config import ConfigError
 
     ways = [bool(arguments.indexes), arguments.reason is not None, arguments.all]
@@ -91,16 +81,7 @@ def _dead_requeue(arguments: argparse.Namespace) -> int:
         raise ConfigError("dead requeue: expected one of INDEX..., --reason R and --all")
     with open_run(arguments.run, arguments.runs) as run:
         done = requeue(run, indexes=arguments.indexes, reason=arguments.reason, every=arguments.all)
-    if arguments.json:
-        _print_json(done)
-        return 0
-    if done.indexes:
-        print(f"requeued {name_indexes(done.indexes)}: the trainer releases them from its next reconcile on")
-    else:
-        print("nothing to requeue")
-    if done.without_index:
-        print(f"{done.without_index} letters name no index, so there is nothing to release for them")
-    return 0
+    return _show(arguments, done, print_requeued)
 
 
 def _producers(arguments: argparse.Namespace) -> int:
@@ -110,15 +91,15 @@ def _producers(arguments: argparse.Namespace) -> int:
 
     with open_run(arguments.run, arguments.runs) as run:
         found = list_producers(run)
+    return _show(arguments, found, print_producers)
+
+
+def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any], None]) -> int:
     if arguments.json:
-        _print_json(found)
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
-        print_producers(found)
+        print_found(found)
     return 0
-
-
-def _print_json(value: Any) -> None:
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 COMMANDS = (

@@ -15,7 +15,7 @@ from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.redis_url import configured_url, connection_file
 
-_WAIT_S = 10.0
+WAIT_S = 10.0
 _LOAD_S = 600.0
 _LOOK_S = 0.1
 
@@ -112,12 +112,12 @@ def _connect(config: RunConfig | None, folder: Path | None, closing: ExitStack) 
 def _connect_to_own(config: RunConfig, folder: Path, closing: ExitStack) -> tuple[redis.Redis | None, str]:
     """Connects to the run's own server, or starts one on its data.
 
-    Waits, `_WAIT_S` at most, while another process holds the run's lock and no server answers, as when a launcher
+    Waits, `WAIT_S` at most, while another process holds the run's lock and no server answers, as when a launcher
     starts or stops; an answer or the released lock unblocks it.
     """
     if not connection_file(folder).exists() and not (folder / "redis" / "appendonlydir").is_dir():
         return None, f"{folder / 'redis'} holds no data: this run has had no server of its own"
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while True:
         why = "it is not running"
         url = own_url(folder)

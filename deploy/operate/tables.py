@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 
 from penstock.deploy.operate.audit import Audit
-from penstock.deploy.operate.dead_letters import Content, Letter
-from penstock.deploy.operate.ledger_check import LedgerCheck
+from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
+from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
 from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 from rich import box
 from rich.console import Console
@@ -130,9 +130,22 @@ def _moment(time_s: float) -> str:
         return f"{time_s:.0f} s"
 
 
-def print_content(content: Content, console: Console | None = None) -> None:
+def print_contents(contents: Iterable[Content], console: Console | None = None) -> None:
+    for content in contents:
+        _print_content(content, console or Console())
+
+
+def print_requeued(done: RequeueResult) -> None:
+    if done.indexes:
+        print(f"requeued {name_indexes(done.indexes)}: the trainer releases them from its next reconcile on")
+    else:
+        print("nothing to requeue")
+    if done.without_index:
+        print(f"{done.without_index} letters name no index, so there is nothing to release for them")
+
+
+def _print_content(content: Content, console: Console) -> None:
     """Prints one letter with its content."""
-    console = console or Console()
     index, state, reason, moment, producer, size = _letter_cells(content.letter)
     _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
     if content.letter.rollout is not None:

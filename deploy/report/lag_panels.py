@@ -1,5 +1,7 @@
 """The figures of the mismatch by lag, with a line for each of `penstock.schemas.metrics.LAG_LABELS`."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
@@ -53,12 +55,10 @@ def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     height_in=3.9,
 )
 def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> bool:
-    drawn = _lines(telemetry, ratio_ax, "ess_fraction", "ESS of ratios", legend=True)
-    drawn |= _lines(telemetry, applied_ax, "applied_ess_fraction", "ESS of weights")
     for ax in (ratio_ax, applied_ax):
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
-    ratio_ax.set_xlabel("")
-    return drawn
+    series = {"ess_fraction": "ESS of ratios", "applied_ess_fraction": "ESS of weights"}
+    return _lines(telemetry, (ratio_ax, applied_ax), series)
 
 
 @figure(
@@ -68,10 +68,7 @@ def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> boo
     height_in=3.9,
 )
 def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
-    drawn = _lines(telemetry, kl_ax, "kl", "KL (nats)", legend=True)
-    drawn |= _lines(telemetry, k3_ax, "k3_kl", "k3 (nats)")
-    kl_ax.set_xlabel("")
-    return drawn
+    return _lines(telemetry, (kl_ax, k3_ax), {"kl": "KL (nats)", "k3_kl": "k3 (nats)"})
 
 
 @figure(
@@ -79,7 +76,7 @@ def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:
     "The variance that the ratios bring into the gradient; above 1 an old token says less than its noise.",
 )
 def chi2_by_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
-    return _lines(telemetry, ax, "chi2", "χ² (per token)", legend=True)
+    return _lines(telemetry, (ax,), {"chi2": "χ² (per token)"})
 
 
 @figure(
@@ -89,11 +86,9 @@ def chi2_by_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     height_in=3.9,
 )
 def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) -> bool:
-    drawn = _lines(telemetry, weight_ax, "weight_mean", "mean weight applied", legend=True)
-    drawn |= _lines(telemetry, corrected_ax, "corrected_frac", "tokens corrected")
-    corrected_ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    corrected_ax.set_ylim(bottom=0, top=max(corrected_ax.get_ylim()[1], 0.01))
-    weight_ax.set_xlabel("")
+    series = {"weight_mean": "mean weight applied", "corrected_frac": "tokens corrected"}
+    drawn = _lines(telemetry, (weight_ax, corrected_ax), series)
+    _as_shares(corrected_ax)
     return drawn
 
 
@@ -104,31 +99,38 @@ def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) 
     height_in=3.9,
 )
 def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes) -> bool:
-    drawn = _lines(telemetry, positive_ax, "masked_frac_positive", "advantage > 0", legend=True)
-    drawn |= _lines(telemetry, negative_ax, "masked_frac_negative", "advantage < 0")
-    for ax in (positive_ax, negative_ax):
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-        ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01))
-    positive_ax.set_xlabel("")
+    series = {"masked_frac_positive": "advantage > 0", "masked_frac_negative": "advantage < 0"}
+    drawn = _lines(telemetry, (positive_ax, negative_ax), series)
+    _as_shares(positive_ax, negative_ax)
     return drawn
 
 
-def _lines(telemetry: RunTelemetry, ax: Axes, name: str, ylabel: str, *, legend: bool = False) -> bool:
-    """Draws each bucket's running mean over the batches that have a value; a batch without neighbours is a dot."""
+def _as_shares(*axes: Axes) -> None:
+    for ax in axes:
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        ax.set_ylim(bottom=0, top=max(ax.get_ylim()[1], 0.01))
+
+
+def _lines(telemetry: RunTelemetry, axes: Sequence[Axes], series: Mapping[str, str]) -> bool:
+    """Draws a metric in each of the axes; series: label by metric.
+
+    A line is a bucket's running mean over the batches that have a value; a batch without neighbours is a dot.
+    """
     drawn = False
-    for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
-        x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(name, label)))
-        there = np.isfinite(values)
-        if not there.any():
-            continue
-        smooth = np.where(there, running_mean(values), np.nan)
-        ax.plot(x, smooth, color=colour, label=f"lag {label}", linewidth=1.5)
-        around = np.pad(there, 1)
-        alone = there & ~around[:-2] & ~around[2:]
-        ax.plot(x[alone], smooth[alone], color=colour, linestyle="none", marker="o", markersize=3)
-        drawn = True
-    ax.set_xlabel("update")
-    ax.set_ylabel(ylabel)
-    if drawn and legend:
-        legend_above(ax, columns=len(LAG_LABELS))
+    for ax, (name, ylabel) in zip(axes, series.items(), strict=True):
+        for label, colour in zip(LAG_LABELS, LAG_COLOURS, strict=True):
+            x, values = binned(numbers(telemetry.updates), column(telemetry.updates, lag_key(name, label)))
+            there = np.isfinite(values)
+            if not there.any():
+                continue
+            smooth = np.where(there, running_mean(values), np.nan)
+            ax.plot(x, smooth, color=colour, label=f"lag {label}", linewidth=1.5)
+            around = np.pad(there, 1)
+            alone = there & ~around[:-2] & ~around[2:]
+            ax.plot(x[alone], smooth[alone], color=colour, linestyle="none", marker="o", markersize=3)
+            drawn = True
+        ax.set_ylabel(ylabel)
+    axes[-1].set_xlabel("update")
+    if axes[0].lines:
+        legend_above(axes[0], columns=len(LAG_LABELS))
     return drawn

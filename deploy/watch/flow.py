@@ -104,8 +104,8 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
             *paused,
             percent(pauses.share),
         )
-    errors = [Text(f"{safe(name, 24)}: {safe(heartbeat.last_error)}", style="red") for name, heartbeat in sorted(heartbeats.items())
-              if heartbeat.last_error]  # fmt: skip
+    last_errors = {name: heartbeat.last_error for name, heartbeat in sorted(heartbeats.items()) if heartbeat.last_error}
+    errors = [Text(f"{safe(name, 24)}: {safe(error)}", style="red") for name, error in last_errors.items()]
     if not table.row_count:
         table.add_row("none")
     total = Text()

@@ -189,22 +189,23 @@ def test_help_names_every_command(capsys):
 
 
 def test_a_surprise_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "_load", lambda arguments: 1 / 0)
+    monkeypatch.setattr(cli, "load_config", lambda file, overrides: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["run", DEMO])
 
 
 def test_the_command_itself_imports_neither_torch_nor_vllm():
-    program = "import sys, penstock.deploy.cli, penstock.deploy.launch.launcher, penstock.deploy.launch.live_view; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    modules = "penstock.deploy.cli, penstock.deploy.launch.launcher, penstock.deploy.launch.live_view"
+    program = f"import sys, {modules}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert shown.stdout.strip() == "[]"
 
 
 def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
-    def refuse(arguments):
+    def refuse(file, overrides):
         raise ConfigError("engine.head_dtype = 'x': expected 'float32'")
 
-    monkeypatch.setattr(cli, "_load", refuse)
+    monkeypatch.setattr(cli, "load_config", refuse)
     assert "engine.head_dtype" in refused(capsys, "producer", DEMO)
 
 

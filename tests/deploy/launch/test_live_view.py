@@ -5,7 +5,6 @@ import json
 import time
 
 import pytest
-from penstock.deploy.launch import live_view
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
@@ -117,8 +116,7 @@ def test_live_view_draws_at_most_twice_a_second(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def plain(tmp_path, monkeypatch) -> PlainView:
-    monkeypatch.setattr(live_view, "_FRAME_S", 0.0)
+def plain(tmp_path) -> PlainView:
     view = open_view(CONFIG, tmp_path, Console(file=io.StringIO()))
     assert isinstance(view, PlainView)
     view.frame_s = 0.0

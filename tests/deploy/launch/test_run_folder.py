@@ -42,7 +42,7 @@ def test_resume_says_which_settings_changed(tmp_path):
 
 
 def test_a_run_is_started_once_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.2)
     with RunFolder(CONFIG, tmp_path, resume=False) as folder:
         folder.save(CONFIG)
         with pytest.raises(ConfigError, match="in use by another `penstock run`"):

@@ -320,17 +320,17 @@ def test_claims_count_as_such(stopped, redis_client, capsys):
 
 @pytest.mark.redis
 def test_a_problem_counts_only_where_every_reading_of_a_moving_run_shows_it(stopped, redis_client, capsys, monkeypatch):
-    read = audit_module._read
+    read = audit_module.read_ledger
     hidden = []
 
     def read_while_one_moves(client, keys, folder):
         """Hides one index at a time, a different one each time, as if it moved between two looks."""
-        sight = read(client, keys, folder)
-        hidden.append(sight.reading.stream[-1 - len(hidden)])
-        stream = [entry for entry in sight.reading.stream if entry != hidden[-1]]
-        return sight._replace(reading=sight.reading._replace(stream=stream), after=[*sight.after, len(hidden)])
+        observed = read(client, keys, folder)
+        hidden.append(observed.reading.stream[-1 - len(hidden)])
+        stream = [entry for entry in observed.reading.stream if entry != hidden[-1]]
+        return observed._replace(reading=observed.reading._replace(stream=stream), after=[*observed.after, len(hidden)])
 
-    monkeypatch.setattr(audit_module, "_read", read_while_one_moves)
+    monkeypatch.setattr(audit_module, "read_ledger", read_while_one_moves)
     assert stopped.json(capsys, "audit", "test")["balanced"]
     assert len(hidden) == 2, "two readings that share no problem show none"
 
@@ -421,7 +421,7 @@ def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_pa
 @pytest.mark.redis
 def test_a_run_that_is_in_use_without_a_redis_that_answers_is_not_touched(stopped, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("REDIS_URL")
-    monkeypatch.setattr(run_access, "_WAIT_S", 0.2)
+    monkeypatch.setattr(run_access, "WAIT_S", 0.2)
     (stopped.folder / "redis" / "appendonlydir").mkdir(parents=True)
     with RunFolder(stopped.config, Path(stopped.runs), resume=True):
         status, out, err = stopped.command(capsys, "audit", "test")

@@ -27,7 +27,7 @@ def run(redis_url, tmp_path, monkeypatch):
 
 
 class Half:
-    """The trainer's half of a requeue, step by step: ledger, reader, releaser. `resume` is a new one on a saved ledger."""
+    """The trainer's half of a requeue, step by step: ledger, reader, releaser. `resume` makes one of a saved ledger."""
 
     def __init__(self, run: ShortRun, state: dict | None = None) -> None:
         self.run = run
