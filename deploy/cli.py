@@ -160,7 +160,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.launch.start_checks import check, check_external_server, check_objective, resolved_toml
+    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, resolved_toml
 
     config, warnings = check(_load(arguments))
     for warning in warnings:
@@ -174,11 +174,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from penstock.deploy.launch.launcher import Launcher
     from penstock.deploy.launch.live_view import open_view
     from penstock.deploy.launch.producer_pool import PartDied
-    from penstock.deploy.launch.redis_server import check_redis
     from penstock.deploy.launch.run_folder import RunFolder
 
     check_redis(config, resume=arguments.resume)
-    check_external_server(config)
     with RunFolder(config, arguments.runs, resume=arguments.resume) as folder:
         for difference in folder.save(config):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)

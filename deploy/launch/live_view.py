@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import RunConfig
@@ -79,9 +78,7 @@ class View:
     def __enter__(self) -> "View":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._next_frame = 0.0
         self.refresh(self.heartbeats)
 
@@ -129,10 +126,8 @@ class LiveView(View):
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._live.stop()
 
     def note(self, text: str) -> None:

@@ -11,11 +11,10 @@ from urllib.parse import quote
 
 import redis
 from penstock.deploy.launch.child import Child, describe_status
-from penstock.deploy.launch.server_binary import ServerBinary, find_server, inspect, note_writer, server_for, writer_of
-from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.keys import Keys
+from penstock.deploy.launch.server_binary import ServerBinary, inspect, note_writer, server_for, writer_of
+from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
-from penstock.schemas.process.redis_url import configured_url, connection_file
+from penstock.schemas.process.redis_url import connection_file
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -42,32 +41,6 @@ def connect(url: str, name: str = "REDIS_URL") -> redis.Redis:
         )
     except ValueError:  # its message may quote a part of the password
         raise ConfigError(f"{name} is no Redis URL") from None
-
-
-def check_redis(config: RunConfig, *, resume: bool) -> None:
-    """Checks that a run of this name can use Redis, before anything of it is started.
-
-    Raises:
-        ConfigError: no server binary, not a Redis URL, or a server that holds a run of this name already.
-        ServerError: the server at REDIS_URL does not answer.
-    """
-    url = configured_url(config)
-    if url is None:
-        find_server()
-        return
-    name = "REDIS_URL" if os.environ.get("REDIS_URL") else "redis.url"
-    client = connect(url, name)
-    try:
-        exists = client.exists(Keys(config.name).commit)
-    except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
-        raise ServerError(f"{name}: no Redis answers: {error}") from None
-    finally:
-        client.close()
-    if exists and not resume:
-        raise ConfigError(
-            f"name = {config.name!r}: the Redis at {name} holds a run of this name already; continue it with --resume, "
-            "or choose another name with --name"
-        )
 
 
 class RedisServer:

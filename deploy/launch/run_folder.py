@@ -4,7 +4,6 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
@@ -56,9 +55,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.lock)
 
 

@@ -1,5 +1,6 @@
 """The checks of a run before anything is started."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ import redis
 import tomli_w
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.deploy.launch.redis_server import ServerError, connect
-from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION
+from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
 from penstock.producers.interfaces import EngineError, Environment
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct, resolve
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
@@ -108,24 +110,32 @@ def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
         )
 
 
-def check_external_server(config: RunConfig) -> None:
-    """Checks the server that REDIS_URL or the run file names, if any.
+def check_redis(config: RunConfig, *, resume: bool) -> None:
+    """Checks that a run of this name can use Redis: a binary for a server of its own, or the server that is configured.
 
     Raises:
-        ConfigError: see `check_server`.
-        ServerError: it does not answer.
+        ConfigError: no binary, not a Redis URL, a server that holds a run of this name already, or see `check_server`.
+        ServerError: the server does not answer.
     """
     url = configured_url(config)
     if url is None:
+        find_server()
         return
-    place = f"Redis at {place_of(url)}"
-    client = connect(url)
+    name, place = "REDIS_URL" if os.environ.get("REDIS_URL") else "redis.url", f"Redis at {place_of(url)}"
+    asked, client = f"{name}: no Redis answers", connect(url, name)
     try:
+        exists = client.exists(Keys(config.name).commit)
+        asked = f"{place} does not answer INFO"
         info: Any = client.info()
     except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
-        raise ServerError(f"{place} does not answer INFO: {error}") from None
+        raise ServerError(f"{asked}: {error}") from None
     finally:
         client.close()
+    if exists and not resume:
+        raise ConfigError(
+            f"name = {config.name!r}: the Redis at {name} holds a run of this name already; continue it with --resume, "
+            "or choose another name with --name"
+        )
     check_server(config, info, place)
 
 

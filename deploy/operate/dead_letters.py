@@ -235,8 +235,8 @@ def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int |
     return Letter(
         entry_id=entry_id,
         index=index,
-        reason=fields.get(Field.REASON, b"").decode(errors="replace"),
-        time_s=int(entry_id.partition("-")[0]) / 1000,
+        reason=_text(fields, Field.REASON),
+        time_s=_time_s(entry_id),
         state=state_of(index, entry_id),
         producer=_producer(payload),
         payload_bytes=len(payload),
@@ -244,19 +244,24 @@ def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int |
 
 
 def _rollout_letter(entry_id: str, fields: dict[bytes, bytes]) -> Letter:
-    producer, rollout, reason = (
-        fields.get(name, b"").decode(errors="replace") for name in (Field.PRODUCER, Field.ROLLOUT, Field.REASON)
-    )
     return Letter(
         entry_id=entry_id,
         index=number_in(fields.get(Field.INDEX)),
-        reason=reason,
-        time_s=int(entry_id.partition("-")[0]) / 1000,
+        reason=_text(fields, Field.REASON),
+        time_s=_time_s(entry_id),
         state="rollout",
-        producer=producer or None,
+        producer=_text(fields, Field.PRODUCER) or None,
         payload_bytes=0,
-        rollout=rollout,
+        rollout=_text(fields, Field.ROLLOUT),
     )
+
+
+def _text(fields: dict[bytes, bytes], name: bytes) -> str:
+    return fields.get(name, b"").decode(errors="replace")
+
+
+def _time_s(entry_id: str) -> float:
+    return int(entry_id.partition("-")[0]) / 1000
 
 
 class _Named(msgspec.Struct):

@@ -88,7 +88,7 @@ def _rows_beside(audit: Audit) -> list[tuple[str, int | None, str]]:
 
 
 def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{_safe(name)} {count:,}" for name, count in counts.items())
+    return ", ".join(f"{safe(name)} {count:,}" for name, count in counts.items())
 
 
 def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
@@ -108,7 +108,7 @@ def print_letters(letters: Iterable[Letter], console: Console | None = None) -> 
         table = _bare_table("index", "rollout", "reason", "time")
         for letter in of_rollouts:
             index, _, reason, moment, *_ = _letter_cells(letter)
-            table.add_row(*(escape(cell) for cell in (index, _safe(letter.rollout or ""), reason, moment)))
+            table.add_row(*(escape(cell) for cell in (index, safe(letter.rollout or ""), reason, moment)))
         console.print(table)
 
 
@@ -116,9 +116,9 @@ def _letter_cells(letter: Letter) -> tuple[str, ...]:
     return (
         str(letter.index) if letter.index is not None else "-",
         letter.state,
-        _safe(letter.reason),
+        safe(letter.reason),
         _moment(letter.time_s),
-        _safe(letter.producer) if letter.producer is not None else "-",
+        safe(letter.producer) if letter.producer is not None else "-",
         f"{letter.payload_bytes:,} B",
     )
 
@@ -149,22 +149,22 @@ def _print_content(content: Content, console: Console) -> None:
     index, state, reason, moment, producer, size = _letter_cells(content.letter)
     _say(console, f"letter {content.letter.entry_id}: index {index}, {state}, {moment}, producer {producer}, {size}")
     if content.letter.rollout is not None:
-        _say(console, f"rollout  {_safe(content.letter.rollout)}")
+        _say(console, f"rollout  {safe(content.letter.rollout)}")
     _say(console, f"reason   {reason}")
     if content.problem is not None:
-        _say(console, f"payload  {_safe(content.problem)}")
+        _say(console, f"payload  {safe(content.problem)}")
     if content.hex_preview is not None:
         _say(console, f"begins   {content.hex_preview}")
     if content.siblings is None:
         return
-    _say(console, f"prompt   {_safe(content.prompt or '')}")
-    _say(console, f"answer   {_safe(content.answer or '')}")
+    _say(console, f"prompt   {safe(content.prompt or '')}")
+    _say(console, f"answer   {safe(content.answer or '')}")
     table = _bare_table("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish")
     for number, sibling in enumerate(content.siblings):
         parts = ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items())
         policies, finish = ", ".join(map(str, sibling.versions)), ", ".join(sibling.finish_reasons)
         counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
-        table.add_row(str(number), f"{sibling.reward:g}", escape(_safe(parts)), *counts, policies, finish)
+        table.add_row(str(number), f"{sibling.reward:g}", escape(safe(parts)), *counts, policies, finish)
     console.print(table)
 
 
@@ -177,15 +177,15 @@ def print_producers(producers: Producers, console: Console | None = None) -> Non
         names = ("producer", "policy", "lag", "in flight", "tokens/s", "bad loads", "seen", "host:pid")
         table = _bare_table(*names)
         for alive in producers.alive:
-            table.add_row(*(escape(_safe(cell)) for cell in _alive_cells(alive)))
+            table.add_row(*(escape(safe(cell)) for cell in _alive_cells(alive)))
         console.print(table)
     for alive in producers.alive:
         if alive.endpoint:
-            _say(console, f"{_safe(alive.producer_id)}: agents are served at {_safe(alive.endpoint)}")
+            _say(console, f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
         if alive.last_error:
-            _say(console, f"{_safe(alive.producer_id)}: last error: {_safe(alive.last_error)}")
+            _say(console, f"{safe(alive.producer_id)}: last error: {safe(alive.last_error)}")
     for producer_id in producers.unreadable:
-        _say(console, f"{_safe(producer_id)}: alive, with a heartbeat of another release")
+        _say(console, f"{safe(producer_id)}: alive, with a heartbeat of another release")
     for orphaned in producers.orphaned:
         _say(console, _orphaned_line(orphaned))
 
@@ -210,7 +210,7 @@ def _orphaned_line(orphaned: Orphaned) -> str:
         idle = "free for the next producer that claims"
     else:
         idle = f"idle for {orphaned.shortest_idle_s:.1f} to {min(orphaned.longest_idle_s, _HANDED_BACK_S):.1f} s"
-    return f"{_safe(orphaned.consumer)}: no heartbeat, but it holds {held}, {idle}"
+    return f"{safe(orphaned.consumer)}: no heartbeat, but it holds {held}, {idle}"
 
 
 def _bare_table(*columns: str, show_header: bool = True) -> Table:
@@ -224,5 +224,6 @@ def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _safe(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def safe(text: str) -> str:
+    """The text with everything that is not printable escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,9 +1,13 @@
-"""Writes the rules as objects of the Prometheus operator; a test compares them with the rule files."""
+"""Writes what is made of other files: the rules as objects of the Prometheus operator, and the reference of metrics.
+
+Tests compare both with their sources.
+"""
 
 from pathlib import Path
 from textwrap import indent
 
 from penstock.deploy.prometheus.command import HERE, RULES
+from penstock.deploy.prometheus.metrics_reference import PAGE, with_reference
 
 FILE = HERE.parent / "kubernetes" / "base" / "rules.yaml"
 
@@ -23,6 +27,7 @@ def as_objects(folder: Path) -> str:
 
 def main() -> None:
     FILE.write_text(as_objects(RULES), encoding="utf-8")
+    PAGE.write_text(with_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reference of metrics in docs/metrics.md; `python -m penstock.deploy.prometheus.metrics_reference` writes it."""
+"""The reference of metrics in docs/metrics.md, made of the definitions and what the processes serve."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +17,7 @@ from penstock.schemas.metrics import (
 from prometheus_client import CollectorRegistry
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-BEGIN = "<!-- written by `python -m penstock.deploy.prometheus.metrics_reference` -->"
+BEGIN = "<!-- written by `python -m penstock.deploy.prometheus` -->"
 END = "<!-- end of what is written -->"
 UNITS = {"seconds": "s", "bytes": "B", "nats": "nats", "steps": "steps", "groups": "groups"}
 SHARES = ("frac", "fraction", "ess")
@@ -93,7 +93,3 @@ def _row(one: Exported) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels) + (f": {', '.join(values)}" if values else "")
     kind = f"{one.type}, to {max(metric.buckets):g}" if metric.buckets else one.type
     return f"| `{metric.name}` | {kind} | {labels} | {unit_of(metric)} | {metric.help} |"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_reference(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

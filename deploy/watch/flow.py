@@ -40,27 +40,27 @@ def _trainer(seen: RunSnapshot, width: int) -> RenderableType:
             f"{count(seen.trained_per_s)} tokens/s trained",
         ]
     )
-    away = [Text(_why_no_trainer(seen), style="red")] if seen.trainer is None and seen.is_running else []
+    unread = [Text(_why_no_trainer(seen), style="red")] if seen.trainer is None and seen.is_running else []
     if shares is None:
-        return Group(head, *away)
+        return Group(head, *unread)
     line = Text()
     room = max(10, width - 40)
     for phase, share in shares.items():
         line.append(bar(share, room), style=_COLOURS[phase])
     line.append("  " + "  ".join(f"{phase} {percent(share)}" for phase, share in shares.items()))
-    return Group(head, line, *away)
+    return Group(head, line, *unread)
 
 
 def _why_no_trainer(seen: RunSnapshot) -> str:
     why = safe(seen.without_trainer or "no endpoint is known")
-    return f"its metrics are away: {why}"
+    return f"its metrics cannot be read: {why}"
 
 
 def _groups(seen: RunSnapshot) -> RenderableType:
     if seen.redis is None:
         if seen.is_over:
             return Text("Redis has ended with the run", style="dim")
-        return Text(f"Redis is away: {safe(seen.without_redis)}", style="red")
+        return Text(f"Redis does not answer: {safe(seen.without_redis)}", style="red")
     redis, credit, num_open = seen.redis, seen.credit, seen.count("penstock_groups_open")
     queued = max(0, redis.num_prompts - redis.num_claimed)
     # The gauge is as of the last batch, the prompts are current: groups neither queued nor in producers are ready.
@@ -90,9 +90,9 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
         heartbeat, pauses = heartbeats.get(producer), seen.pauses.get(producer, Pauses())
         paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
         if heartbeat is None:
-            gone = "ended" if seen.is_over else "away" if seen.redis is not None else "unknown"
+            state = "ended" if seen.is_over else "gone" if seen.redis is not None else "unknown"
             style = "dim" if seen.is_over or not seen.is_running else "red"
-            table.add_row(safe(producer, 24), gone, "", "", "", *paused, percent(pauses.share), style=style)
+            table.add_row(safe(producer, 24), state, "", "", "", *paused, percent(pauses.share), style=style)
             continue
         lag = lags.get(producer)
         table.add_row(

@@ -74,6 +74,7 @@ class SnapshotThread:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def _run(self) -> None:
+        """Waits `_LOOK_S` between snapshots; the end of the block ends it."""
         while not self._stop.is_set():
             try:
                 self.latest, self.problem = self._gatherer.gather(), ""
@@ -98,6 +99,7 @@ def watch(gatherer: Gatherer, console: Console) -> None:
 
 
 def _draw(snapshots: SnapshotThread, read_key: Callable[[], str], screen: Live) -> None:
+    """Waits for keys, `_KEY_S` at a time, and draws what has changed; a quit key or KeyboardInterrupt ends it."""
     number, drawn = 1, None
     while (key := read_key()) not in _QUIT:
         if key.isdecimal() and 1 <= int(key) <= len(VIEWS):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from penstock.deploy.operate import tables
 from rich.text import Text
 
 _STEPS = "▁▂▃▄▅▆▇█"
@@ -76,7 +77,7 @@ def moment(time_s: float) -> str:
 
 def safe(text: str, limit: int = 200) -> str:
     """Text from producers, Redis or files, with control characters escaped."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    shown = tables.safe(text)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

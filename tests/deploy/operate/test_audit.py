@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock.consumers.stream.scripts import Scripts
-from penstock.deploy.launch import redis_server
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.operate import audit as audit_module
@@ -399,9 +398,8 @@ def test_an_emptied_redis_shows_what_is_to_be_released_again(stopped, redis_clie
 
 @pytest.mark.redis
 def test_a_run_s_own_server_is_started_for_the_audit_and_stopped_after_it(tmp_path, monkeypatch, server_binary, capsys):
-    # Valkey's files are not for an older Redis: a run keeps to the server that it was started with.
-    monkeypatch.setattr(redis_server, "find_server", lambda: server_binary)
-    server = RedisServer(tmp_path / "test", maxmemory_mb=64)
+    # A run keeps to the server that it was started with: an older Redis does not read Valkey's files.
+    server = RedisServer(tmp_path / "test", maxmemory_mb=64, binary=server_binary)
     run = ShortRun(server.url, tmp_path, monkeypatch)
     try:
         run.producer()

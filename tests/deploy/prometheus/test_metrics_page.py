@@ -46,7 +46,7 @@ def by_key() -> dict[str, str]:
 
 def test_the_reference_on_the_page_is_what_the_code_says() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_reference(page), "run `python -m penstock.deploy.prometheus.metrics_reference`"
+    assert page == with_reference(page), "run `python -m penstock.deploy.prometheus`"
 
 
 def test_the_reference_holds_every_metric_that_is_declared_with_the_type_that_is_served() -> None:

@@ -9,7 +9,7 @@ import penstock.consumers.__main__ as entry
 import pytest
 import redis
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.deploy.launch.redis_server import check_redis
+from penstock.deploy.launch.start_checks import check_redis
 from penstock.deploy.security.acl import acl_file, user_names
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection

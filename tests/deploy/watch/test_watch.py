@@ -1,4 +1,4 @@
-"""`penstock watch`: the views, what they are made of, and what they show while a part is away."""
+"""`penstock watch`: the views, what they are made of, and what they show while a part does not answer."""
 
 import io
 import json
@@ -186,14 +186,14 @@ def test_a_lag_bucket_that_hardly_counts_and_a_mismatch_out_of_its_band_stand_ou
     assert "\x1b[1;31m0.2500" in console.file.getvalue(), "ESS 0.25 at lag 2-3"
 
 
-def test_what_is_away_is_named_and_the_rest_is_shown():
+def test_what_does_not_answer_is_named_and_the_rest_is_shown():
     gone = shown(snapshot(redis=redis_seen(heartbeats={"producer-0": beat("producer-0")})))
     (row,) = [text.split() for text in gone.splitlines() if text.startswith("producer-1")]
-    assert row[1] == "away"
+    assert row[1] == "gone"
     text = shown(snapshot(redis=None, without_redis="Connection refused", trainer=Samples("")))
-    assert "Redis is away: Connection refused" in text and "producer-1" in text and "gradient norm" in text
+    assert "Redis does not answer: Connection refused" in text and "producer-1" in text and "gradient norm" in text
     text = shown(snapshot(without_trainer="timed out"))
-    assert "its metrics are away: timed out" in text and "busy" in text
+    assert "its metrics cannot be read: timed out" in text and "busy" in text
 
 
 def test_text_of_producers_does_not_steer_the_terminal():
@@ -358,7 +358,7 @@ def test_a_run_continued_after_its_end_is_not_over(tmp_path, monkeypatch):
     assert not Gatherer("r", folder, load_config(folder / "run.toml")).gather().is_over
 
 
-def test_a_trainer_whose_target_is_stale_is_away(tmp_path, monkeypatch, free_port):
+def test_a_trainer_whose_target_is_stale_does_not_answer(tmp_path, monkeypatch, free_port):
     monkeypatch.delenv("REDIS_URL", raising=False)
     folder = write_run(tmp_path, finished=False)
     register_metrics_port(folder, "trainer", "127.0.0.1", free_port)
