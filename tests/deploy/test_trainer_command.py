@@ -122,8 +122,8 @@ def test_a_sound_server_passes(config, info):
         ({"redis_version": None}, "Redis at h:1: redis_version = None, expected 7 or newer"),
         (
             {"maxmemory_policy": "allkeys-lru"},
-            "Redis at h:1: maxmemory-policy = 'allkeys-lru' with maxmemory = 1000 MB, expected 'noeviction': what is "
-            "an evicted entry is lost work",
+            "Redis at h:1: maxmemory-policy = 'allkeys-lru' with maxmemory = 1000 MB, expected 'noeviction': an "
+            "evicted entry is lost work",
         ),
         (
             {"maxmemory": 10**6},
