@@ -45,10 +45,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate
@@ -124,28 +122,31 @@ class Trainer:
         self.run_log.close()  # last: sinks may take their time
 
     def _train(self) -> bool:
+        progress, lag_of = self.progress, self.intake.lag_of
         self.run_log.publication(self.policy.publish_first().total_bytes)
         self._request_evaluation()
         self.intake.reconcile()
-        while self.progress.num_batches < self.config.num_updates:
+        while progress.num_batches < self.config.num_updates:
             began_s = time.monotonic()
             groups = self._take()
             if groups is None:
                 self._commit()
                 return False
             if self.gate.is_pending:
-                self.gate.check(groups, self.learner.model, self.policy.version, self.intake.lag_of)
+                self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
             took_s = time.monotonic()
-            batch = pack(groups, self.intake.lag_of, self.config)
+            batch = pack(groups, lag_of, self.config)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts())
-            self._record(groups, batch, report)
+            if self.recorder is not None and self.config.record:  # before the ledger, which is not committed without it
+                self.recorder.add(Taken(progress.num_taken, progress.num_batches, groups, batch, report, lag_of))
+            progress.num_taken += 1
             self.intake.settle(groups, report)
             if report.skipped_reason is None:
                 self.run_log.publication(self.policy.publish().total_bytes)
             self.intake.release()
-            self.progress.add(groups, report, step_s=stepped_s - took_s)
+            progress.add(groups, report, step_s=stepped_s - took_s)
             self.run_log.update(
                 groups,
                 batch,
@@ -184,15 +185,6 @@ class Trainer:
                 return groups
             self._collect_evaluations()
         return None
-
-    def _record(self, groups: list[RolloutGroup], batch: Batch, report: StepReport) -> None:
-        """Before the batch is settled: the ledger is not committed without the record."""
-        progress = self.progress
-        if self.recorder is not None and self.config.record:
-            self.recorder.add(
-                Taken(progress.num_taken, progress.num_batches, groups, batch, report, self.intake.lag_of)
-            )
-        progress.num_taken += 1
 
     def _evaluate(self) -> None:
         num_batches = self.progress.num_batches

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.process.files import replacing
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -86,17 +86,14 @@ class Publisher:
         Waits while the disk is full or unreachable; room on it unblocks it, and `TrainerConnection.stop` ends the wait
         with an error.
         """
-        partial = file.with_suffix(f".partial-{os.getpid()}")
         next_line_at = 0.0
         while True:
             try:
-                save_file(weights, partial)
-                with partial.open("rb") as stream:
-                    checksum = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-                partial.replace(file)
-                return checksum
+                with replacing(file) as partial:
+                    save_file(weights, partial)
+                    with partial.open("rb") as stream:
+                        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
             except (OSError, SafetensorError) as error:
-                partial.unlink(missing_ok=True)
                 if self._connection.stopping:
                     raise OSError(f"weights {file} cannot be written: {error}") from error
                 if time.monotonic() >= next_line_at:
