@@ -83,7 +83,8 @@ class Record:
     def refresh(self) -> None:
         """Takes in what was written, and leaves out what was dropped or undone, since the last look."""
         self.files, written, problems = [], list[BatchAt](), list[str]()
-        for path in sorted((path for path in self.folder.glob("*") if file_key(path)), key=file_key):
+        found = ((key, path) for path in self.folder.glob("*") if (key := file_key(path)) is not None)
+        for _, path in sorted(found):
             try:
                 file, batches = _read_file(path)
             except RecordReadError as error:

@@ -83,6 +83,8 @@ class RecordFiles:
             while self._waiting:
                 self._write(self._connection or self._begin(), self._waiting[0])
                 self._waiting.popleft()
+        except (sqlite3.ProgrammingError, sqlite3.DataError):  # no disk's fault: it would fail again
+            raise
         except sqlite3.Error as error:
             self._leave()
             raise OSError(str(error)) from error
