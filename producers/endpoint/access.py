@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.schemas.config import ConfigError, EndpointConfig
+from penstock.schemas.process.files import read_secret
 
 KEY = "PENSTOCK_API_KEY"
 KEY_FILE = "PENSTOCK_API_KEY_FILE"
@@ -19,7 +20,8 @@ def api_key(config: EndpointConfig, environment: Mapping[str, str] = os.environ)
     Raises:
         ConfigError: a key file that cannot be used, or no key for an address that others can reach.
     """
-    key = environment.get(KEY) or _read(environment.get(KEY_FILE))
+    file = environment.get(KEY_FILE)
+    key = environment.get(KEY) or (read_secret(Path(file), KEY_FILE, "key") if file else None)
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
             f"endpoint.host = {config.host!r}: other machines can reach it; expected a key in the environment variable "
@@ -51,19 +53,6 @@ def check_access(headers: Mapping[str, str], key: str | None) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-
-def _read(file: str | None) -> str | None:
-    if not file:
-        return None
-    try:
-        key = Path(file).read_text().rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{KEY_FILE} = {file!r}: cannot be read: {reason}") from None
-    if not key:
-        raise ConfigError(f"{KEY_FILE} = {file!r}: the file is empty, expected a key")
-    return key
 
 
 def _is_loopback(host: str) -> bool:

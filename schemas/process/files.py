@@ -1,9 +1,11 @@
-"""Files that appear whole or not at all: written beside their place, then renamed to it."""
+"""Files that appear whole or not at all, written beside their place and then renamed; files that hold a secret."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.schemas.config import ConfigError
 
 
 @contextmanager
@@ -29,3 +31,19 @@ def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
         partial.unlink(missing_ok=True)  # left by a killed process of the same id, perhaps with another mode
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
+
+
+def read_secret(file: Path, variable: str, kind: str) -> str:
+    """The password or key in a file that the environment variable `variable` names, without the line break at its end.
+
+    Raises:
+        ConfigError: it cannot be read or is empty; the message quotes nothing of it.
+    """
+    try:
+        secret = file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{variable} = {str(file)!r}: cannot be read: {reason}") from None
+    if not secret:
+        raise ConfigError(f"{variable} = {str(file)!r}: the file is empty, expected a {kind}")
+    return secret

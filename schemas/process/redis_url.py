@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.files import read_secret
 
 URL = "REDIS_URL"
 PASSWORD_FILE = "REDIS_PASSWORD_FILE"
@@ -55,7 +56,8 @@ def configured_url(config: RunConfig | None) -> str | None:
     file = os.environ.get(PASSWORD_FILE)
     if not file or parts.password:
         return url
-    userinfo = f"{parts.username or ''}:{quote(_read_password(Path(file)), safe='')}"
+    password = read_secret(Path(file), PASSWORD_FILE, "password")
+    userinfo = f"{parts.username or ''}:{quote(password, safe='')}"
     return parts._replace(netloc=f"{userinfo}@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
@@ -109,14 +111,3 @@ def _split(url: str, name: str) -> SplitResult:
         if option in _CERTIFICATES and not os.access(value, os.R_OK):
             raise ConfigError(f"{name}: {option} = {value!r}: no such file, or not readable")
     return parts
-
-
-def _read_password(file: Path) -> str:
-    try:
-        password = file.read_text().rstrip("\r\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: cannot be read: {reason}") from None
-    if not password:
-        raise ConfigError(f"{PASSWORD_FILE} = {str(file)!r}: the file is empty, expected a password")
-    return password

@@ -1,4 +1,4 @@
-"""What the producer's tests share: a server that can be stopped and started, a tokenizer, and a trainer by hand."""
+"""Fixtures of the producer's tests: a server that can be stopped and started, a tokenizer, a trainer played by hand."""
 
 import asyncio
 import hashlib

@@ -95,7 +95,7 @@ def _client(server: RealServer, user: str, password: str):
 
 
 def _trainer_output(runs: Path, url: str, environment: dict[str, str]) -> str:
-    """What a trainer says that ends at once."""
+    """The log of a trainer that ends at once."""
     command = [
         sys.executable,
         "-m",

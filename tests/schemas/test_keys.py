@@ -1,4 +1,4 @@
-"""What a field says: a number that a record can carry, or nothing."""
+"""Numbers in fields of entries: ones that a record can hold, or none."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What crosses the stream is checked on both sides, and old payloads stay readable."""
+"""The wire format is checked on both sides, and old payloads stay readable."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Who may use the endpoint."""
+"""Access to the endpoint, with and without a key."""
 
 from pathlib import Path
 

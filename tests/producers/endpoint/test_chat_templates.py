@@ -59,7 +59,7 @@ class Played:
 
 
 def turn_end(name: str, next_turn: str) -> str:
-    """What follows the text of an answer: its end, or where there is none what opens the next turn."""
+    """The ids after the text of an answer: its end, or without one the opening of the next turn."""
     end = STYLES[name].turn_end
     return end if end is not None else next_turn[: next_turn.index("|>") + 2]
 

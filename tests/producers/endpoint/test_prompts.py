@@ -1,4 +1,4 @@
-"""What the engine is given, template by template: what it has seen and sampled, as long as nobody edited it."""
+"""The engine's prompts, template by template: the tokens it saw and sampled, unless the history was edited."""
 
 import copy
 

@@ -237,7 +237,12 @@ def test_an_uncaught_exception_is_one_record_with_its_traceback(body):
 
 
 def test_a_warning_is_a_record():
-    program = "from penstock.schemas.process import logs\nlogs.configure('trainer', run='r', id='t')\nimport warnings\nwarnings.warn('w')"
+    program = (
+        "from penstock.schemas.process import logs\n"
+        "logs.configure('trainer', run='r', id='t')\n"
+        "import warnings\n"
+        "warnings.warn('w')"
+    )
     (line,) = run(program, PENSTOCK_LOG="json").stderr.splitlines()
     assert json.loads(line)["logger"] == "py.warnings"
 

@@ -1,4 +1,4 @@
-"""Where Redis is, what a URL may say, and where its password may come from."""
+"""The address of Redis, the options of its URL, and the sources of its password."""
 
 import subprocess
 import sys

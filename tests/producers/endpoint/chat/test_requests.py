@@ -1,4 +1,4 @@
-"""What an agent may ask for, and how it is told what it may not."""
+"""Requests that an agent may send, and the errors for the others."""
 
 import json
 

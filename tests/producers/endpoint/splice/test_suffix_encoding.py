@@ -1,4 +1,4 @@
-"""What is encoded after a known beginning has the ids of the whole, for every tokenizer and every text."""
+"""Text encoded after a known prefix has the ids of the whole, for every tokenizer and every text."""
 
 import functools
 
