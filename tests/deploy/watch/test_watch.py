@@ -327,8 +327,8 @@ def write_run(runs: Path, *, finished: bool, num_updates: int = 30) -> Path:
     (folder / "evaluations.jsonl").write_text(json.dumps(point) + "\n")
     pause = {"event": "weights", "time_s": now_s - 7175, "policy_version": 20, "pause_s": 0.017}
     (folder / "producers" / "producer-0.jsonl").write_text(json.dumps(pause) + "\nnot json\n")
-    books = {"finished": finished, "num_updates": num_updates}
-    (folder / "trainer.json").write_text(json.dumps(books))
+    ledger = {"finished": finished, "num_updates": num_updates}
+    (folder / "trainer.json").write_text(json.dumps(ledger))
     return folder
 
 
