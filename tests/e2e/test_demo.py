@@ -5,7 +5,7 @@ from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 from demo_run import DemoRun
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_killed_demo_is_resumed_learns_and_balances_its_ledger(resumed_run: DemoRun) -> None:

@@ -16,7 +16,7 @@ from browser import Browser, needs_browser
 from demo_run import ROOT
 from watched_run import WatchedRun
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from prometheus_server import needs_prometheus
 from waiting import wait_for
 from watched_run import EXPORTER, WatchedRun
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
 RUN = "live"

@@ -8,7 +8,7 @@ from penstock.schemas.record_reader import Record
 
 from demo_run import DemoRun
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_record_of_a_killed_and_resumed_demo_gives_its_losses_again(resumed_run: DemoRun) -> None:

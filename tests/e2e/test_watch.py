@@ -8,7 +8,7 @@ from demo_run import VARIABLES
 from terminal import Terminal
 from watched_run import WatchedRun
 
-pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def assert_shown_as_under_way(run: WatchedRun) -> None:
