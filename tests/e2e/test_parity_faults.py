@@ -140,11 +140,11 @@ def num_mixed(groups: list[RolloutGroup]) -> int:
 
 async def met_in_flight(probed: ProbedEngine, *nudges: float, base=None, **sampling) -> list[RolloutGroup]:
     """Groups of which some were in flight when the weights came, which may fall between two requests."""
-    for _ in range(5):
+    for _ in range(10):
         groups = await probed.sample([probed.policy(base, nudge=nudge) for nudge in nudges], **sampling)
         if num_mixed(groups) >= 8:
             return groups
-    pytest.fail("no update met 8 rows in flight in 5 tries")
+    pytest.fail("no update met 8 rows in flight in 10 tries")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
