@@ -20,7 +20,8 @@ trained. The **witness** looks over each optimizer step: it writes down a digest
 moments) before the step, another one after it, and the indexes of the prompts that it finds in the step's own tensors.
 At the end it digests the saved policy and walks back from digest to digest to the base model: what lies on the way is
 what has shaped this policy, whatever was rolled back, resumed or claimed. Then each index that should have been trained
-must be on that way once, no other may be, and the checkpoint's ledger, the dead letters and `penstock audit` must agree.
+must be on that way once, no other may be, and the checkpoint's ledger, the dead letters and `penstock audit` must
+agree.
 
 Three broken protocols (no deduplication, no reconciling, ledger not restored) are caught by it in `make test`.
 """
