@@ -24,7 +24,7 @@ _WARM_UP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05
 """Share of the learning rate at which the schedule ends."""
 _TOKENIZERS = {"addition": build_tokenizer, "calculator": build_calculator_tokenizer}
-_LESSONS = {"addition": AdditionLessons, "calculator": CalculatorLessons}
+_LESSONS: "dict[str, Callable[..., Lessons]]" = {"addition": AdditionLessons, "calculator": CalculatorLessons}
 
 
 def make_model(
@@ -48,7 +48,7 @@ def make_model(
         model = build_model(recipe, tokenizer)
         accuracy = None
         if recipe.train:
-            lessons: Lessons = _LESSONS[recipe.task](tokenizer, recipe)
+            lessons = _LESSONS[recipe.task](tokenizer, recipe)
             accuracy = warm_start(model, lessons, recipe, progress)
     made = MadeModel(recipe=recipe, num_parameters=model.num_parameters(), held_out_accuracy=accuracy)
     _save(folder, made, model, tokenizer)
