@@ -6,16 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.launch.producer_pool import PartDied
-from penstock.deploy.launch.redis_server import ServerError
-from penstock.schemas.config import ConfigError, load_config
-
 from bench.endpoint.section import ENDPOINT
 from bench.head.section import HEAD
 from bench.pipeline.section import PIPELINE
 from bench.result import RESULTS, BenchError, Result, print_result, write_result
 from bench.section import BenchSection, measure
 from bench.stream.section import STREAM
+from penstock.deploy.launch.producer_pool import PartDied
+from penstock.deploy.launch.redis_server import ServerError
+from penstock.schemas.config import ConfigError, load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"

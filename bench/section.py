@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import redis
+
 import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
-import redis
-from penstock.deploy.launch.child import Child, describe_status
-
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
+from penstock.deploy.launch.child import Child, describe_status
 
 PART_LIMIT_S = 900.0
 REDIS_ERRORS = (

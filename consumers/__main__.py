@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.trainable import check_trainable

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.deploy.inspector import command as inspector
 from penstock.deploy.launch.command_line import (
@@ -56,6 +57,7 @@ def _fail(error: BaseException, status: int) -> int:
 def _expected_errors() -> tuple[type[Exception], ...]:
     """Errors that need no traceback. Called while one propagates, so that nothing is imported without need."""
     import redis
+
     from penstock.deploy.launch.producer_pool import PartDied
     from penstock.deploy.launch.redis_server import ServerError
     from penstock.deploy.report.telemetry import TelemetryError

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+
 from penstock.schemas import config
 
 PAGE = Path(__file__).with_name("configuration.md")

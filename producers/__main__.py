@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from redis.exceptions import RedisError
+
 from penstock.producers.endpoint.access import api_key
 from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError, Environment
@@ -27,7 +29,6 @@ from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import redis_url
-from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
 

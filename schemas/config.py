@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import SamplingSettings
 

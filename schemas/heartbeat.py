@@ -1,6 +1,7 @@
 """The heartbeat of a producer: sent every few seconds, under a key that expires when it stops."""
 
 import msgspec
+
 from penstock.schemas.rollout import EngineFingerprint
 
 HEARTBEAT_TTL_S = 15

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+
 from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, one_line, unpack_floats
 
 S = TypeVar("S", bound=msgspec.Struct)

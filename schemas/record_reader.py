@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
 from penstock.schemas.record import (
     FOLDER,
     FORMAT,

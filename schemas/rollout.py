@@ -8,6 +8,7 @@ from collections.abc import Sequence, Sized
 from typing import Literal
 
 import msgspec
+
 from penstock.schemas.prompt import Prompt, Reward
 
 SCHEMA_VERSION = 1

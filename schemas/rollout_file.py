@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
+
 from penstock.schemas.prefixes import PrefixTrie
 from penstock.schemas.rollout import FinishReason, RecordError, Segment, VersionSpan
 

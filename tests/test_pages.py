@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.deploy.cli import COMMANDS, add_commands
 
 from docs import configuration
+from penstock.deploy.cli import COMMANDS, add_commands
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from penstock.deploy.report.drawing import running_mean
 
 from bench.ablation.results import AblationResult, of_arm
+from penstock.deploy.report.drawing import running_mean
 
 STANDS_OUT = 1.3
 """A distance stands out from this multiple of the distance between the reference's own seeds."""

@@ -1,6 +1,7 @@
 """The demo's task behind a prefix that all prompts share, long enough for a block of the engine's cache."""
 
 import msgspec
+
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.prompt import Prompt
 

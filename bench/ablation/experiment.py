@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import RunConfig
-
 from bench.ablation.figures import draw_figures
 from bench.ablation.page import render
 from bench.ablation.plan import AblationCell, AblationPlan, load_plan
 from bench.ablation.results import AblationResult
 from bench.ablation.runner import run_cell
 from bench.experiments.experiment import Experiment
+from penstock.deploy.demo.make_model import ModelRecipe
+from penstock.schemas.config import RunConfig
 
 PLANS = {name: Path(__file__).with_name(f"{name}.toml") for name in ("ablation", "ablation-prefix")}
 

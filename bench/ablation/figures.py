@@ -7,12 +7,12 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 
 from bench.ablation.plan import AblationPlan
 from bench.ablation.results import AblationResult, of_arm
 from bench.experiments.drawing import draw_band, save
+from penstock.deploy.report import drawing
+from penstock.deploy.report.figures import STYLE
 
 Curve = Callable[[AblationResult], np.ndarray]
 CLIP_RATE, KL, ENTROPY, REWARD = "clamp_log_ratio_new_old_indicator", "kl_new_old", "entropy", "reward"

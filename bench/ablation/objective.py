@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.rows import Rows
-from torch import Tensor
 
 CLIP_RATE = "gspo_clip_indicator"
 """The metric's key in updates.jsonl; the ablation shows it under its name there, clamp_log_ratio_new_old_indicator."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
 from penstock.deploy.demo.make_model import ModelRecipe
 from penstock.schemas.config import ConfigError, RunConfig, explain, load_config
 

@@ -8,12 +8,12 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
-from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
-from penstock.schemas.policy import split_version
 
 from bench.ablation.objective import CLIP_RATE
 from bench.ablation.plan import AblationCell
 from bench.experiments.experiment import CellResult, installed_packages
+from penstock.deploy.report.telemetry import RunTelemetry, Update, WeightsLoaded
+from penstock.schemas.policy import split_version
 
 LAST_UPDATES = 20
 """Updates that the figures at the end are the mean of."""

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.ablation.plan import AblationCell, AblationPlan
+from bench.ablation.results import CURVES, SOMETIMES, AblationResult
+from bench.experiments.experiment import CellFailedError
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.progress import Progress
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.schemas.config import ConfigError
-
-from bench.ablation.plan import AblationCell, AblationPlan
-from bench.ablation.results import CURVES, SOMETIMES, AblationResult
-from bench.experiments.experiment import CellFailedError
 
 TICK_S = 0.2
 

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
-
 from bench.compose_check.podman import DEPLOY, PROJECT, Podman
+from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 
 NUM_UPDATES = 1000
 START_S = 300.0

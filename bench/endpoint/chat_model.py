@@ -21,8 +21,9 @@ TEXT = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore").de
 
 def make_chat_model(folder: Path, max_tokens: int) -> None:
     """Saves a model of the demo's size with random weights that speaks ChatML in byte-pair tokens."""
-    from penstock.deploy.demo.make_model import ModelRecipe, build_model
     from transformers.utils.logging import disable_progress_bar
+
+    from penstock.deploy.demo.make_model import ModelRecipe, build_model
 
     disable_progress_bar()
     tokenizer = chat_tokenizer(max_tokens)

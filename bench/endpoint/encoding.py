@@ -6,6 +6,9 @@ import time
 from typing import Any
 
 import msgspec
+
+from bench.endpoint.chat_model import TURN_END, Topics, chat_tokenizer
+from bench.result import Figure, Goal, compare
 from penstock.producers.endpoint.call_ledger import CallLedger
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.answers import Answers, PlainText
@@ -17,9 +20,6 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
-
-from bench.endpoint.chat_model import TURN_END, Topics, chat_tokenizer
-from bench.result import Figure, Goal, compare
 
 Json = dict[str, Any]
 

@@ -9,6 +9,10 @@ from statistics import mean, median
 from typing import Any
 
 import msgspec
+
+from bench.endpoint.chat_model import Topics, make_chat_model
+from bench.endpoint.servers import Answer, ChatServer, penstock_server, vllm_server
+from bench.result import BenchError, Figure, Goal, compare
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import (
     EndpointConfig,
@@ -21,10 +25,6 @@ from penstock.schemas.config import (
     SamplingConfig,
     WeightsConfig,
 )
-
-from bench.endpoint.chat_model import Topics, make_chat_model
-from bench.endpoint.servers import Answer, ChatServer, penstock_server, vllm_server
-from bench.result import BenchError, Figure, Goal, compare
 
 Json = dict[str, Any]
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
+from bench.feeder import make_manifest
+from bench.result import BenchError
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.start_checks import resolved_toml
@@ -19,9 +22,6 @@ from penstock.producers.engines.settings import OWN, engine_arguments
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import Keys
-
-from bench.feeder import make_manifest
-from bench.result import BenchError
 
 Json = dict[str, Any]
 

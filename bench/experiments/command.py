@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.deploy.demo.make_model import WarmStartError, make_model
-from penstock.schemas.config import ConfigError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -17,6 +15,8 @@ from bench.ablation.experiment import PLANS, Ablation
 from bench.experiments.experiment import CellFailedError, CellResult, Experiment, ResultError, write_result
 from bench.experiments.page import PageError, write_part
 from bench.study.experiment import Study
+from penstock.deploy.demo.make_model import WarmStartError, make_model
+from penstock.schemas.config import ConfigError
 
 RUNS = Path("runs")
 

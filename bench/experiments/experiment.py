@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+
 from penstock.deploy.demo.make_model import ModelRecipe
 from penstock.schemas.config import RunConfig
 

@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
-from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 
 from bench.result import Figure, Result
+from penstock.deploy.report import drawing
+from penstock.deploy.report.figures import STYLE
 
 MARKERS = {"float32": "o", "bfloat16": "^"}
 COLOURS = {

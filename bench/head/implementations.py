@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from penstock.consumers.learning.head import selected_logprobs
 from torch import Tensor
+
+from penstock.consumers.learning.head import selected_logprobs
 
 TRL_CHUNK = 32768
 """Vocabulary of one chunk in TRL's trainers."""

@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 import torch
-from penstock.consumers.learning.matmul import onednn_matmul
-from penstock.schemas.config import ConfigError
 from torch import Tensor
 
 from bench.head.implementations import IMPLEMENTATIONS, PEERS, Head, HeadProblem, make_problem, package_version
+from penstock.consumers.learning.matmul import onednn_matmul
+from penstock.schemas.config import ConfigError
 
 SLOW_S = 5.0
 """A peer that has run this long is not timed again."""

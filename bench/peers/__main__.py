@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 if TYPE_CHECKING:

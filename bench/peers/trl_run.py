@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 import torch
-from penstock.producers.interfaces import Environment
-from penstock.schemas.config import RunConfig
-from penstock.schemas.process.plugins import construct
-from penstock.schemas.prompt import Prompt, Reward
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
 from bench.peers.trl_settings import training_rows, trl_settings
+from penstock.producers.interfaces import Environment
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.prompt import Prompt, Reward
 
 EVALUATION_BATCH = 512
 

@@ -5,9 +5,10 @@ gradient checkpointing, mixed precision, data-loader workers. One batch is gener
 """
 
 from datasets import Dataset
+from trl import GRPOConfig
+
 from penstock.producers.interfaces import Environment
 from penstock.schemas.config import ConfigError, RunConfig
-from trl import GRPOConfig
 
 GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import msgspec
-from penstock.schemas.config import load_config
 
 from bench.pipeline.pauses import PauseSettings, measure_pauses
 from bench.pipeline.streaming import StreamingSettings, measure_streaming
+from penstock.schemas.config import load_config
 
 
 def main(job_file: str, result_file: str) -> None:

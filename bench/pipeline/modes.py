@@ -9,15 +9,15 @@ from pathlib import Path
 from statistics import mean
 
 import msgspec
+
+from bench.pipeline.pinned import IDLE, CpuSnapshot
+from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare, usable_cores
 from penstock.deploy.launch.launcher import Launcher, part_command
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
 from penstock.schemas.config import RunConfig
-
-from bench.pipeline.pinned import IDLE, CpuSnapshot
-from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare, usable_cores
 
 ACCURACY = 0.9
 FIRST_UPDATE = 5

@@ -9,10 +9,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
-from penstock.schemas.config import RunConfig
 
 from bench.feeder import make_manifest
 from bench.pipeline.bare import BareEngine
+from penstock.schemas.config import RunConfig
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
+from bench.result import Figure, Goal, compare, in_turns
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     EngineFingerprint,
@@ -19,8 +20,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-
-from bench.result import Figure, Goal, compare, in_turns
 
 GROUP_SIZE = 8
 COMPLETION_TOKENS = 4096

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from penstock.deploy.launch.redis_server import RedisServer
-from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.schemas.config import RunConfig, load_config
 
 from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
 from bench.pipeline.pauses import Paused, PauseSettings
@@ -14,6 +11,9 @@ from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
 from bench.section import Bench, BenchSection, make_model, measure_apart
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.schemas.config import RunConfig, load_config
 
 VLLM_SLEEP_S = 0.02
 """vLLM's pause_generation sleeps this long: an unavoidable part of every pause."""

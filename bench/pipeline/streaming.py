@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import redis
+
+from bench.feeder import make_manifest
+from bench.pipeline.bare import BareEngine, Meter, tokens_between
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.launch.start_checks import resolved_toml
@@ -25,9 +28,6 @@ from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
-
-from bench.feeder import make_manifest
-from bench.pipeline.bare import BareEngine, Meter, tokens_between
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine

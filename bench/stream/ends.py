@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import redis
+
+from bench.pipeline.records import GROUP_SIZE, make_group
 from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.stream.connection import TrainerConnection
@@ -21,8 +23,6 @@ from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
 from penstock.schemas.rollout import RolloutGroup, encode_group
-
-from bench.pipeline.records import GROUP_SIZE, make_group
 
 OUTAGE_S = 60.0
 """A server may stall for seconds while a busy disk takes its append-only file."""

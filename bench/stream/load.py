@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from penstock.deploy.launch.child import Child, describe_status
-from penstock.schemas.keys import Keys
-from penstock.schemas.rollout import RolloutGroup, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 from bench.pipeline.records import make_group
 from bench.result import BenchError
 from bench.stream.ends import ProducerEnd, Span, group_of, plain_client
 from bench.stream.peer import Form, PeerWriter, texts_of
+from penstock.deploy.launch.child import Child, describe_status
+from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import RolloutGroup, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 ANSWER_S = 120.0
 GROUPS_IN_FLIGHT = 32

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import redis
-from penstock.deploy.launch.redis_server import RedisServer
 
 from bench.result import Figure, Goal, compare
 from bench.section import Bench
 from bench.stream.ends import plain_client
 from bench.stream.load import LoadProcess
+from penstock.deploy.launch.redis_server import RedisServer
 
 MAXMEMORY_MB = 2048
 MEGABYTE = 1_000_000

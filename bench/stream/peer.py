@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 import redis
-from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
 
 from bench.pipeline.records import GROUP_SIZE
+from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
 
 Form = Literal["lists", "arrays"]
 BLOCK_MS = 100

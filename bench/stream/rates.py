@@ -4,11 +4,6 @@ import asyncio
 import time
 from urllib.parse import urlsplit
 
-from penstock.consumers.stream.reader import ENTRIES_PER_READ, READ_BYTES
-from penstock.producers.stream.claims import SHARE
-from penstock.schemas.keys import Keys
-from penstock.schemas.rollout import RolloutGroup, encode_group
-
 from bench.result import BenchError, Figure, Goal, in_turns
 from bench.section import Bench
 from bench.stream.ends import ProducerEnd, Span, TrainerEnd, fill, group_of, release_prompts
@@ -30,6 +25,10 @@ from bench.stream.references import (
     loopback_mb_per_s,
     open_tcp_port,
 )
+from penstock.consumers.stream.reader import ENTRIES_PER_READ, READ_BYTES
+from penstock.producers.stream.claims import SHARE
+from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import RolloutGroup, encode_group
 
 KEYS = Keys("bench")
 KILOBYTES = 1024

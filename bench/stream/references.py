@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import redis
-from penstock.deploy.launch.server_binary import find_server
-from penstock.schemas.keys import Field, Kind
 
 from bench.result import BenchError
 from bench.stream.load import LoadProcess, Send
 from bench.stream.measuring import MEGABYTE
+from penstock.deploy.launch.server_binary import find_server
+from penstock.schemas.keys import Field, Kind
 
 RECEIVE_BYTES = 65536
 """The size of redis-py's reads from its socket."""

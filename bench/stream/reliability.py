@@ -9,13 +9,13 @@ from statistics import median
 from unittest.mock import patch
 
 import msgspec
-from penstock.deploy.launch.redis_server import RedisServer
-from penstock.schemas.config import RunConfig, load_config
 
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun, groups_per_s, run_mode
 from bench.result import Figure, Goal, in_turns
 from bench.section import Bench, make_model
 from bench.stream.measuring import rate_figure
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.schemas.config import RunConfig, load_config
 
 NEVER = 10**9
 GOAL = Goal(at_least=0.97)

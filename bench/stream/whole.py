@@ -6,8 +6,6 @@ from functools import partial
 from typing import Any
 
 import redis
-from penstock.schemas.keys import Keys
-from penstock.schemas.rollout import RolloutGroup, encode_group
 
 from bench.pipeline.records import GROUP_SIZE
 from bench.result import BenchError, Figure, Goal, compare, in_turns
@@ -16,6 +14,8 @@ from bench.stream.ends import ProducerEnd, TrainerEnd, group_of, plain_client, r
 from bench.stream.load import LoadProcess, PeerWrite, Produce
 from bench.stream.measuring import MEGABYTE, BenchServer, bench_server, empty, load_processes, rate_figure
 from bench.stream.peer import Form, PeerReader
+from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import RolloutGroup, encode_group
 
 KEYS = Keys("bench")
 PEER_STREAM = "bench:peer"

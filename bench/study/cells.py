@@ -5,10 +5,10 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import RunConfig, load_config
 
 from bench.experiments.experiment import CellResult
+from penstock.deploy.demo.make_model import ModelRecipe
+from penstock.schemas.config import RunConfig, load_config
 
 RUN_FILE = Path(__file__).parents[2] / "deploy" / "runs" / "demo.toml"
 NUM_UPDATES = 200

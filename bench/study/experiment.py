@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import RunConfig
-
 from bench.experiments.experiment import Experiment
 from bench.study.cells import NUM_UPDATES, StudyCell, StudyResult, grid, settings
 from bench.study.figures import draw_curves
 from bench.study.loop import run_cell
 from bench.study.page import render
 from bench.study.pictures import draw_pictures
+from penstock.deploy.demo.make_model import ModelRecipe
+from penstock.schemas.config import RunConfig
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "corrections.md"

@@ -7,8 +7,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 
 from bench.experiments.drawing import draw_band, save
 from bench.study.cells import (
@@ -24,6 +22,8 @@ from bench.study.cells import (
     StudyCell,
     StudyResult,
 )
+from penstock.deploy.report import drawing
+from penstock.deploy.report.figures import STYLE
 
 COLOURS = dict(
     zip(

@@ -6,6 +6,11 @@ from datetime import UTC, datetime
 from itertools import count, islice
 from typing import Any
 
+from torch import Tensor
+
+from bench.experiments.experiment import installed_packages
+from bench.study.cells import StudyCell, StudyResult, settings
+from bench.study.sampler import Sampled, StudySampler
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.staleness import LagTable
@@ -25,11 +30,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-from torch import Tensor
-
-from bench.experiments.experiment import installed_packages
-from bench.study.cells import StudyCell, StudyResult, settings
-from bench.study.sampler import Sampled, StudySampler
 
 PRODUCER_ID = "study"
 CURVES = (

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from bench.experiments.drawing import save
 from penstock.consumers.learning.importance import correct_packed, trust
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 from penstock.schemas.config import CorrectionConfig
-
-from bench.experiments.drawing import save
 
 TRUST, WEIGHTS = "corrections-trust.svg", "corrections-weights.svg"
 LAGS_SHOWN = (0, 1, 4, 16)

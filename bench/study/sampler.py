@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
+
+from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings
 
 GREEDY_BELOW = 1e-5
 """As in vLLM: a lower temperature takes the likeliest token, and logprobs are those of temperature 1."""

@@ -1,6 +1,7 @@
 """Advantages of siblings: each reward against those of its group."""
 
 import numpy as np
+
 from penstock.schemas.config import AdvantageConfig
 from penstock.schemas.rollout import RolloutGroup
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
-from penstock.consumers.learning.attention import PackedLayout
 from torch import Tensor
+
+from penstock.consumers.learning.attention import PackedLayout
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.schemas.metrics import LAG_LABELS, lag_key
-from torch import Tensor
 
 PEER_PREFIX = "rollout_correction/"
 """Prefix of the metrics named by ms-swift and verl."""

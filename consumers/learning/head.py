@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from penstock.consumers.learning.head_kernels import Grads, Head, Results, TokenGrads
 from torch import Tensor
+
+from penstock.consumers.learning.head_kernels import Grads, Head, Results, TokenGrads
 
 GREEDY_TEMPERATURE = 1e-5
 """Below it the engine samples greedily and its logprobs are those of temperature 1."""

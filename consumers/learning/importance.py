@@ -28,10 +28,11 @@ survives; a weight of a whole row counts once per row.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.rejection import beyond_m2_budget, off_policy_rows_kept, rejected
 from penstock.consumers.learning.rows import Rows, clamped, log_ratio
 from penstock.schemas.config import CorrectionConfig
-from torch import Tensor
 
 
 @dataclass(frozen=True)

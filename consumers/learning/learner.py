@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.matmul import enable_onednn_matmul
@@ -12,7 +14,6 @@ from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.plugins import construct
-from torch import Tensor
 
 
 class Learner:

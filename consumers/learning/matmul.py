@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from penstock.schemas.config import ConfigError
 from torch import Tensor
+
+from penstock.schemas.config import ConfigError
 
 ONEDNN_MAX_ERROR = 1e-5
 """Largest error of a product, relative to its largest element: float32 stays below 1e-6, TF32 comes to 3e-4, bfloat16

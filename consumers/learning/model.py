@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, OwnAttention, PackedLayout
-from penstock.consumers.learning.batch import MicroBatch
-from penstock.schemas.config import ConfigError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging as transformers_logging
+
+from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, OwnAttention, PackedLayout
+from penstock.consumers.learning.batch import MicroBatch
+from penstock.schemas.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

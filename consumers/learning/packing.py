@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support

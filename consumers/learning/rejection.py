@@ -4,9 +4,10 @@ Each of them keeps a NaN: a value that cannot be judged reaches the loss, and th
 """
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.rows import Rows, clamped
 from penstock.schemas.config import Rejection
-from torch import Tensor
 
 
 def rejected(log_ratios: Tensor, rows: Rows, rejection: Rejection) -> Tensor:

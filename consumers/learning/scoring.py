@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
+from torch import Tensor
+
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
 from penstock.consumers.learning.importance import Correction, correct_packed
@@ -14,7 +16,6 @@ from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Obje
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.schemas.config import ConfigError, RunConfig
-from torch import Tensor
 
 TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 _ALL = slice(None)

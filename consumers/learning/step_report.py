@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.diagnostics import Level, MismatchSums
 from penstock.consumers.learning.scoring import Scored
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 

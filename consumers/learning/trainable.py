@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+
 from penstock.schemas.rollout import RecordError, RolloutGroup
 
 

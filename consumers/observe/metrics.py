@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter, Gauge, Histogram
+
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.schemas.config import MetricsConfig, RunConfig
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
 from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry
-from prometheus_client import Counter, Gauge, Histogram
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.batch import Batch, Place
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+
 from penstock.schemas.config import RecordingConfig
 from penstock.schemas.record import FORMAT, SCHEMA, RecordHeader, Rows, file_key, file_name
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.diagnostics import LAG_STARTS, MismatchSums
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
@@ -25,7 +27,6 @@ from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, split_version
 from penstock.schemas.rollout import EngineFingerprint, RolloutGroup
-from torch import Tensor
 
 NUM_POINTS = 4000
 """Tokens in the pictures, at most."""

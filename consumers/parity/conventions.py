@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from penstock.consumers.learning.head import GREEDY_TEMPERATURE
 from penstock.consumers.learning.scoring import head_logprobs
 from penstock.consumers.parity.replay import ForwardPass, Replay, as_labelled
 from penstock.consumers.parity.sample import Sample, SampleRow
-from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 22
 """Logits held at once, in float64: 32 MB; a convention takes a few times that."""

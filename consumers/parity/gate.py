@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
+
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.replay import LoadedPolicy

@@ -18,6 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.head import GREEDY_TEMPERATURE, selected_logprobs
 from penstock.consumers.learning.model import PackedModel
@@ -25,9 +29,6 @@ from penstock.consumers.parity.report import AS_SERVED, Gap, LayerGap, ParityErr
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.consumers.parity.verdict import NO_GAP, gap_of
 from penstock.schemas import hidden_states as names
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
 _GRID = 2.0**-10
 _ROUNDING = 2.0**-22

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor
+
 from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.packing import pack_segments
@@ -19,8 +22,6 @@ from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import Sample, SampleRow
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.rollout import Segment
-from safetensors import SafetensorError
-from torch import Tensor
 
 _CONFIG = "config.json"
 _CACHE_BYTES = 1 << 30

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from penstock.consumers.parity.report import ParityError
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, Segment, VersionSpan
-from torch import Tensor
 
 
 @dataclass(frozen=True)

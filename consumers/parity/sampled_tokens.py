@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.head import GREEDY_TEMPERATURE
 from penstock.consumers.parity.conventions import chunks, plain_logits
 from penstock.consumers.parity.replay import Replay
@@ -26,7 +28,6 @@ from penstock.consumers.parity.sample import SampleRow
 from penstock.consumers.parity.verdict import Candidate
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
-from torch import Tensor
 
 SUSPICIOUS_Z = 6.0
 """Standard errors beyond which tokens count as drawn from another distribution. Groups that finish early are read

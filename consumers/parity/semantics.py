@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.parity.conventions import CONVENTIONS, Convention, at_temperatures, under_conventions
 from penstock.consumers.parity.replay import Replay
 from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import Sample, SampleRow, evenly
 from penstock.consumers.parity.sampled_tokens import fits_better, fitted_temperatures, sampling_test
 from penstock.consumers.parity.verdict import Candidate, gap_of
-from torch import Tensor
 
 MAX_TOKENS = 8192
 """Sampled tokens whose logits are computed."""

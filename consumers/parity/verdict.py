@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.report import (
     AS_SERVED,
@@ -18,7 +20,6 @@ from penstock.consumers.parity.report import (
     cause_of,
     layer_of,
 )
-from torch import Tensor
 
 MIN_TOKENS = 16
 """With fewer tokens to compare the verdict is "unclear"."""

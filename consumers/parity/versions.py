@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from penstock.consumers.parity.replay import Replay, ReplayPlan, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap
 from penstock.consumers.parity.sample import SampleRow, evenly
 from penstock.consumers.parity.verdict import Candidate, gap_of
-from torch import Tensor
 
 TOKENS_PER_VERSION = 512
 """Tokens that other weights are tried on, for each version with a gap."""

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import redis
-from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ import time
 import uuid
 
 import redis
+
 from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection

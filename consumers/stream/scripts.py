@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import redis
+
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 
 MOST_PENDING = 1_000_000

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.process.files import replacing
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,12 @@ import itertools
 import random
 
 import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
 from penstock.deploy.demo.char_tokenizer import EOS
 from penstock.deploy.demo.model_recipe import ModelRecipe
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.prompt import Prompt
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
 class AdditionLessons:

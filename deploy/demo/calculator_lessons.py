@@ -5,11 +5,12 @@ import random
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
 from penstock.deploy.demo.model_recipe import ModelRecipe
 from penstock.producers.environments.calculator import TOOLS, Calculator
 from penstock.schemas.prompt import Prompt
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 TURN_START, TURN_END, CALL = "<|im_start|>", "<|im_end|>", "<tool_call>"
 CHAT_TEMPLATE = """\

@@ -9,13 +9,14 @@ from typing import Protocol
 
 import msgspec
 import torch
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
 from penstock.deploy.demo.addition_lessons import AdditionLessons
 from penstock.deploy.demo.calculator_lessons import CalculatorLessons, build_calculator_tokenizer
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
 from penstock.deploy.demo.model_recipe import RECIPES, MadeModel, ModelRecipe, WarmStartError
-from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 __all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
 

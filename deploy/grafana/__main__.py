@@ -4,6 +4,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
+
 from penstock.deploy.grafana import flow, learning, off_policy
 
 FOLDER = Path(__file__).parent / "dashboards"

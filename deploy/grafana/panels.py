@@ -14,6 +14,7 @@ from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
+
 from penstock.schemas.metrics import LAG_LABELS
 
 Panel = timelines.Panel | stats.Panel | statetimeline.Panel | heatmaps.Panel

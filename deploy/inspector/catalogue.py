@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import redis
+
 from penstock.deploy.inspector.content import group_fields, row_fields, searched_text
 from penstock.deploy.inspector.rows import InspectedRow, RowQuery, facets, select
 from penstock.deploy.inspector.searching import TextSearch

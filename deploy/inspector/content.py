@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import msgspec
+
 from penstock.deploy.inspector.rows import InspectedRow
 from penstock.deploy.inspector.sources import Looked
 from penstock.deploy.inspector.tokens import TokenTexts

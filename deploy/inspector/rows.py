@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
+
 from penstock.schemas.policy import make_version
 from penstock.schemas.record import GroupEntry
 

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 import redis
+
 from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.rows import QueryError, parse_query
 from penstock.schemas.config import ConfigError

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import redis
+
 from penstock.deploy.inspector.rows import InspectedRow
 from penstock.deploy.inspector.sources import Looked
 from penstock.deploy.operate.producer_list import steps_behind

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import redis
+
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from penstock.deploy.launch.progress import Progress
-from penstock.schemas.config import RunConfig
-from penstock.schemas.heartbeat import Heartbeat
-from penstock.schemas.policy import split_version
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from penstock.deploy.launch.progress import Progress
+from penstock.schemas.config import RunConfig
+from penstock.schemas.heartbeat import Heartbeat
+from penstock.schemas.policy import split_version
 
 _FRAME_S = 0.5
 _LINE_S = 5.0

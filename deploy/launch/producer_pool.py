@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import redis
+
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
 from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat

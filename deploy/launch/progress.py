@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.deploy.report.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
 
 _RATE_WINDOW = 60

@@ -10,13 +10,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.server_binary import ServerBinary, inspect, note_writer, server_for, writer_of
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.redis_url import connection_file
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 _MAX_SOCKET_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them a zero
 _ANSWER_S = 5.0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 import tomli_w
+
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import redis
+
 from penstock.deploy.operate.ledger_check import (
     LedgerCheck,
     LedgerProblem,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
 from penstock.deploy.launch.command_line import Command, add_run
 
 
@@ -33,6 +34,7 @@ def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
 def _audit(arguments: argparse.Namespace) -> int:
     """Status 0 if the ledger balances, 1 if it does not, 2 if the run cannot be audited."""
     import redis
+
     from penstock.deploy.launch.redis_server import ServerError
     from penstock.deploy.operate.audit import audit
     from penstock.deploy.operate.run_access import open_run

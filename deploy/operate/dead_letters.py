@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 import redis
+
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
 from penstock.schemas.config import ConfigError

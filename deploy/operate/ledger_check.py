@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+
 from penstock.deploy.operate.saved_ledger import LedgerState, Range, SavedLedger
 
 _NAMED = 20

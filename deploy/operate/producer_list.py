@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import redis
+
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.audit import pending
 from penstock.deploy.operate.run_access import OpenRun

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import redis
+
 from penstock.deploy.launch.redis_server import RedisServer, ServerError, connect
 from penstock.deploy.launch.run_folder import RUN_FILE, try_lock
 from penstock.schemas.config import ConfigError, RunConfig, load_config

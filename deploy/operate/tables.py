@@ -6,14 +6,15 @@ Reasons, prompts and names come from producers: control characters in them are s
 import time
 from collections.abc import Iterable
 
-from penstock.deploy.operate.audit import Audit
-from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
-from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
-from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from penstock.deploy.operate.audit import Audit
+from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
+from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
+from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 
 _HANDED_BACK_S = 1e5
 """No claim stays idle this long: its producer has marked it free."""

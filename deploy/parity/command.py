@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+
 from penstock.consumers.parity.report import REPORT_FILE, Verdict
 from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, shipped_run_files
 from penstock.schemas.config import ConfigError, load_config
@@ -107,6 +108,7 @@ class _Opened(NamedTuple):
 def _parity(arguments: argparse.Namespace) -> int:
     """The verdict's exit status; 2 with one line on stderr if the check cannot be made."""
     import redis
+
     from penstock.consumers.parity.report import ParityError
     from penstock.deploy.launch.redis_server import ServerError
     from penstock.deploy.parity.probe import progress
@@ -225,6 +227,7 @@ def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _O
 
 def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
     import torch
+
     from penstock.consumers.learning.model import choose_device
     from penstock.consumers.parity.check import check_parity
     from penstock.consumers.parity.report import EXIT_STATUS

@@ -9,15 +9,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from penstock.consumers.parity.report import Gap, Hypothesis, ParityReport, Status, Verdict
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
 from penstock.schemas.metrics import LAG_LABELS
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 _WORDS: dict[Status, tuple[str, str]] = {
     "parity": ("PARITY", "green"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import redis
+
 from penstock.consumers.parity.report import TOLERANCES, ParityError
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.run_access import OpenRun

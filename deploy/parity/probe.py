@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from penstock.deploy.parity.inputs import ParityInput, WeightVersions
 from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import CaptureError, EngineError, Environment
@@ -19,8 +22,6 @@ from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 NUM_UPDATES = 3
 MOST_TOKENS = 96

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry
+
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.metrics import (
@@ -14,7 +16,6 @@ from penstock.schemas.metrics import (
     ProducerMetric,
     TrainerMetric,
 )
-from prometheus_client import CollectorRegistry
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- written by `python -m penstock.deploy.prometheus` -->"

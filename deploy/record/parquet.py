@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from penstock.schemas.record import RecordedGroup, RecordReadError, sampled_tokens
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RecordError, unpack_ids

@@ -76,11 +76,12 @@ def _play_all(
     record: Record,
     configs: "dict[ReplayVariant, RunConfig]",
 ) -> int:
+    from rich.console import Console
+    from rich.progress import track
+
     from penstock.deploy.launch.start_checks import check_objective
     from penstock.deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
     from penstock.deploy.replay.results import append_lines, print_table, write_comparison
-    from rich.console import Console
-    from rich.progress import track
 
     console = Console(highlight=False)
     for config in configs.values():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.staleness import LagTable

@@ -10,14 +10,15 @@ import msgspec
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from penstock.deploy.replay.player import Played
 from penstock.deploy.replay.variants import RECORDED
 from penstock.deploy.report.drawing import INK, SERIES, legend_above
 from penstock.deploy.report.figures import STYLE, WIDTH_IN
 from penstock.schemas.process.json_lines import JsonLines
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 MEASURES = {
     "loss": "loss",

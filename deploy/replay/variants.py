@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 
 SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates")

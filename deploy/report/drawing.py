@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+
 from penstock.deploy.report.telemetry import RunTelemetry, Update
 
 INK, MUTED, RULE, GRID = "#1f2937", "#6b7280", "#9ca3af", "#e5e7eb"

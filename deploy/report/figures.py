@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
 from penstock.deploy.report import drawing, lag_panels, panels
 from penstock.deploy.report.drawing import FigureSpec
 from penstock.deploy.report.telemetry import RunTelemetry

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
 from penstock.deploy.report.drawing import (
     AMBER,
     BLUE,

@@ -9,6 +9,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from penstock.deploy.report.telemetry import (
     EvaluationPoint,
     Rate,
@@ -21,9 +25,6 @@ from penstock.deploy.report.telemetry import (
 )
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.files import write_whole
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 ACCURACY_GOALS = (0.9,)
 """Held-out accuracies whose time is reported."""

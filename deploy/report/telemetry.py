@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import lag_key
 from penstock.schemas.policy import make_version, split_version

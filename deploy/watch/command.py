@@ -20,9 +20,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from penstock.deploy.watch.gathering import Gatherer
     from penstock.deploy.watch.screen import all_views, watch
-    from rich.console import Console
 
     name, folder, config = find(arguments.run, arguments.runs)
     gatherer = Gatherer(name, folder, config, [_address(text) for text in arguments.metrics])

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
-from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT_S = 2.0
 _MAX_BYTES = 8_000_000

@@ -2,12 +2,13 @@
 
 from statistics import fmean
 
-from penstock.deploy.launch.live_view import shown_version
-from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
-from penstock.deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from penstock.deploy.launch.live_view import shown_version
+from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
+from penstock.deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
 
 WAITING = 0.2
 """A trainer that waits for this share of its time is held up. As in the recording rules, as are the next two."""

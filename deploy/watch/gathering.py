@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+
 from penstock.deploy.launch.producer_pool import read_heartbeats
 from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect

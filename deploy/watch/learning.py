@@ -1,10 +1,11 @@
 """The view **Learning**: reward, accuracy, and the size of the steps."""
 
-from penstock.deploy.watch.snapshot import RunSnapshot
-from penstock.deploy.watch.text import number, sparkline
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from penstock.deploy.watch.snapshot import RunSnapshot
+from penstock.deploy.watch.text import number, sparkline
 
 _ROWS = (
     ("reward", "reward"),

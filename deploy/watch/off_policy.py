@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from penstock.deploy.report.telemetry import Update, mean_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
 from penstock.schemas.metrics import LAG_LABELS, lag_key
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 LOW_ESS = 0.3
 """Below it a lag bucket hardly counts. As in the alert."""

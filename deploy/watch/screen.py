@@ -12,16 +12,17 @@ import tty
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.rule import Rule
+from rich.text import Text
+
 from penstock.deploy.watch.flow import flow
 from penstock.deploy.watch.gathering import Gatherer
 from penstock.deploy.watch.learning import learning
 from penstock.deploy.watch.off_policy import off_policy
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import duration, joined, moment
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.rule import Rule
-from rich.text import Text
 
 _LOOK_S = 1.0
 _KEY_S = 0.1

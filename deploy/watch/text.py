@@ -5,8 +5,9 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from penstock.deploy.operate import tables
 from rich.text import Text
+
+from penstock.deploy.operate import tables
 
 _STEPS = "▁▂▃▄▅▆▇█"
 _BAR = "█"

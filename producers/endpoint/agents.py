@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 
 import msgspec
+
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import Environment

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import msgspec
+from redis.exceptions import RedisError
+
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.chat.answers import Answers
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
@@ -19,7 +21,6 @@ from penstock.producers.rollout.sampling import sample
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids, unpack_ids
-from redis.exceptions import RedisError
 
 Json = dict[str, Any]
 

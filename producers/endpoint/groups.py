@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
 import msgspec
+
 from penstock.producers.endpoint.call_ledger import CallLedger
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.prompt import Prompt, Reward

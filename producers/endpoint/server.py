@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from redis.exceptions import RedisError
+
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.calls import FATAL, Calls
@@ -22,7 +24,6 @@ from penstock.schemas.config import EndpointConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 from penstock.schemas.rollout import SamplingSettings
-from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
 

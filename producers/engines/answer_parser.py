@@ -3,11 +3,12 @@
 import logging
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import Parser, ParserManager
+
 from penstock.producers.endpoint.chat.answers import ParsedAnswer
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.schemas.config import ConfigError, EndpointConfig
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.parser import Parser, ParserManager
 
 # A policy that learns to call tools writes malformed calls at first, and each would be logged with its traceback.
 logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)

@@ -11,15 +11,16 @@ from typing import Any
 # vLLM reads its settings for logging when it is imported.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from penstock.producers.engines.parent_death import children_bound
-from penstock.producers.engines.weight_transfer import BIND_VARIABLE
-from penstock.producers.interfaces import EngineError
-from penstock.schemas.config import RunConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from penstock.producers.engines.parent_death import children_bound
+from penstock.producers.engines.weight_transfer import BIND_VARIABLE
+from penstock.producers.interfaces import EngineError
+from penstock.schemas.config import RunConfig
 
 MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
 

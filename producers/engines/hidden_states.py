@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from penstock.schemas import hidden_states as names
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from penstock.schemas import hidden_states as names
 
 LOGITS_CHUNK_TOKENS = 64
 """Tokens whose logits exist at once."""

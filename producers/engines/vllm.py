@@ -4,6 +4,16 @@ import asyncio
 import time
 import uuid
 
+from vllm import SamplingParams, __version__
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
 from penstock.producers.engines.completions import pack
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
@@ -14,15 +24,6 @@ from penstock.producers.interfaces import CaptureError, Completion, EngineError,
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
-from vllm import SamplingParams, __version__
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
-from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 PARAMS_KEPT = 256
 """`SamplingParams` kept for reuse: agents' calls ask for any number of tokens up to the context."""

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from penstock.producers.engines import stale_kv
-from penstock.producers.engines.hidden_states import HiddenStateCapture
-from penstock.producers.engines.parent_death import bind_children
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -20,6 +17,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from penstock.producers.engines import stale_kv
+from penstock.producers.engines.hidden_states import HiddenStateCapture
+from penstock.producers.engines.parent_death import bind_children
 
 BACKEND = "penstock_safetensors"
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 logger = logging.getLogger(__name__)

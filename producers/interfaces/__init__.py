@@ -25,6 +25,7 @@ needs a base class; a run file names an environment by its import path (`environ
 from typing import Any, Protocol
 
 import msgspec
+
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan

@@ -1,8 +1,9 @@
 """The producer's Prometheus metrics."""
 
+from prometheus_client import Counter, Gauge, Histogram
+
 from penstock.schemas.metrics import ProducerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry
-from prometheus_client import Counter, Gauge, Histogram
 
 
 class ProducerMetrics:

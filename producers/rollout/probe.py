@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+
 from penstock.producers.interfaces import Completion, Engine, Environment
 from penstock.producers.rollout.episode import rollout_of, tokenize
 from penstock.schemas.policy import WeightManifest

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
+
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait

@@ -7,13 +7,14 @@ import time
 from functools import partial
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, number_in
 from penstock.schemas.process.outage import says
 from penstock.schemas.rollout import one_line
-from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from redis.exceptions import OutOfMemoryError
+
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
-from redis.exceptions import OutOfMemoryError
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
+
 from penstock.producers.interfaces import Engine, WeightLoadError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection

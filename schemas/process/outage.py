@@ -10,10 +10,11 @@ import logging
 import time
 from typing import Any, TypeVar
 
-from penstock.schemas.config import ConfigError
-from penstock.schemas.process.redis_url import certificate_problem, place_of
 from redis import exceptions
 from redis.backoff import EqualJitterBackoff
+
+from penstock.schemas.config import ConfigError
+from penstock.schemas.process.redis_url import certificate_problem, place_of
 
 log = logging.getLogger(__name__)
 

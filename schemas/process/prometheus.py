@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import Metric as Family
+
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.metrics import Metric
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client import Metric as Family
 
 log = logging.getLogger(__name__)
 

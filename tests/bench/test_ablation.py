@@ -11,11 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from penstock.consumers.learning.objectives.gspo import Gspo
-from penstock.deploy.demo.make_model import ModelRecipe, build_tokenizer, make_model
-from penstock.deploy.report.telemetry import read_telemetry
-from penstock.producers.environments.arithmetic import Arithmetic
-from penstock.schemas.config import ConfigError, load_config
 
 from bench.ablation.distances import MEASURES, distance
 from bench.ablation.environment import BLOCK_TOKENS, PrefixedArithmetic
@@ -30,6 +25,11 @@ from bench.experiments.command import main
 from bench.experiments.experiment import CellFailedError, read_result, write_result
 from bench.experiments.page import markers
 from objective_cases import packed_inputs
+from penstock.consumers.learning.objectives.gspo import Gspo
+from penstock.deploy.demo.make_model import ModelRecipe, build_tokenizer, make_model
+from penstock.deploy.report.telemetry import read_telemetry
+from penstock.producers.environments.arithmetic import Arithmetic
+from penstock.schemas.config import ConfigError, load_config
 
 FILE, PREFIX_FILE = PLANS.values()
 ALL_FILES = pytest.mark.parametrize("file", [FILE, PREFIX_FILE], ids=lambda file: file.stem)

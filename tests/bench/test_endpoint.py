@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from penstock.deploy.launch.child import Child
 
 from bench.__main__ import RUN_FILE
 from bench.endpoint import servers
@@ -30,6 +29,7 @@ from bench.endpoint.section import ENDPOINT, QUICK_ENDPOINT
 from bench.endpoint.servers import Answer, ChatServer, PenstockServer, VllmServer, serve_arguments
 from bench.result import BenchError, Goal
 from bench.section import measure
+from penstock.deploy.launch.child import Child
 from waiting import wait_for
 
 TINY = EncodingSettings(calls=6, turn_tokens=60, answer_tokens=30)

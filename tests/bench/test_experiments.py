@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 from bench.experiments import command
 from bench.experiments.experiment import CellResult, Experiment, ResultError, read_result, write_result
 from bench.experiments.page import PageError, markers, write_part
+from penstock.schemas.config import ConfigError, RunConfig, load_config
 
 RUN = """
 name = "workload"

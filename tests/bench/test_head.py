@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.consumers.learning.head import selected_logprobs
 
 from bench import __main__ as bench
 from bench.head import part
@@ -15,6 +14,7 @@ from bench.head.part import Accuracy, Entry, Job, Measured
 from bench.head.section import HEAD, OURS, HeadSettings, accuracy_figures, memory_figures, peer_figures, time_figures
 from bench.result import Figure, Result, write_result
 from bench.section import measure
+from penstock.consumers.learning.head import selected_logprobs
 
 TINY = HeadSettings(
     hidden_size=16, vocabulary=300, accuracy_tokens=8, memory_tokens=(4096,), time_tokens=8, peer_tokens=8, rounds=2

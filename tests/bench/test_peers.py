@@ -3,9 +3,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from penstock.schemas.config import load_config
 
 from bench.peers import __main__ as peers
+from penstock.schemas.config import load_config
 
 RUN_FILE = """
 name = "demo"

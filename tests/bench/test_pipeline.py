@@ -7,13 +7,6 @@ import msgspec
 import pytest
 import redis
 import torch
-from penstock.deploy.launch.child import Child
-from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry, Update
-from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.keys import Commit, Keys
-from penstock.schemas.policy import WeightManifest
-from penstock.schemas.rollout import decode_group, encode_group
 from safetensors.torch import save_file
 
 from bench.feeder import make_manifest
@@ -35,6 +28,13 @@ from bench.pipeline.streaming import Streamed, Window, summarize
 from bench.result import (
     BenchError,
 )
+from penstock.deploy.launch.child import Child
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.deploy.report.telemetry import EvaluationPoint, RunTelemetry, Update
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.rollout import decode_group, encode_group
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

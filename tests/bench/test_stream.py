@@ -6,9 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from penstock.deploy.report.telemetry import RunTelemetry, Update
-from penstock.schemas.keys import Field
-from penstock.schemas.rollout import decode_group, encode_group
 
 from bench.__main__ import RUN_FILE
 from bench.pipeline.modes import FIRST_UPDATE, ModeRun
@@ -21,6 +18,9 @@ from bench.stream.peer import PeerReader, PeerWriter, texts_of
 from bench.stream.rates import KEYS
 from bench.stream.reliability import VARIANTS, reliability_figures
 from bench.stream.section import STREAM
+from penstock.deploy.report.telemetry import RunTelemetry, Update
+from penstock.schemas.keys import Field
+from penstock.schemas.rollout import decode_group, encode_group
 
 TINY = msgspec.structs.replace(QUICK_STREAM, rounds=1, payload_mb=0.5, peer_groups=8)
 GOALS = {

@@ -9,15 +9,6 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from penstock.consumers.learning.interfaces import Objective
-from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.scoring import check_objective
-from penstock.deploy.demo.make_model import ModelRecipe, make_model
-from penstock.producers.environments.arithmetic import Arithmetic
-from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig, load_config
-from penstock.schemas.process.plugins import construct
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.experiments.experiment import write_result
@@ -29,6 +20,15 @@ from bench.study.loop import StudyPolicies, StudyRecorder, run_cell
 from bench.study.page import beaten, render
 from bench.study.pictures import LOG_RATIOS, SCHEDULES, trust_curve, weight_curve
 from bench.study.sampler import StudySampler
+from penstock.consumers.learning.interfaces import Objective
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.scoring import check_objective
+from penstock.deploy.demo.make_model import ModelRecipe, make_model
+from penstock.producers.environments.arithmetic import Arithmetic
+from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig, load_config
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
 
 STUDY = Study(Path("runs"))
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from transformers import AutoTokenizer
+
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
 from penstock.schemas.config import (
     CheckpointConfig,
@@ -23,8 +25,6 @@ from penstock.schemas.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from transformers import AutoTokenizer
-
 from real_server import installed_servers
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.leg import Leg

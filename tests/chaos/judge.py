@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.storm import Storm
 from tests.chaos.witness import Chain, ChainError, digest_of_base, digest_of_checkpoint

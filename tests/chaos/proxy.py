@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TextIO
 
 import redis
-from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.keys import Keys
 
 from cutting_proxy import CuttingProxy, When
+from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.keys import Keys
 from tests.chaos.processes import Process
 
 TRAINER_COMMANDS = ("XREAD", "XRANGE", "release", "release_again", "announce", "dead_letter", "commit", "open_epoch")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
 import penstock.consumers.__main__ as trainer_entry
 import penstock.producers.__main__ as producer_entry
 from penstock.consumers.stream.ledger import Ledger
@@ -16,7 +17,6 @@ from penstock.producers.interfaces import Completion
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process import logs
 from penstock.schemas.rollout import SamplingSettings
-
 from scripted_engine import ScriptedEngine
 from tests.chaos.witness import observed_learner
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from random import Random
 
 import redis
-from penstock.deploy.launch.child import Child
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from penstock.deploy.launch.child import Child
 
 WINDOW_S = 1.0
 """The most that a power loss may take under `everysec`: the server syncs its append-only file once a second."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 import redis
+
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
-
 from tests.chaos import roles
 from tests.chaos.calm import ENGINE_BOOT_S, end
 from tests.chaos.disk import SmallDisk

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 import torch
+
+from mini_producer import make_group
 from penstock.consumers.learning.packing import pack
 from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
-
-from mini_producer import make_group
 from tests.chaos.environment import text_of
 from tests.chaos.witness import Chain, ChainError, digest, prompts_in
 

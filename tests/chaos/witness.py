@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
 from penstock.consumers.learning.batch import Batch, MicroBatch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.step_report import StepReport
 from penstock.deploy.demo.char_tokenizer import ALPHABET, build_tokenizer
 from penstock.schemas.config import RunConfig
-from safetensors.torch import load_file
-
 from tests.chaos.environment import END, index_of
 
 FIRST_CHARACTER = build_tokenizer(16).convert_tokens_to_ids(ALPHABET[0])

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
 
+import penstock.consumers.__main__ as entry
 from lossy_server import LossyServer
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench

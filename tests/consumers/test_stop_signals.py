@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 
 

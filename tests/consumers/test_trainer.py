@@ -3,14 +3,14 @@
 import json
 import threading
 
-import penstock.consumers.__main__ as entry
 import pytest
+
+import penstock.consumers.__main__ as entry
+from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
-
-from mini_producer import dead_fields, group_fields
 from real_server import RealServer
 from trainer_bench import KilledError, assert_balanced
 from waiting import wait_for

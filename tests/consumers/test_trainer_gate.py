@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
+
+import penstock.consumers.__main__ as entry
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.gate import Gate
 from penstock.schemas.keys import Commit
-
 from trainer_bench import Bench
 from training_groups import tiny_model
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from penstock.deploy import cli
 from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.operate import commands as operate

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from penstock.deploy.missing_requirements import missing_from_file, missing_requirements
 
 ROOT = Path(__file__).parents[2]

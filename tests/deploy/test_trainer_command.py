@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+
 from penstock.deploy import cli
 from penstock.deploy.launch.start_checks import check, check_server
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig
 from penstock.schemas.keys import Commit
-
 from real_server import RealServer
 from trainer_bench import Bench
 from trainer_process import TrainerProcesses, with_learner

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from penstock.consumers.learning.interfaces import LossInputs, Objective
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.consumers.learning.scoring import check_objective

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.schemas import hidden_states as names
 from safetensors.torch import save_file
+
+from penstock.schemas import hidden_states as names
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
 from torch import Tensor
+
+from penstock.schemas.rollout import RolloutGroup, unpack_floats, unpack_ids
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

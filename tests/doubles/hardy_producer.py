@@ -4,11 +4,11 @@ import time
 from collections import Counter
 
 import redis
-from penstock.schemas.keys import PRODUCERS_GROUP
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from mini_producer import MiniProducer
+from penstock.schemas.keys import PRODUCERS_GROUP
 
 _PASSING = ("NOGROUP", "UNBLOCKED", "MISCONF")
 

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import wire_examples
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
@@ -18,9 +21,6 @@ from penstock.schemas.record import (
     group_entry,
 )
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-import wire_examples
 from recorded_batches import header
 
 NAME = "inspected"

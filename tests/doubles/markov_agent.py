@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.schemas.policy import TensorSpec
 from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from chat_templates import tokenizer_of
+from penstock.schemas.policy import TensorSpec
 
 HIDDEN = 640
 LETTERS = ("sevn", "tugo")

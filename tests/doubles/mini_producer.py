@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 import redis
+
+import wire_examples
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, encode_group, pack_floats, pack_ids
-
-import wire_examples
 
 
 def make_group(index: int, version: int, *, rewards=(0.0, 1.0), evaluation_id: str | None = None) -> RolloutGroup:

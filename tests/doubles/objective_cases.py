@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
@@ -13,7 +15,6 @@ from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import PolicyObjective
-from torch import Tensor
 
 WIDE: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
 

@@ -1,10 +1,11 @@
 """The correction and the diagnostics of padded batches, [B, T]: the layout of the golden files and of the oracles."""
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.diagnostics import MismatchSums
 from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.schemas.config import CorrectionConfig
-from torch import Tensor
 
 
 def correct(

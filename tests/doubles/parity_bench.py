@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_floats, unpack_floats
-
 from played_engine import Answer, PlayedEngine, group_of, publish_perturbed
 from training_groups import configuration, tiny_model
 

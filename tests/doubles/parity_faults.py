@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+
 from penstock.schemas.policy import WeightManifest
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
@@ -18,10 +22,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
-
 from wire_examples import FINGERPRINT
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.inference import captured_version, compare_layers
@@ -15,9 +19,6 @@ from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig, 
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 LETTERS = "abcdefg"
 MERGES = [(one, two) for one in LETTERS for two in LETTERS]

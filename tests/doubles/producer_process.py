@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.schemas.config import RunConfig
 
 ROOT = Path(__file__).parents[2]

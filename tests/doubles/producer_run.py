@@ -9,7 +9,6 @@ from penstock.producers.loop import Producer
 from penstock.schemas.config import ProducersConfig, RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
 from penstock.schemas.prompt import Prompt
-
 from scripted_engine import ScriptedEngine
 
 KEYS = Keys("test")

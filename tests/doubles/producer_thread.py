@@ -12,7 +12,6 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
 from penstock.schemas.prompt import Prompt
-
 from scripted_engine import ScriptedEngine
 
 

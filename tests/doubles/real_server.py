@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import redis
+
 from penstock.deploy.launch.server_binary import bundled_server
 
 

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import wire_examples
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.schemas.config import RecordingConfig
 from penstock.schemas.record import (
@@ -16,8 +17,6 @@ from penstock.schemas.record import (
     encode_batch,
 )
 from penstock.schemas.rollout import encode_group, pack_floats
-
-import wire_examples
 
 SMALLEST = RecordingConfig(max_mb=2, segment_mb=1)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 import redis
+
+from parity_bench import ParityBench, groups_of, prompts
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, encode_group, unpack_ids
-
-from parity_bench import ParityBench, groups_of, prompts
 from probed_engine import TOKENS, tokenizer
 from wire_examples import FINGERPRINT
 

@@ -12,7 +12,6 @@ from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.schemas.config import RunConfig, TrainerConfig
 from penstock.schemas.policy import make_version
-
 from training_groups import configuration, random_group
 
 FIRST_VERSION = 7

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig

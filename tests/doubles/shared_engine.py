@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.rollout import SamplingSettings
-from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 64
 CONTEXT = 512

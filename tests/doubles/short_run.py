@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock.consumers.__main__ as entry
+from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.trainer import Trainer
@@ -23,8 +24,6 @@ from penstock.schemas.config import (
     RunConfig,
 )
 from penstock.schemas.keys import Keys
-
-from mini_producer import MiniProducer
 from scripted_learner import ScriptedLearner
 
 

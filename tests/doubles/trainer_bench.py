@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import redis
+
+import penstock.consumers.__main__ as entry
+from cutting_proxy import CuttingProxy
+from hardy_producer import HardyProducer
+from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-
-from cutting_proxy import CuttingProxy
-from hardy_producer import HardyProducer
-from mini_producer import MiniProducer
 
 RUN_FILE = """
 name = "test"

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
 from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
@@ -16,8 +18,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
-
 from wire_examples import FINGERPRINT
 
 VOCABULARY = 23

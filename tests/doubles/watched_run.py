@@ -9,9 +9,9 @@ import time
 
 import redis
 import yaml
-from penstock.schemas.process.redis_url import connection_file
 
 from demo_run import DemoRun
+from penstock.schemas.process.redis_url import connection_file
 from prometheus_server import PrometheusServer, free_port, has_prometheus, wait_until_served
 
 EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_exporter")

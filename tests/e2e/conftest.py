@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.schemas.config import DEFAULT_OBJECTIVE
 
 from demo_run import DemoRun
+from penstock.schemas.config import DEFAULT_OBJECTIVE
 from waiting import wait_for
 from watched_run import WatchedRun
 

@@ -1,9 +1,9 @@
 """The demo's own run file, cut short: killed and resumed, it learns and its ledger balances."""
 
 import pytest
-from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 from demo_run import DemoRun
+from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,6 +12,8 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
+
+from markov_agent import LETTERS, MarkovAgent
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
@@ -20,8 +22,6 @@ from penstock.schemas.config import EndpointConfig, EngineConfig, ModelConfig, P
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
-
-from markov_agent import LETTERS, MarkovAgent
 from producer_run import Numbers
 from waiting import until
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from penstock.schemas.record import sampled_tokens
-from penstock.schemas.record_reader import Record
 
 from browser import Browser, needs_browser
 from demo_run import ROOT
+from penstock.schemas.record import sampled_tokens
+from penstock.schemas.record_reader import Record
 from watched_run import WatchedRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
 
+import penstock.consumers.__main__ as entry
 from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.producers.interfaces import Completion

@@ -3,6 +3,9 @@
 import msgspec
 import pytest
 import pytest_asyncio
+
+import probed_engine
+from parity_faults import LabelsOnly, bfloat16_head
 from penstock.consumers.parity.report import TOLERANCES
 from penstock.consumers.parity.verdict import with_layers
 from penstock.producers.rollout.probe import batch_dependence
@@ -16,9 +19,6 @@ from penstock.schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
-
-import probed_engine
-from parity_faults import LabelsOnly, bfloat16_head
 from probed_engine import PROMPTS, ProbedEngine
 
 pytestmark = [
@@ -39,9 +39,8 @@ CHUNK = 128
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def changeable(vllm_engine, tmp_path_factory):
     """float32 and eager, so that a layer can be changed while it runs; prefix caching on, salted by version."""
-    from penstock.producers.engines import vllm
-
     from faulty_worker import FaultyWorker
+    from penstock.producers.engines import vllm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "EngineReport", FaultyWorker)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+
 from penstock.deploy.prometheus.command import RULES
 from penstock.schemas.metrics import TRAINER_GAUGES, Metric, ProducerMetric, TrainerMetric
-
 from prometheus_server import needs_prometheus
 from waiting import wait_for
 from watched_run import EXPORTER, WatchedRun

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from penstock.schemas.record import sampled_tokens
-from penstock.schemas.record_reader import Record
 
 from demo_run import DemoRun
+from penstock.schemas.record import sampled_tokens
+from penstock.schemas.record_reader import Record
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,13 +5,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
 import redis
+
+import penstock.consumers.__main__ as entry
 from penstock.consumers.stream.connection import SOCKET_TIMEOUT_S
 from penstock.producers.stream import claims as producer_claim
 from penstock.producers.stream import connection as producer_connection
-
 from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner

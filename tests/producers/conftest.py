@@ -12,6 +12,7 @@ import fakeredis
 import msgspec
 import pytest
 import redis
+
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
@@ -20,7 +21,6 @@ from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
-
 from producer_process import ProducerProcesses
 from producer_run import QUICK, Numbers, Run
 from real_server import RealServer, installed_servers

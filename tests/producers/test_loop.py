@@ -4,12 +4,12 @@ import asyncio
 import logging
 
 import pytest
+
 from penstock.producers import loop as module
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.rollout import decode_group
-
 from producer_run import KEYS, ids
 from scripted_engine import ScriptedEngine
 from waiting import until

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from penstock.schemas.config import ModelConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.rollout import decode_group
-
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

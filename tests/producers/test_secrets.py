@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.security.acl import acl_file, user_names
 from penstock.schemas.config import EvaluationConfig, RedisConfig
 from penstock.schemas.keys import Field
-
 from producer_process import ROOT
 from real_server import RealServer
 from waiting import wait_for

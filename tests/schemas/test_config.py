@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+
 from penstock.schemas.config import ConfigError, Plug, load_config
 from penstock.schemas.process.plugins import construct
 

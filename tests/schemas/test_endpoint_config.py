@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from penstock.schemas.config import ConfigError, EndpointConfig, load_config
 
 RUN = 'name = "run-1"\nmodel.path = "some/model"\nenvironment.path = "pkg.mod:Env"\n'

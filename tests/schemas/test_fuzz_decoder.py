@@ -12,6 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+import hostile_records
+import wire_examples
 from penstock.schemas.rollout import (
     MAX_REASON_CHARACTERS,
     RecordError,
@@ -20,9 +23,6 @@ from penstock.schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
-
-import hostile_records
-import wire_examples
 
 SEED = int(os.environ.get("FUZZ_SEED", 20250611))
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", 400_000))

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import number_in
 

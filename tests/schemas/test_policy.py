@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag, make_version, split_version
 
 FORKS = {1: make_version(0, 50), 2: make_version(1, 20), 3: make_version(1, 10)}

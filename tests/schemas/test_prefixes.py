@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.schemas.prefixes import PrefixTrie, num_shared
 from penstock.schemas.rollout import pack_ids
 

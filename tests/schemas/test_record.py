@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from penstock.schemas import record as schema
 from penstock.schemas.config import ConfigError, load_config
 from penstock.schemas.record import FOLDER, RecordReadError, decode_group_row, encode_batch, sampled_tokens
 from penstock.schemas.record_reader import GroupAt, Record
 from penstock.schemas.rollout import decode_group
-
 from recorded_batches import batch, rows, write_record
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+import hostile_records
+import wire_examples
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
@@ -26,9 +29,6 @@ from penstock.schemas.rollout import (
     unpack_floats,
     unpack_ids,
 )
-
-import hostile_records
-import wire_examples
 
 WIRE = Path(__file__).parents[1] / "golden" / "wire"
 

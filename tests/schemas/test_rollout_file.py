@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+import wire_examples
 from penstock.schemas.rollout import RecordError
 from penstock.schemas.rollout_file import (
     FORMAT,
@@ -15,8 +17,6 @@ from penstock.schemas.rollout_file import (
     read_rollout_file,
     write_rollout_file,
 )
-
-import wire_examples
 
 HEADER = RolloutFileHeader(
     run="run-1",

@@ -3,11 +3,13 @@
 import random
 from collections import Counter
 
-import penstock.schemas.prefixes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
+import penstock.schemas.prefixes
+from golden_token_ids import cases
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import (
     Rollout,
@@ -20,8 +22,6 @@ from penstock.schemas.rollout import (
     unpack_ids,
 )
 from penstock.schemas.segments import CallError, Chain, RecordedCall, segments
-
-from golden_token_ids import cases
 from wire_examples import group
 
 

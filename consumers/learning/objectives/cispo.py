@@ -18,9 +18,10 @@ is `clip_high = 4.0` here.
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.terms import PolicyObjective, policy_ratio
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ which is the same for delta > 1 + clip_high.
 from dataclasses import dataclass
 
 import torch
-from penstock.consumers.learning.objectives.terms import PolicyObjective
 from torch import Tensor
+
+from penstock.consumers.learning.objectives.terms import PolicyObjective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.clip import ClippedObjective
 from penstock.consumers.learning.objectives.terms import bounded_exp, policy_ratio
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ the mean of each rollout first (`aggregation = "sequence"`); no KL against a ref
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.clip import ClippedObjective
 from penstock.consumers.learning.objectives.terms import policy_ratio
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,12 @@ and AReaL are `gradient = "sequence"`. The paper, verl, TRL, ms-swift, NeMo RL a
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.clip import ClippedObjective
 from penstock.consumers.learning.objectives.terms import bounded_exp
 from penstock.consumers.learning.rows import Rows
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ Peers: verl, TRL, ms-swift and AReaL compute the same; AReaL without importance 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.terms import PolicyObjective, policy_ratio
-from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
 from penstock.consumers.learning.rows import clamped
-from torch import Tensor
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")

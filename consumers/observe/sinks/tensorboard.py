@@ -3,8 +3,9 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.consumers.observe.sinks.points import SinkPoint
 from torch.utils.tensorboard import SummaryWriter
+
+from penstock.consumers.observe.sinks.points import SinkPoint
 
 _FLUSH_S = 5
 

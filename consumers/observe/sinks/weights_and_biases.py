@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from penstock.consumers.observe.sinks.points import SinkPoint
 from penstock.schemas.config import RunConfig, WandbConfig
 from penstock.schemas.process import logs

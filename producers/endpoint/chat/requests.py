@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+
 from penstock.producers.endpoint.chat.errors import bad_request
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, SamplingSettings, one_line

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
+
 from penstock.producers.endpoint.splice.token_ids import Spans, splice, splice_at_turn_start
 from penstock.schemas.prefixes import num_shared
 

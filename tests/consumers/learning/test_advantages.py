@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.schemas.config import AdvantageConfig
-
 from training_groups import random_group
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.consumers.learning import attention
-from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, make_layout
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from penstock.consumers.learning import attention
+from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, make_layout
 from training_groups import VOCABULARY, tiny_model
 
 

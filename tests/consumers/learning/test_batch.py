@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 import torch
+
 from penstock.consumers.learning.batch import MicroBatch, Support
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.schemas.config import TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids
-
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment
 
 CONFIG = configuration("none", max_lag=2)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
-from penstock.consumers.learning.importance import correct_packed
-from penstock.schemas.config import CorrectionConfig
 from torch import Tensor
 
 from diagnostics_oracle import Token, oracle
 from golden_corrections import Golden, names
 from padded import correct, mismatch_metrics
+from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
+from penstock.consumers.learning.importance import correct_packed
+from penstock.schemas.config import CorrectionConfig
 
 
 def _metrics(golden: Golden, **optional) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
+from objective_cases import changed, gradients, packed_inputs
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.dapo import Dapo
 from penstock.consumers.learning.objectives.grpo import Grpo
-
-from objective_cases import changed, gradients, packed_inputs
 
 
 def _ratios(ratios: list[float], advantage: float) -> LossInputs:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning import head_kernels
 from penstock.consumers.learning.head import selected_logprobs
-from torch import Tensor
 
 N, H, V = 23, 6, 17
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+
+from padded import correct
 from penstock.consumers.learning.importance import Correction, trust
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.consumers.learning.rows import Rows
 from penstock.schemas.config import CorrectionConfig, Rejection
-
-from padded import correct
 
 LN2 = math.log(2.0)
 NAN = float("nan")

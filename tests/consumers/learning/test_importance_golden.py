@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.consumers.learning.importance import Correction, correct_packed
-from penstock.consumers.learning.rejection import off_policy_rows_kept
-from penstock.schemas.config import CorrectionConfig, Rejection
 from torch import Tensor
 
 from golden_corrections import Golden, mask_of, names, per_token
 from padded import correct
+from penstock.consumers.learning.importance import Correction, correct_packed
+from penstock.consumers.learning.rejection import off_policy_rows_kept
+from penstock.schemas.config import CorrectionConfig, Rejection
 
 KINDS = (
     "ms-swift.rollout_correction",

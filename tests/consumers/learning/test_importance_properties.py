@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from penstock.consumers.learning.importance import Correction, correct_packed, trust
-from penstock.schemas.config import CorrectionConfig, Rejection
 
 from correction_oracle import Row, Token, oracle_correct, tau
 from padded import correct
+from penstock.consumers.learning.importance import Correction, correct_packed, trust
+from penstock.schemas.config import CorrectionConfig, Rejection
 
 NAN, INF = float("nan"), float("inf")
 

@@ -5,6 +5,7 @@ import math
 import msgspec
 import pytest
 import torch
+
 from penstock.consumers.learning.importance import correct_packed, trust
 from penstock.schemas.config import CorrectionConfig, Rejection
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fp64_oracle import grpo_loss
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.schemas.config import CorrectionConfig, ModelConfig, TrainerConfig
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-from fp64_oracle import grpo_loss
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment, tiny_model
 
 UNCLIPPED = TrainerConfig(device="cpu", learning_rate=1e-2, max_grad_norm=1e9)

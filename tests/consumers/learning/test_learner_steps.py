@@ -10,6 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.head_kernels import Head
 from penstock.consumers.learning.importance import correct_packed
@@ -20,9 +23,6 @@ from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.schemas.config import ConfigError, CorrectionConfig, ModelConfig, Plug, TrainerConfig
 from penstock.schemas.rollout import RecordError, decode_group, encode_group, pack_ids
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment, tiny_model
 
 

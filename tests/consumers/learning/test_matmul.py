@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from penstock.consumers.learning import matmul
 from penstock.consumers.learning.matmul import enable_onednn_matmul, onednn_matmul
 from penstock.schemas.config import ConfigError
-from torch import Tensor
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
-from safetensors.torch import load_file, save_file
-
 from training_groups import configuration, lag_from, random_group, tiny_model
 
 

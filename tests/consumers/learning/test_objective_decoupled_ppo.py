@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo, interpolated_proximal
-from penstock.consumers.learning.objectives.grpo import Grpo
 
 from objective_cases import changed, gradients, packed_inputs
+from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo, interpolated_proximal
+from penstock.consumers.learning.objectives.grpo import Grpo
 
 METHODS = st.sampled_from(["loglinear", "linear"])
 

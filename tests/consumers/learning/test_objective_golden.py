@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from golden_corrections import Golden, names, per_token
+from padded import correct
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
@@ -14,9 +17,6 @@ from penstock.consumers.learning.objectives.reinforce import Reinforce
 from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import PolicyObjective
 from penstock.schemas.config import CorrectionConfig, Rejection
-
-from golden_corrections import Golden, names, per_token
-from padded import correct
 
 NONE = CorrectionConfig("none")
 ANY_WEIGHT = 1e9

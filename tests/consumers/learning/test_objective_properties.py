@@ -6,15 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from fp64_oracle import OracleToken, objective_loss
+from objective_cases import OBJECTIVES, changed, gradients, packed_inputs, poisoned, selected
 from penstock.consumers.learning.interfaces import LossInputs
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.decoupled_ppo import DecoupledPpo
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.consumers.learning.objectives.reinforce import Reinforce
-from torch import Tensor
-
-from fp64_oracle import OracleToken, objective_loss
-from objective_cases import OBJECTIVES, changed, gradients, packed_inputs, poisoned, selected
 
 SEEDS = st.integers(0, 2**32)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=6)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from objective_cases import OBJECTIVES, changed, gradients, packed_inputs
 from penstock.consumers.learning.interfaces import LossInputs, Objective
 from penstock.consumers.learning.objectives.cispo import Cispo
 from penstock.consumers.learning.objectives.dapo import Dapo
@@ -16,8 +18,6 @@ from penstock.consumers.learning.objectives.sapo import Sapo
 from penstock.consumers.learning.objectives.terms import reference_kl
 from penstock.schemas.config import Plug
 from penstock.schemas.process.plugins import construct
-
-from objective_cases import OBJECTIVES, changed, gradients, packed_inputs
 
 EVERY_CLASS = [Grpo, Dapo, Gspo, Cispo, Reinforce, DecoupledPpo, Sapo]
 

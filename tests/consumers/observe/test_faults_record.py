@@ -7,13 +7,13 @@ import signal
 import subprocess
 
 import pytest
+
+from mini_producer import group_fields
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW, RunFailedError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
-
-from mini_producer import group_fields
 from trainer_bench import KilledError, assert_settled_once, at_step
 from trainer_process import with_learner
 from waiting import wait_for

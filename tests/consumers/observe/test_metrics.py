@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import generate_latest
+
 from penstock.consumers.learning.diagnostics import MismatchSums
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
@@ -22,7 +24,6 @@ from penstock.schemas.metrics import (
     TrainerMetric,
     prometheus_name,
 )
-from prometheus_client import generate_latest
 
 PROMTOOL = shutil.which("promtool")
 

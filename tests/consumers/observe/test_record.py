@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from penstock.consumers.learning.advantages import group_advantages
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack, pack_segments
@@ -14,7 +15,6 @@ from penstock.schemas.config import AdvantageConfig, CorrectionConfig, TrainerCo
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
-
 from recorded_training import RecordedTraining, settings
 from training_groups import configuration, group_of, random_group, segment, tiny_model
 

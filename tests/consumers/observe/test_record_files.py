@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from penstock.schemas.record import FOLDER
 from penstock.schemas.record_reader import Record
-
 from recorded_batches import batch, rows, write_record
 
 PADDING = 150_000

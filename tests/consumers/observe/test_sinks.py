@@ -15,16 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import penstock.consumers.__main__ as entry
 import pytest
+
+import penstock.consumers.__main__ as entry
+from fake_wandb import FakeServer, Settings
 from penstock.consumers.observe.sinks import feeding
 from penstock.consumers.observe.sinks.feeding import Sinks, check_sinks
 from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
 from penstock.consumers.observe.sinks.weights_and_biases import _Run
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
-
-from fake_wandb import FakeServer, Settings
 from trainer_bench import KilledError
 from waiting import wait_for
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.stream.checkpoints import CheckpointState
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
 from penstock.schemas.process.json_lines import MAX_WAITING_LINES, JsonLines
-
 from trainer_bench import assert_settled_once
 from trainer_process import TrainerProcesses
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+
+from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity.inference import EqualContexts, engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.report import Gap
 from penstock.consumers.parity.sample import Sample, read_sample
 from penstock.schemas.rollout import SamplingSettings
-
-from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import PlayedEngine
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+
+from parity_bench import COLD, ParityBench, groups_of, prompts
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.schemas.policy import UnknownVersionError
 from penstock.schemas.rollout import unpack_floats, unpack_ids
-
-from parity_bench import COLD, ParityBench, groups_of, prompts
 
 
 @pytest.fixture(scope="module")

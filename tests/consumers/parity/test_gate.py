@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+
+from parity_bench import ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.parity.gate import Alert, Gate, ParityRefusedError
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig
 from penstock.schemas.policy import make_version
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
-
-from parity_bench import ParityBench, groups_of, prompts, with_logprobs
 from training_groups import configuration
 
 WARM = SamplingSettings(max_tokens=16)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.parity.inference import captured_version, compare_layers
-from penstock.consumers.parity.report import ParityError
-from penstock.schemas import hidden_states as names
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from captured_states import capture_of
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.parity.inference import captured_version, compare_layers
+from penstock.consumers.parity.report import ParityError
+from penstock.schemas import hidden_states as names
 from training_groups import tiny_model
 
 IDS = [1, 5, 2, 9, 9, 3, 20, 0, 7, 11, 4, 6]

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from penstock.consumers.parity.report import ParityError
-from penstock.schemas.rollout import RolloutGroup
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from parity_bench import COLD, ParityBench
+from penstock.consumers.parity.report import ParityError
+from penstock.schemas.rollout import RolloutGroup
 from played_engine import Completion, group_of
 
 ALPHABET = "abcdef "

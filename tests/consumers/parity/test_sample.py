@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity.replay import PolicyStore, as_labelled
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.parity.sample import evenly, read_sample
 from penstock.schemas.policy import UNKNOWN_VERSION
 from penstock.schemas.rollout import RolloutGroup, Segment
-from safetensors.torch import load_file, save_file
-
-from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from training_groups import configuration, group_of, segment, tiny_model
 
 

@@ -4,11 +4,11 @@ import math
 import re
 
 import pytest
-from penstock.consumers.parity.report import EXIT_STATUS, ParityReport
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings
 from torch import Tensor
 
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs, with_sampling
+from penstock.consumers.parity.report import EXIT_STATUS, ParityReport
+from penstock.schemas.rollout import RolloutGroup, SamplingSettings
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """The check is quick and small: a thousand rollouts in seconds, and never the logits of more than a chunk."""
 
 import pytest
-from penstock.consumers.parity import conventions
-from penstock.deploy.demo.make_model import ModelRecipe, make_model
 
 from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
+from penstock.consumers.parity import conventions
+from penstock.deploy.demo.make_model import ModelRecipe, make_model
 from played_engine import PlayedEngine, publish_perturbed
 
 

@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import pytest
+
 from penstock.consumers.parity.report import (
     AS_SERVED,
     CAUSES,

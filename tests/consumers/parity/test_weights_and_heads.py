@@ -1,15 +1,15 @@
 """Other weights, labels, keys and values, and heads: each fault is named."""
 
 import msgspec
-import penstock.consumers.learning.scoring
 import pytest
 import torch
 import torch.nn.functional as F
+
+import penstock.consumers.learning.scoring
+from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from penstock.consumers.parity import versions
 from penstock.consumers.parity.replay import Replay, ReplayPlan
 from penstock.consumers.parity.report import ParityReport
-
-from parity_bench import COLD, ParityBench, groups_of, prompts, with_logprobs
 from played_engine import spans
 
 

@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.stream.checkpoints import (
@@ -17,8 +19,6 @@ from penstock.consumers.stream.checkpoints import (
     rng_state,
 )
 from penstock.schemas.config import TrainerConfig
-from safetensors import SafetensorError
-
 from scripted_learner import ScriptedLearner
 from training_groups import configuration, lag_from, random_group, tiny_model
 

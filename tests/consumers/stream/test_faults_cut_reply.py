@@ -1,9 +1,9 @@
 """A connection cut at any reply of the trainer's: nothing lost, nothing trained twice, nothing told twice."""
 
 import pytest
-from penstock.schemas.keys import Field, Kind
 
 from mini_producer import dead_fields, group_fields
+from penstock.schemas.keys import Field, Kind
 from trainer_bench import assert_settled_once
 
 pytestmark = pytest.mark.redis

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-import penstock.consumers.__main__ as entry
 import pytest
 import torch
-from penstock.consumers.stream.checkpoints import CheckpointWriteError
 
+import penstock.consumers.__main__ as entry
+from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from trainer_bench import assert_settled_once
 
 pytestmark = pytest.mark.redis

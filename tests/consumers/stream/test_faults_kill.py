@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from penstock.consumers.stream.checkpoints import Checkpoints
 from safetensors.torch import save_file
 
+from penstock.consumers.stream.checkpoints import Checkpoints
 from trainer_bench import KilledError, assert_settled_once
 
 pytestmark = pytest.mark.redis

@@ -3,15 +3,15 @@
 import shutil
 from collections import Counter
 
-import penstock.consumers.trainer
 import pytest
+
+import penstock.consumers.trainer
+from mini_producer import dead_fields, group_fields
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError
 from penstock.consumers.stream.scripts import FencedError
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.keys import PRODUCERS_GROUP
-
-from mini_producer import dead_fields, group_fields
 from trainer_bench import KilledError, assert_settled_once, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for

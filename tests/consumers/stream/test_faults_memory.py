@@ -3,12 +3,12 @@
 import threading
 import time
 
-import penstock.consumers.trainer
 import pytest
+
+import penstock.consumers.trainer
+from mini_producer import group_fields
 from penstock.schemas.keys import PRODUCERS_GROUP
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
-
-from mini_producer import group_fields
 from trainer_bench import assert_settled_once, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for

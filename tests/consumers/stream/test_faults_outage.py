@@ -5,14 +5,14 @@ import signal
 import threading
 import time
 
-import penstock.consumers.__main__ as entry
-import penstock.consumers.stream.connection
 import pytest
 import redis
+
+import penstock.consumers.__main__ as entry
+import penstock.consumers.stream.connection
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.outage import RedisGoneError
-
 from trainer_bench import assert_settled_once, at_step, tracebacks
 
 pytestmark = pytest.mark.redis

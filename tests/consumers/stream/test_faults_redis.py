@@ -4,9 +4,9 @@ import socket
 import threading
 import time
 
-import penstock.consumers.__main__ as entry
 import pytest
 
+import penstock.consumers.__main__ as entry
 from mini_producer import group_fields
 from trainer_bench import KilledError, assert_settled_once, at_step, tracebacks
 from waiting import wait_for

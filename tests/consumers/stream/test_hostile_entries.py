@@ -3,6 +3,8 @@
 import logging
 
 import pytest
+
+from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import MAX_KIND_CHARACTERS, MAX_KINDS, OTHER_KIND, Ledger
@@ -10,8 +12,6 @@ from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, MAX_REASON_CHARACTERS, one_line
-
-from mini_producer import dead_fields, group_fields
 from trainer_bench import assert_settled_once
 
 pytestmark = pytest.mark.redis

@@ -5,6 +5,9 @@ import hashlib
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.staleness import LagTable, is_stale
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
@@ -18,9 +21,6 @@ from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest, make_version
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import encode_group
-from safetensors.torch import load_file
-
-from mini_producer import dead_fields, group_fields, make_group
 
 pytestmark = pytest.mark.redis
 

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import replace
+
+from mini_producer import group_fields, make_group
 from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.rollout import Rollout, VersionSpan, encode_group
-
-from mini_producer import group_fields, make_group
 from trainer_bench import KilledError, assert_balanced, assert_settled_once
 from waiting import wait_for
 

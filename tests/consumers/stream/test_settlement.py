@@ -1,9 +1,9 @@
 """What ends a run in which groups die: only a row of dead ones with no good one in between."""
 
 import pytest
-from penstock.consumers.stream.settlement import RunFailedError
 
 from mini_producer import dead_fields, group_fields
+from penstock.consumers.stream.settlement import RunFailedError
 from trainer_bench import Bench, KilledError, assert_settled_once
 from waiting import wait_for
 

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
 import redis
+
+import penstock.consumers.__main__ as entry
+from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
-
-from mini_producer import dead_fields, group_fields
 from scripted_learner import ScriptedLearner
 from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once
 from trainer_process import wait_until_stopped, with_learner

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from bench.compose_check.images import STAND_IN, STAND_INS
 from penstock.deploy import cli
 from penstock.deploy.images.hand_out import PARTS
 from penstock.deploy.images.lock import BUILD, pins
@@ -21,8 +23,6 @@ from penstock.deploy.security.acl import user_name
 from penstock.schemas.config import MetricsConfig
 from penstock.schemas.process.prometheus import register_metrics_port, unregister_metrics_port
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
-
-from bench.compose_check.images import STAND_IN, STAND_INS
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from penstock.deploy.images import hand_out, healthy
 
+from penstock.deploy.images import hand_out, healthy
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]

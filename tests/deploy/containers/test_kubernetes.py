@@ -13,6 +13,8 @@ import kubernetes_validate
 import pytest
 import redis
 import yaml
+
+import kustomize
 from penstock.deploy import cli
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER
 from penstock.deploy.images.hand_out import PARTS as hand_out_parts
@@ -24,8 +26,6 @@ from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
 from penstock.schemas.config import MetricsConfig, RunConfig, load_config
 from penstock.schemas.keys import PRODUCERS_GROUP, Keys
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
-
-import kustomize
 from real_server import RealServer
 
 ROOT = Path(__file__).parents[3]

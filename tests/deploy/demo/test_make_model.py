@@ -3,6 +3,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
 from penstock.deploy.cli import main
 from penstock.deploy.demo.calculator_lessons import NO_TARGET, CalculatorLessons, build_calculator_tokenizer
 from penstock.deploy.demo.char_tokenizer import ALPHABET
@@ -10,7 +12,6 @@ from penstock.deploy.demo.make_model import RECIPES, MadeModel, ModelRecipe, War
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.environments.calculator import TOOLS
 from penstock.schemas.prompt import Prompt
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 RANDOM = ModelRecipe(train=False, hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1)
 QUICK = ModelRecipe(

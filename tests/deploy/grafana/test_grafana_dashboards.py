@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from penstock.deploy.grafana import limits
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER, as_json
 from penstock.deploy.prometheus.command import RULES

@@ -20,22 +20,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from penstock.deploy import cli
-from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.command import _texts
-from penstock.deploy.inspector.rows import InspectedRow, QueryError, RowQuery, parse_query, select
-from penstock.deploy.inspector.searching import TextSearch
-from penstock.deploy.inspector.server import InspectorServer
-from penstock.deploy.inspector.sources import RecordSource
-from penstock.deploy.inspector.stream import StreamSource
-from penstock.deploy.inspector.tokens import TokenTexts
-from penstock.deploy.launch.run_folder import save_run_file
-from penstock.schemas.config import ModelConfig
-from penstock.schemas.keys import Commit, Field, Keys, Kind
-from penstock.schemas.policy import make_version
-from penstock.schemas.record import GroupEntry, RecordReadError
-from penstock.schemas.record_reader import Record
-from penstock.schemas.rollout import encode_group
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -59,6 +43,22 @@ from inspected_run import (
     write_batch,
 )
 from mini_producer import dead_fields, group_fields, make_group
+from penstock.deploy import cli
+from penstock.deploy.inspector.catalogue import Catalogue
+from penstock.deploy.inspector.command import _texts
+from penstock.deploy.inspector.rows import InspectedRow, QueryError, RowQuery, parse_query, select
+from penstock.deploy.inspector.searching import TextSearch
+from penstock.deploy.inspector.server import InspectorServer
+from penstock.deploy.inspector.sources import RecordSource
+from penstock.deploy.inspector.stream import StreamSource
+from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.config import ModelConfig
+from penstock.schemas.keys import Commit, Field, Keys, Kind
+from penstock.schemas.policy import make_version
+from penstock.schemas.record import GroupEntry, RecordReadError
+from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import encode_group
 from real_server import RealServer
 from waiting import wait_for
 

@@ -7,13 +7,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.server import InspectorServer
-from penstock.deploy.inspector.sources import RecordSource
-from penstock.deploy.inspector.tokens import TokenTexts
-from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.record_reader import Record
-from penstock.schemas.rollout import Rollout
 from transformers import AutoTokenizer
 
 from browser import Browser, needs_browser
@@ -36,6 +29,13 @@ from inspected_run import (
     trainer_files,
     write_batch,
 )
+from penstock.deploy.inspector.catalogue import Catalogue
+from penstock.deploy.inspector.server import InspectorServer
+from penstock.deploy.inspector.sources import RecordSource
+from penstock.deploy.inspector.tokens import TokenTexts
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import Rollout
 from waiting import wait_for
 
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.xdist_group("browser")]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import redis
+
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.rollout import EngineFingerprint

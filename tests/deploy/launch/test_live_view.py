@@ -5,13 +5,13 @@ import json
 import time
 
 import pytest
+from rich.console import Console
+
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.policy import make_version
-from rich.console import Console
-
 from wire_examples import FINGERPRINT
 
 CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=Plug(path="a:B"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from penstock.deploy.launch import server_binary
 from penstock.deploy.launch.redis_server import RedisServer, ServerError
 from penstock.deploy.launch.server_binary import find_server
@@ -15,7 +16,6 @@ from penstock.deploy.launch.start_checks import check_redis
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.redis_url import connection_file
-
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

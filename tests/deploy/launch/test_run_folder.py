@@ -5,6 +5,7 @@ import sys
 
 import msgspec
 import pytest
+
 from penstock.deploy.launch import run_folder
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig, TrainerConfig, load_config

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from penstock.deploy.launch import server_binary
 from penstock.deploy.launch.redis_server import RedisServer, ServerError
 from penstock.deploy.launch.server_binary import find_server, inspect, server_for, writer_of
 from penstock.schemas.config import ConfigError
-
 from real_server import installed_servers
 
 

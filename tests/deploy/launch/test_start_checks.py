@@ -4,6 +4,7 @@ import tomllib
 
 import msgspec
 import pytest
+
 from penstock.deploy.launch.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
 from penstock.schemas.config import (
     ConfigError,
@@ -29,7 +30,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-
 from wire_examples import FINGERPRINT
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.run_folder import RunFolder
@@ -19,8 +21,6 @@ from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.process.redis_url import connection_file
-
-from mini_producer import dead_fields, group_fields
 from short_run import KilledError, ShortRun
 
 

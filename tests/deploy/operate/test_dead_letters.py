@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+
+from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
@@ -11,8 +13,6 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import CheckpointConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
-
-from mini_producer import dead_fields, group_fields, make_group
 from short_run import KilledError, ShortRun
 from waiting import wait_for
 

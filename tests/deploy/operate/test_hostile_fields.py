@@ -8,10 +8,10 @@ import random
 
 import pytest
 import redis
-from penstock.schemas.heartbeat import Heartbeat, InFlight, encode_heartbeat
-from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 
 from mini_producer import dead_fields, group_fields
+from penstock.schemas.heartbeat import Heartbeat, InFlight, encode_heartbeat
+from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from short_run import KilledError, ShortRun
 from wire_examples import FINGERPRINT
 

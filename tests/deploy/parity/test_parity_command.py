@@ -9,6 +9,8 @@ import msgspec
 import pytest
 import redis
 import torch
+
+from parity_bench import ParityBench, with_logprobs
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.parity.report import ParityReport
@@ -19,8 +21,6 @@ from penstock.deploy.parity.command import print_gate_refusal
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
 from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
-
-from parity_bench import ParityBench, with_logprobs
 from real_server import installed_servers
 from recorded_run import NAME, RecordedRun, make_bench, played_groups
 from training_groups import configuration, tiny_model

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from penstock.consumers.parity.report import CAUSES, TOLERANCES, Gap, Hypothesis, LayerGap, ParityReport
 from penstock.consumers.parity.verdict import ParityMeasurements, decide, with_layers
 from penstock.deploy import cli

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
+
 from penstock.consumers.parity.report import (
     TOLERANCES,
     Gap,
@@ -21,7 +23,6 @@ from penstock.consumers.parity.report import (
 from penstock.deploy.parity.command import gate_refusal, print_gate_refusal
 from penstock.deploy.parity.display import draw, print_report, write_pictures
 from penstock.schemas.policy import make_version
-from rich.console import Console
 
 NAN = math.nan
 

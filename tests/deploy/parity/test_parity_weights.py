@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from penstock.deploy.parity.inputs import WeightVersions, with_neighbours
 from penstock.deploy.parity.probe import CHANGE, make_policies
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.model_digest import model_digest
-from safetensors.torch import load_file
-
 from training_groups import configuration, tiny_model
 
 

@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+
+from padded import mismatch_metrics
 from penstock.deploy.prometheus.metrics_reference import (
     BEGIN,
     PAGE,
@@ -13,8 +15,6 @@ from penstock.deploy.prometheus.metrics_reference import (
     with_reference,
 )
 from penstock.schemas.metrics import TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, ProducerMetric, TrainerMetric
-
-from padded import mismatch_metrics
 
 UNITS_IN_USE = {"none", "s", "B", "nats", "share", "steps", "groups", "tokens", "batches", "errors", "loads"}
 UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers"}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from penstock.deploy import cli
 from penstock.deploy.prometheus.command import HERE, RULES, write_prometheus_config
 from penstock.schemas.config import ConfigError, MetricsConfig
-
 from prometheus_server import needs_prometheus
 
 ROOT = Path(__file__).parents[3]

@@ -4,12 +4,12 @@ import importlib.util
 
 import msgspec
 import pyarrow.parquet as pq
+
+from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
 from penstock.deploy import cli
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import unpack_ids
-
-from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
 from recorded_batches import rows
 
 

@@ -10,10 +10,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from penstock.deploy import cli
 from penstock.schemas.config import RecordingConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
-
 from recorded_training import RecordedTraining, settings
 from training_groups import tiny_model
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
 from penstock.deploy.report.figures import FIGURES, PICTURE, draw, write_png
 from penstock.deploy.report.report import write_report
 from penstock.deploy.report.summary import table_rows, write_summary

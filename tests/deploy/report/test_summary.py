@@ -3,10 +3,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from penstock.deploy.report.summary import print_table, write_summary
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
-from rich.console import Console
 
 START_S = 1000.0
 RUN_FILE = """

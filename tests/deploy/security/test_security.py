@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-import penstock.consumers.__main__ as entry
 import pytest
 import redis
+from redis import exceptions
+
+import penstock.consumers.__main__ as entry
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.security import __main__ as command
@@ -18,8 +20,6 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.keys import Keys
-from redis import exceptions
-
 from producer_thread import ProducerThread
 from real_server import RealServer
 from scripted_learner import ScriptedLearner

@@ -5,16 +5,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import penstock.consumers.__main__ as entry
 import pytest
 import redis
+
+import penstock.consumers.__main__ as entry
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.deploy.launch.start_checks import check_redis
 from penstock.deploy.security.acl import acl_file, user_names
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.process.outage import RedisGoneError
-
 from producer_thread import ProducerThread
 from real_server import RealServer
 from scripted_learner import ScriptedLearner

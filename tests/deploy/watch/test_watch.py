@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest, start_http_server
+from rich.console import Console
+
+from hardy_producer import HardyProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.deploy import cli
 from penstock.deploy.report.telemetry import Update
@@ -29,10 +33,6 @@ from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.prometheus import register_metrics_port
 from penstock.schemas.process.redis_url import connection_file
-from prometheus_client import generate_latest, start_http_server
-from rich.console import Console
-
-from hardy_producer import HardyProducer
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from short_run import ShortRun

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from agent_client import AgentClient, tool_user
+from chat_templates import tokenizer_of
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig, SamplingConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import RolloutGroup, decode_group
-
-from agent_client import AgentClient, tool_user
-from chat_templates import tokenizer_of
 from producer_run import QUICK, Numbers
 from real_server import RealServer
 from scripted_engine import ScriptedEngine

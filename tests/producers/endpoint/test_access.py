@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.schemas.config import ConfigError, EndpointConfig

@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import pytest
+
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.messages import canonical_form, chain_keys, for_template

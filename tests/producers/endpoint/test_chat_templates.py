@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from chat_templates import ANSWER, QUESTION, STYLES, decode, drifted, encode, render, render_text, tokenizer_of
+from golden_token_ids import GOLDEN, mistral_tokenizer_file
 from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
 from penstock.producers.endpoint.splice.token_ids import SpliceRefused
 from penstock.producers.endpoint.splice.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
 from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids, unpack_ids
 from penstock.schemas.segments import RecordedCall, segments
-
-from chat_templates import ANSWER, QUESTION, STYLES, decode, drifted, encode, render, render_text, tokenizer_of
-from golden_token_ids import GOLDEN, mistral_tokenizer_file
 
 Message = dict[str, Any]
 ARGUMENTS = {"a": 3, "b": 4}

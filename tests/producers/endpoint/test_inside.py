@@ -5,14 +5,14 @@ import contextlib
 import math
 
 import pytest
+
+from agent_client import tool_user
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import decode_group
-
-from agent_client import tool_user
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from tool_caller import ToolCaller

@@ -7,12 +7,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from penstock.schemas.config import EndpointConfig, ModelConfig
-from penstock.schemas.heartbeat import decode_heartbeat
-from penstock.schemas.keys import Field
 
 from agent_client import AgentClient
 from chat_templates import tokenizer_of
+from penstock.schemas.config import EndpointConfig, ModelConfig
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import Field
 from producer_run import KEYS, QUICK
 from waiting import until
 

@@ -3,6 +3,8 @@
 import copy
 
 import pytest
+
+from chat_templates import STYLES, decode, encode, render, tokenizer_of
 from penstock.producers.endpoint.call_ledger import Call, CallLedger
 from penstock.producers.endpoint.chat.answers import Answers, ParsedAnswer
 from penstock.producers.endpoint.chat.errors import ApiError
@@ -10,8 +12,6 @@ from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
-
-from chat_templates import STYLES, decode, encode, render, tokenizer_of
 
 STYLE_NAMES = sorted(STYLES)
 ASKED = [{"role": "user", "content": "what is three plus four"}]

@@ -7,13 +7,13 @@ import time
 from collections import Counter
 
 import pytest
+
+from agent_client import ADD, AgentClient, as_plain_client, tool_user
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.schemas.config import EndpointConfig, ProducersConfig, SamplingConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
-
-from agent_client import ADD, AgentClient, as_plain_client, tool_user
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from waiting import until

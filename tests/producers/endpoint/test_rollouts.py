@@ -7,6 +7,9 @@ import time
 
 import msgspec
 import pytest
+
+from agent_client import ADD, ANSWER, AgentClient, tool_user
+from chat_templates import decode, render
 from penstock.producers.endpoint.agents import GROUP_BYTES, Agents
 from penstock.producers.endpoint.groups import AgentGroup
 from penstock.producers.interfaces import EngineError
@@ -16,9 +19,6 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, Segment, decode_group, encode_group, unpack_ids
 from penstock.schemas.segments import CallError
-
-from agent_client import ADD, ANSWER, AgentClient, tool_user
-from chat_templates import decode, render
 from producer_run import KEYS, QUICK, Numbers
 from scripted_engine import ScriptedEngine
 from waiting import until

@@ -8,12 +8,12 @@ import threading
 import openai
 import pytest
 from aiohttp import web
+
+from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.requests import parse_json
 from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
 from penstock.schemas.config import ConfigError, EndpointConfig, SamplingConfig
-
-from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from waiting import until

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from penstock.schemas.config import RunConfig
-from penstock.schemas.policy import WeightManifest
 from transformers import Qwen3ForCausalLM
 
+from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import WeightManifest
 from shared_engine import StateDict, publish, qwen3, reference_logprobs, run_config, weights_of
 
 

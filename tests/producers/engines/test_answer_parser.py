@@ -4,13 +4,13 @@ import json
 import warnings
 
 import pytest
+
+from chat_templates import encode, tokenizer_of
 from penstock.producers.endpoint.chat.answers import Answers
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.interfaces import Completion
 from penstock.schemas.config import ConfigError, EndpointConfig
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
-
-from chat_templates import encode, tokenizer_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from penstock.producers.engines.completions import pack
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.rollout import VersionSpan, unpack_floats, unpack_ids

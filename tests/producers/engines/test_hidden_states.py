@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
 from penstock.producers.engines.hidden_states import LOGITS_CHUNK_TOKENS, HiddenStateCapture
 from penstock.producers.interfaces import CaptureError
 from penstock.schemas import hidden_states as names
 from penstock.schemas.rollout import SamplingSettings
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
 
 HIDDEN, VOCABULARY = 4, 11
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_bound
 
+from penstock.producers.engines.parent_death import BoundForkProcess, BoundSpawnProcess, children_bound
 from process_family import MARK, family
 from waiting import wait_for
 

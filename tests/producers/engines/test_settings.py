@@ -1,6 +1,7 @@
 """Settings asked of vLLM, and the comparison with what it reports."""
 
 import pytest
+
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig

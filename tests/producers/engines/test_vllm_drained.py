@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

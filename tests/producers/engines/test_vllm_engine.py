@@ -6,6 +6,7 @@ import gc
 
 import psutil
 import pytest
+
 from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.sampling import sample
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids

@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from transformers import DynamicCache
+
+from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [
     pytest.mark.vllm,

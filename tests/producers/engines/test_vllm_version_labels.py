@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from penstock.schemas.rollout import SamplingSettings, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -6,10 +6,11 @@ import os
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from penstock.producers.engines.weight_files import BaseModel, HeaderError, HeldFile, check, read_header
 from penstock.producers.interfaces import EngineError, WeightLoadError
 from penstock.schemas.policy import TensorSpec, WeightManifest
-from safetensors.torch import save_file
 
 WEIGHTS = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": torch.ones(4)}
 

@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+
 from penstock.producers.interfaces import WeightLoadError
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.prompt import Prompt
 

@@ -3,6 +3,7 @@ import json
 import time
 
 import pytest
+
 from penstock.producers.environments.calculator import (
     HELD_OUT_ONE_IN,
     MAX_EXPRESSION,

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from penstock.producers.environments.math_jsonl import MathJsonl
 from penstock.schemas.prompt import Message, Prompt
 

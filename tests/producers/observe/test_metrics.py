@@ -5,6 +5,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.config import ConfigError, MetricsConfig
 from penstock.schemas.metrics import Metric, ProducerMetric

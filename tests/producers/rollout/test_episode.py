@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from penstock.producers.interfaces import EngineError
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import RewardScorer
@@ -12,7 +13,6 @@ from penstock.schemas.config import ConfigError, EvaluationConfig, ModelConfig, 
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, VersionSpan, encode_group, unpack_ids
-
 from scripted_engine import ScriptedEngine
 
 

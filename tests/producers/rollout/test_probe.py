@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from penstock.producers.interfaces import Completion, WeightLoadError
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Message, Prompt
 from penstock.schemas.rollout import SamplingSettings, decode_group, encode_group, pack_floats
-
 from scripted_engine import FINGERPRINT, ScriptedEngine
 
 PROMPTS = [PosedPrompt(Prompt(text=f"prompt {n}"), [n, n + 1, n + 2]) for n in range(3)]

@@ -5,6 +5,7 @@ import math
 import threading
 
 import pytest
+
 from penstock.producers.rollout.rewards import RewardError, RewardScorer, reward_function
 from penstock.schemas.config import ConfigError, Plug
 from penstock.schemas.prompt import Prompt, Reward

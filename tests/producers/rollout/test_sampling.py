@@ -1,6 +1,7 @@
 """A completion that the engine breaks off is taken up again."""
 
 import pytest
+
 from penstock.producers.interfaces import Completion, EngineError
 from penstock.producers.rollout.sampling import sample
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids, unpack_floats, unpack_ids

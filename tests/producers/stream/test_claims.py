@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+from redis import exceptions
+
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Keys
-from redis import exceptions
 
 KEYS = Keys("test")
 QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.2, claim_refresh_s=0.05)

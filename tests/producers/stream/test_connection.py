@@ -9,14 +9,15 @@ from functools import partial
 
 import fakeredis
 import pytest
+from redis import exceptions
+from redis.backoff import EqualJitterBackoff
+
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream import connection as module
 from penstock.producers.stream.connection import FORGET_S, AdaptiveTimeout, ProducerConnection
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process import outage
 from penstock.schemas.process.outage import RedisGoneError
-from redis import exceptions
-from redis.backoff import EqualJitterBackoff
 
 
 @pytest.fixture

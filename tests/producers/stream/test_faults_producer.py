@@ -10,14 +10,14 @@ import socket
 import msgspec
 import pytest
 import redis
+
+from cutting_proxy import CuttingProxy
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
 from penstock.schemas.config import Plug, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
-
-from cutting_proxy import CuttingProxy
 from producer_process import ROOT
 from producer_run import KEYS, Run, ids
 from scripted_engine import ScriptedEngine

@@ -8,11 +8,11 @@ import time
 
 import msgspec
 import pytest
+
 from penstock.producers.stream import heartbeat as module
 from penstock.producers.stream.heartbeat import HeartbeatSender, ProducerIdTakenError, check_id_is_free
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, InFlight, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
-
 from scripted_engine import FINGERPRINT
 
 KEYS = Keys("test")

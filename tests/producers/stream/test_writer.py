@@ -4,6 +4,9 @@ import asyncio
 
 import msgspec
 import pytest
+from redis import exceptions
+
+from cutting_proxy import CuttingProxy
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.in_flight import Dead, DeadRollout, InFlightTable
@@ -24,9 +27,6 @@ from penstock.schemas.rollout import (
     pack_floats,
     pack_ids,
 )
-from redis import exceptions
-
-from cutting_proxy import CuttingProxy
 from scripted_engine import FINGERPRINT
 from slow_link import SlowLink
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+
 from penstock.producers.weights import follower as module
 from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_behind
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
-
 from scripted_engine import ScriptedEngine
 from waiting import until
 

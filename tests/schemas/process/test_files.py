@@ -2,6 +2,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from penstock.schemas.process.files import replacing, write_whole
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import make_version
 from penstock.schemas.process import logs

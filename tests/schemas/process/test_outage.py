@@ -1,8 +1,9 @@
 """The pauses between attempts, and answers recognized by their code."""
 
 import pytest
-from penstock.schemas.process.outage import pause_s, says
 from redis.exceptions import ResponseError
+
+from penstock.schemas.process.outage import pause_s, says
 
 
 def test_pauses_grow_up_to_a_limit_however_long_the_wait() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, load_config
 from penstock.schemas.process.redis_url import configured_url, redis_url
 

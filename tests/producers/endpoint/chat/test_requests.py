@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat, parse_finish, parse_json
 from penstock.schemas.rollout import SamplingSettings

@@ -5,12 +5,12 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.producers.endpoint.splice import suffix_encoding
-from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from chat_templates import ANSWER, QUESTION, STYLES, encode, render_text, tokenizer_of
+from penstock.producers.endpoint.splice import suffix_encoding
+from penstock.producers.endpoint.splice.suffix_encoding import SuffixEncoder
 
 PIECES = [
     "",

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from golden_token_ids import GOLDEN, cases, mistral_tokenizer_file
 from penstock.producers.endpoint.splice.token_ids import (
     SpliceRefused,
     TokenMetadataError,
@@ -13,8 +15,6 @@ from penstock.producers.endpoint.splice.token_ids import (
     splice,
     splice_at_turn_start,
 )
-
-from golden_token_ids import GOLDEN, cases, mistral_tokenizer_file
 
 EOS = 2
 

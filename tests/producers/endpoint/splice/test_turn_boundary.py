@@ -2,11 +2,11 @@
 
 import jinja2
 import pytest
-from penstock.producers.endpoint.splice.token_ids import SpliceRefused
-from penstock.producers.endpoint.splice.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
 from transformers import PreTrainedTokenizerFast
 
 from chat_templates import STYLES, encode, render, tokenizer_of
+from penstock.producers.endpoint.splice.token_ids import SpliceRefused
+from penstock.producers.endpoint.splice.turn_boundary import TurnBoundary, find_turn_boundary, special_token_ids
 
 
 def names(name: str, token_ids: frozenset[int]) -> set[str]:
