@@ -1,4 +1,4 @@
-"""The demo's own run file, run by the launcher in a folder of the test's own."""
+"""The demo's own run file, run by its name from a project of a user's."""
 
 import json
 import os
@@ -11,28 +11,37 @@ from pathlib import Path
 
 from waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
 BOOT_S = 240.0
 """Two engines on a busy machine."""
-VARIABLES = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-VARIABLES |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PENSTOCK_LOG": "json"}
+UNSET = ("COLUMNS", "LINES", "NO_COLOR", "PYTHONPATH")
+VARIABLES = {name: value for name, value in os.environ.items() if name not in UNSET}
+VARIABLES |= {"TERM": "xterm-256color", "PENSTOCK_LOG": "json"}
+ROOMS = ("schemas", "producers", "consumers", "deploy")
 
 
 class DemoRun:
-    """`penstock run deploy/runs/demo.toml --name NAME --runs FOLDER/runs`, with `settings` of the run file changed."""
+    """`penstock run demo --name NAME --runs FOLDER/runs`, with `settings` of the run file changed.
+
+    It is started in a folder whose own packages have the names of Penstock's rooms and fail when they are imported.
+    """
 
     def __init__(self, folder: Path, name: str, **settings: object) -> None:
         self.name = name
         self.runs = folder / "runs"
+        self.project = folder / "project"
+        for room in ROOMS:
+            package = self.project / room / "__init__.py"
+            package.parent.mkdir(parents=True)
+            package.write_text("raise ImportError('a folder of the user was taken for a part of Penstock')\n")
         self.folder = self.runs / name
         self._output = folder / "output"
         self._settings = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
-        command = self.command("run", "deploy/runs/demo.toml", "--name", self.name, *self._settings, *more)
+        command = self.command("run", "demo", "--name", self.name, *self._settings, *more)
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=VARIABLES, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, cwd=self.project, env=VARIABLES, stdout=output, stderr=output)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
@@ -40,7 +49,7 @@ class DemoRun:
     def ask(self, *arguments: str) -> str:
         """Runs a command about this run; returns its output."""
         done = subprocess.run(
-            self.command(*arguments), cwd=ROOT, env=VARIABLES, capture_output=True, text=True, timeout=240
+            self.command(*arguments), cwd=self.project, env=VARIABLES, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from browser import Browser, needs_browser
-from demo_run import ROOT
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from watched_run import WatchedRun
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark
 def inspected(run: WatchedRun, *arguments: str) -> Iterator[str]:
     """The URL; the inspector ends cleanly at the end."""
     command = run.command("inspect", run.name, "--port", "0", *arguments)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=run.project, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             lines = [process.stdout.readline(), process.stdout.readline()]
