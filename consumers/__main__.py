@@ -7,8 +7,8 @@ from typing import Any
 
 import redis
 
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.record import RolloutRecorder
@@ -28,7 +28,7 @@ from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.trainer import Trainer
-from penstock.consumers.weights.policy import PublishedPolicy
+from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Commit, Keys

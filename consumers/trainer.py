@@ -58,7 +58,7 @@ from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.settlement import RunFailedError
-from penstock.consumers.weights.policy import PublishedPolicy
+from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RolloutGroup
 

@@ -9,7 +9,7 @@ import msgspec
 import redis
 
 from bench.pipeline.records import GROUP_SIZE, make_group
-from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger

@@ -11,9 +11,9 @@ from torch import Tensor
 from bench.experiments.experiment import installed_packages
 from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.step_report import StepReport
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer

@@ -10,7 +10,7 @@ import torch
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support
-from penstock.consumers.learning.staleness import KnownLags, Lags, known_lags, span_lags
+from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
 

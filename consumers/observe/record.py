@@ -13,8 +13,8 @@ import numpy as np
 
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.batch import Batch, Place
+from penstock.consumers.learning.lag import KnownLags, LagTable, known_lags, span_lags
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
-from penstock.consumers.learning.staleness import KnownLags, LagTable, known_lags, span_lags
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.settlement import RunFailedError

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import islice
 
-from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.learning.lag import LagTable, is_stale
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger

@@ -9,7 +9,7 @@ import uuid
 
 import redis
 
-from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.consumers.learning.advantages import group_advantages
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack, pack_segments
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.schemas.config import AdvantageConfig, CorrectionConfig, TrainerConfig
 from penstock.schemas.record import sampled_tokens

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mini_producer import dead_fields, group_fields, make_group
-from penstock.consumers.learning.staleness import LagTable, is_stale
+from penstock.consumers.learning.lag import LagTable, is_stale
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.ledger import Ledger

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from mini_producer import dead_fields, group_fields, make_group
-from penstock.consumers.learning.staleness import LagTable
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader

@@ -1,7 +1,7 @@
 """The newest published policy: its version, and the publication of the next one."""
 
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.staleness import LagTable
 from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.policy import WeightManifest, make_version
 
