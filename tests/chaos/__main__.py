@@ -37,7 +37,7 @@ def main() -> int:
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="chaos-out-"))).resolve()
     began = time.monotonic()
     if arguments.self_test:
-        from tests.chaos.self_test import self_test
+        from tests.chaos.broken_protocols import self_test
 
         num_failed = self_test(out, with_disk=with_disk)
     else:

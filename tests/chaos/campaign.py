@@ -26,7 +26,7 @@ from penstock.schemas.config import (
     TrainerConfig,
 )
 from real_server import installed_servers
-from tests.chaos.judge import Verdict, judge
+from tests.chaos.judge import StormVerdict, judge
 from tests.chaos.leg import Leg
 from tests.chaos.storm import Done, Storm
 
@@ -41,12 +41,12 @@ class LegResult(msgspec.Struct, kw_only=True):
     server: str
     seconds: float
     faults: list[Done]
-    verdict: Verdict
+    verdict: StormVerdict
     ends: dict[str, int]
     """How often a process ended by itself with a line that says why, by that line."""
 
 
-class Results(msgspec.Struct, kw_only=True):
+class CampaignResults(msgspec.Struct, kw_only=True):
     date: str
     machine: str
     with_disk: bool
@@ -59,7 +59,7 @@ def campaign(legs: Sequence[Leg], out: Path, *, with_disk: bool) -> list[LegResu
     make_model(out / "model", RECIPE, progress=lambda line: None)
     # Imported lazily, and then anew in every child.
     AutoTokenizer.from_pretrained(out / "model", local_files_only=True)
-    results = Results(date=time.strftime("%Y-%m-%d"), machine=_machine(), with_disk=with_disk, legs=[])
+    results = CampaignResults(date=time.strftime("%Y-%m-%d"), machine=_machine(), with_disk=with_disk, legs=[])
     for leg in legs:
         results.legs.append(_run(leg, out, with_disk=with_disk))
         (out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """One kind of fault.
 
     harm: does it, with draws of its own, and returns what was done; None where it makes no sense at this moment.
@@ -206,23 +206,29 @@ def _checkpoint_corrupt(storm: "Storm", draw: Random) -> str | None:
 
 
 KINDS = (
-    Kind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
-    Kind("producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _producer_term),
-    Kind("producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _producer_freeze),
-    Kind("trainer killed", "SIGKILL; resumed from its checkpoint", 6, _trainer_kill),
-    Kind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _trainer_term),
-    Kind("trainer frozen", "SIGSTOP for up to 3 s", 2, _trainer_freeze),
-    Kind("trainer replaced", "SIGSTOP, a second trainer resumes, the first wakes up and must end", 3, _trainer_replace),
-    Kind("Redis killed", "SIGKILL, back after up to 2 s", 4, _redis_kill),
-    Kind("Redis loses power", "SIGKILL, and the unsynced end of its file is gone", 4, _redis_power_loss),
-    Kind("machine loses power", "the same with every other process killed", 2, _machine_power_loss),
-    Kind("Redis emptied", "SIGKILL, back without any data", 2, _redis_emptied),
-    Kind("Redis frozen", "SIGSTOP for up to 2 s", 2, _redis_freeze),
-    Kind("Redis full", "maxmemory at what is used, for up to 2 s", 3, _redis_full),
-    Kind("connections cut", "every connection of one process at once", 4, _cut),
-    Kind("command cut", "one command lost, or executed and its reply lost, wholly or in part", 8, _cut_command),
-    Kind("disk full", "no room in the checkpoint folder for up to 2.5 s", 3, _disk_full),
-    Kind(
+    FaultKind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
+    FaultKind(
+        "producer told to stop", "SIGTERM; it must end with status 0, another takes its place", 3, _producer_term
+    ),
+    FaultKind(
+        "producer frozen", "SIGSTOP for up to 3 s, three times what a claim lives unrefreshed", 4, _producer_freeze
+    ),
+    FaultKind("trainer killed", "SIGKILL; resumed from its checkpoint", 6, _trainer_kill),
+    FaultKind("trainer told to stop", "SIGTERM; it must end with status 0, and is resumed", 2, _trainer_term),
+    FaultKind("trainer frozen", "SIGSTOP for up to 3 s", 2, _trainer_freeze),
+    FaultKind(
+        "trainer replaced", "SIGSTOP, a second trainer resumes, the first wakes up and must end", 3, _trainer_replace
+    ),
+    FaultKind("Redis killed", "SIGKILL, back after up to 2 s", 4, _redis_kill),
+    FaultKind("Redis loses power", "SIGKILL, and the unsynced end of its file is gone", 4, _redis_power_loss),
+    FaultKind("machine loses power", "the same with every other process killed", 2, _machine_power_loss),
+    FaultKind("Redis emptied", "SIGKILL, back without any data", 2, _redis_emptied),
+    FaultKind("Redis frozen", "SIGSTOP for up to 2 s", 2, _redis_freeze),
+    FaultKind("Redis full", "maxmemory at what is used, for up to 2 s", 3, _redis_full),
+    FaultKind("connections cut", "every connection of one process at once", 4, _cut),
+    FaultKind("command cut", "one command lost, or executed and its reply lost, wholly or in part", 8, _cut_command),
+    FaultKind("disk full", "no room in the checkpoint folder for up to 2.5 s", 3, _disk_full),
+    FaultKind(
         "checkpoint spoiled",
         "a file of the newest torn, flipped or missing; the trainer killed",
         2,
@@ -231,7 +237,7 @@ KINDS = (
 )
 
 
-def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, Kind, Random]]:
+def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind, Random]]:
     """(seconds after the one before, kind, its draws) of each fault: equal legs give equal schedules.
 
     Raises:

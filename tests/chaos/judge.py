@@ -15,10 +15,10 @@ import msgspec
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.storm import Storm
-from tests.chaos.witness import Chain, ChainError, digest_of_base, digest_of_checkpoint
+from tests.chaos.witness import ChainError, StepChain, digest_of_base, digest_of_checkpoint
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class StormVerdict(msgspec.Struct, kw_only=True):
     """problems: what must not be; empty for a run that kept the promise. The rest are figures for the report."""
 
     problems: list[str] = []
@@ -38,9 +38,9 @@ class Verdict(msgspec.Struct, kw_only=True):
     num_released_again: dict[str, int] = {}
 
 
-def judge(storm: Storm) -> Verdict:
+def judge(storm: Storm) -> StormVerdict:
     """Looks at the saved policy, the environment's notes, the ledger and Redis. The run must have ended."""
-    verdict = Verdict()
+    verdict = StormVerdict()
     commit: Any = storm.server.client.hgetall(storm.keys.commit)
     pointer = commit.get(Commit.CHECKPOINT, b"").decode()
     folder = storm.run_folder / "checkpoints" / pointer
@@ -62,9 +62,9 @@ def judge(storm: Storm) -> Verdict:
     return verdict
 
 
-def _judge_policy(verdict: Verdict, storm: Storm, folder: Path, notes: Notes) -> None:
+def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Notes) -> None:
     """Checks that the policy holds each index that belongs there once, and nothing else; the ledger is not asked."""
-    chain = Chain(storm.steps, digest_of_base(Path(storm.config.model.path)))
+    chain = StepChain(storm.steps, digest_of_base(Path(storm.config.model.path)))
     history = chain.history(digest_of_checkpoint(folder))
     verdict.num_steps_in_policy = len(history)
     verdict.num_steps_undone = chain.num_steps - len(history)
@@ -83,7 +83,7 @@ def _judge_policy(verdict: Verdict, storm: Storm, folder: Path, notes: Notes) ->
     _complain(verdict, "trained, which the environment did not intend", wrong)
 
 
-def _judge_ledger(verdict: Verdict, folder: Path) -> None:
+def _judge_ledger(verdict: StormVerdict, folder: Path) -> None:
     """The checkpoint's ledger agrees with what the environment and the witness know, index by index."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
     recorded = {name: {i for start, end in ledger[name] for i in range(start, end)} for name in Fate}
@@ -104,7 +104,7 @@ def _judge_ledger(verdict: Verdict, folder: Path) -> None:
         )
 
 
-def _judge_redis(verdict: Verdict, storm: Storm) -> None:
+def _judge_redis(verdict: StormVerdict, storm: Storm) -> None:
     """Nothing is left open, and every dead letter belongs to an index that was meant to die."""
     client, keys = storm.server.client, storm.keys
     trainer = json.loads((storm.run_folder / "trainer.json").read_text())
@@ -120,7 +120,7 @@ def _judge_redis(verdict: Verdict, storm: Storm) -> None:
     _complain(verdict, "a dead letter for what was not meant to die", {i for i in letters if fate(i) is not Fate.DEAD})
 
 
-def _audit(verdict: Verdict, storm: Storm) -> None:
+def _audit(verdict: StormVerdict, storm: Storm) -> None:
     """`penstock audit`, where there is one, must agree."""
     if importlib.util.find_spec("penstock.deploy.operate.audit") is None:
         return
@@ -131,7 +131,7 @@ def _audit(verdict: Verdict, storm: Storm) -> None:
         verdict.problems.append(f"penstock audit: status {shown.returncode}: {(shown.stdout + shown.stderr)[-600:]}")
 
 
-def _complain(verdict: Verdict, what: str, indexes: Iterable[int]) -> None:
+def _complain(verdict: StormVerdict, what: str, indexes: Iterable[int]) -> None:
     found = sorted(indexes)
     if found:
         verdict.problems.append(f"{len(found)} indexes {what}: {', '.join(map(str, found[:8]))}")

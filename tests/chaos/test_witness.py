@@ -10,16 +10,16 @@ from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
 from tests.chaos.environment import text_of
-from tests.chaos.witness import Chain, ChainError, digest, prompts_in
+from tests.chaos.witness import ChainError, StepChain, digest, prompts_in
 
 BASE, A, B, C = "0", "a", "b", "c"
 
 
 @pytest.fixture
 def chain(tmp_path):
-    def make(text: str) -> Chain:
+    def make(text: str) -> StepChain:
         (tmp_path / "steps").write_text(text)
-        return Chain(tmp_path / "steps", BASE)
+        return StepChain(tmp_path / "steps", BASE)
 
     return make
 

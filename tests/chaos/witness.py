@@ -103,7 +103,7 @@ def observed_learner(file: Path) -> type[Learner]:
     return ObservedLearner
 
 
-class Chain:
+class StepChain:
     """Every step that any trainer took, by the digest of what it made.
 
     Raises:

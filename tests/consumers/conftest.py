@@ -8,20 +8,20 @@ import pytest
 import penstock.consumers.__main__ as entry
 from lossy_server import LossyServer
 from scripted_learner import ScriptedLearner
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses
 
 
 @pytest.fixture
-def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerBench]:
     monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
-    bench = Bench(redis_url, tmp_path)
+    bench = TrainerBench(redis_url, tmp_path)
     yield bench
     bench.close()
 
 
 @pytest.fixture
-def processes(bench: Bench) -> Iterator[TrainerProcesses]:
+def processes(bench: TrainerBench) -> Iterator[TrainerProcesses]:
     processes = TrainerProcesses(bench)
     yield processes
     processes.close()

@@ -12,7 +12,8 @@ from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from real_server import RealServer
-from trainer_bench import KilledError, assert_balanced
+from scripted_learner import KilledError
+from trainer_bench import assert_balanced
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

@@ -10,24 +10,24 @@ import penstock.consumers.__main__ as entry
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.gate import Gate
 from penstock.schemas.keys import Commit
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 from training_groups import tiny_model
 
 pytestmark = pytest.mark.redis
 
 
 @pytest.fixture
-def invented(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def invented(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerBench]:
     """A run with a real learner, and a producer that reports the same logprobs whatever the model."""
     monkeypatch.setenv("REDIS_URL", redis_url)
     tiny_model(tmp_path / "model")
-    bench = Bench(redis_url, tmp_path)
+    bench = TrainerBench(redis_url, tmp_path)
     bench.overrides = [f"model.path={tmp_path / 'model'}", "trainer.device=cpu", "num_updates=2"]
     yield bench
     bench.close()
 
 
-def train(bench: Bench, gate: str, *, resume: bool = False) -> int:
+def train(bench: TrainerBench, gate: str, *, resume: bool = False) -> int:
     bench.overrides.append(f"parity.gate={gate}")
     producer = bench.producer()
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from trainer_bench import Bench, assert_settled_once, at_step
+from trainer_bench import TrainerBench, assert_settled_once, at_step
 from trainer_process import BARE, TrainerProcesses, with_learner
 from waiting import wait_for
 
@@ -52,7 +52,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "marker"
 
 
-def everything(bench: Bench, client: redis.Redis) -> dict[str, object]:
+def everything(bench: TrainerBench, client: redis.Redis) -> dict[str, object]:
     """What makes up a run: checkpoints and epochs on disk, and what Redis has, without the lease."""
     read = {b"stream": client.xrange, b"hash": client.hgetall}
     keys = [key for key in client.scan_iter() if not key.endswith(b":lease")]
@@ -61,7 +61,7 @@ def everything(bench: Bench, client: redis.Redis) -> dict[str, object]:
     return {"redis": {key: read[client.type(key)](key) for key in keys}, "disk": on_disk}
 
 
-def a_stopped_run(bench: Bench) -> None:
+def a_stopped_run(bench: TrainerBench) -> None:
     bench.hardy_producer()
     first = bench.trainer()
     at_step(first, 6, first.stop)

@@ -12,7 +12,7 @@ from penstock.deploy.launch.start_checks import check, check_server
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig
 from penstock.schemas.keys import Commit
 from real_server import RealServer
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses, with_learner
 from waiting import wait_for
 
@@ -24,8 +24,8 @@ Learner = ScriptedLearner
 
 
 @pytest.fixture
-def bench(redis_url, tmp_path) -> Iterator[Bench]:
-    bench = Bench(redis_url, tmp_path)
+def bench(redis_url, tmp_path) -> Iterator[TrainerBench]:
+    bench = TrainerBench(redis_url, tmp_path)
     bench.overrides = ["trainer.lease_s=3.0"]
     yield bench
     bench.close()
@@ -149,7 +149,7 @@ def evicting(server_binary) -> Iterator[RealServer]:
 @pytest.mark.redis
 def test_run_and_trainer_refuse_a_real_server_that_evicts(evicting, tmp_path, model_folder, monkeypatch, capsys):
     monkeypatch.setenv("REDIS_URL", evicting.url)
-    bench = Bench(evicting.url, tmp_path)
+    bench = TrainerBench(evicting.url, tmp_path)
     processes = TrainerProcesses(bench)
     wrong = (
         f"Redis at {evicting.socket}: maxmemory-policy = 'allkeys-lru' with maxmemory = 67 MB, expected 'noeviction'"

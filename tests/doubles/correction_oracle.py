@@ -7,7 +7,7 @@ from penstock.schemas.config import CorrectionConfig, Rejection
 
 
 @dataclass(frozen=True)
-class Token:
+class CorrectionToken:
     proximal: float
     behavior: float
     current: float
@@ -16,7 +16,7 @@ class Token:
     valid: bool
 
 
-Row = list[Token]
+Row = list[CorrectionToken]
 Judgement = tuple[float, bool]
 """(weight, kept) of a token; weight 0 where it is not kept."""
 
@@ -56,7 +56,7 @@ def tau(lag: float, config: CorrectionConfig) -> float:
     return config.threshold if s == 1 else 1 + (config.threshold - 1) * s
 
 
-def log_ratio(token: Token) -> float:
+def log_ratio(token: CorrectionToken) -> float:
     return token.proximal - token.behavior
 
 
@@ -72,7 +72,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _mode(token: Token, row: Row, config: CorrectionConfig) -> float | None:
+def _mode(token: CorrectionToken, row: Row, config: CorrectionConfig) -> float | None:
     """The mode's weight; None where it masks the token."""
     rho = math.exp(clip(log_ratio(token)))
     if config.mode == "none":
@@ -114,7 +114,7 @@ def _estimate(estimator: str, value: float) -> float:
     return math.exp(clip(value)) - clip(value) - 1
 
 
-def _rejects(rejection: Rejection, token: Token, row: Row) -> bool:
+def _rejects(rejection: Rejection, token: CorrectionToken, row: Row) -> bool:
     scope, estimator = rejection.mode[:-3], rejection.mode[-2:]
     tokens = [token] if scope == "token" else _valid(row)
     gather = {"token": sum, "seq_sum": sum, "seq_mean": _mean, "seq_max": max}[scope]
@@ -128,7 +128,7 @@ def _rejects(rejection: Rejection, token: Token, row: Row) -> bool:
     return inverse < (rejection.lower if rejection.lower is not None else 1 / rejection.upper)
 
 
-def _off_policy(token: Token, row: Row, config: CorrectionConfig) -> bool:
+def _off_policy(token: CorrectionToken, row: Row, config: CorrectionConfig) -> bool:
     if config.off_policy_delta is None:
         return False
     drift = _mean([other.behavior - other.current for other in _valid(row)])

@@ -1,6 +1,6 @@
 """The mismatch diagnostics the slow and obvious way: plain Python floats, written from the definitions.
 
-Shares no code with consumers. A batch is a list of rows, a row a list of `Token`s.
+Shares no code with consumers. A batch is a list of rows, a row a list of `MismatchToken`s.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 BUCKETS = {"0": (0, 0), "1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8+": (8, math.inf)}
 
 
-class Token(NamedTuple):
+class MismatchToken(NamedTuple):
     train: float
     rollout: float
     mask: bool
@@ -27,7 +27,7 @@ class Token(NamedTuple):
         return math.exp(_clamp(self.l, 20))
 
 
-def oracle(rows: list[list[Token]], threshold: float, level: str = "token") -> dict[str, float]:
+def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "token") -> dict[str, float]:
     """Every name of a batch with at least one valid token, all optional inputs given."""
     valid = [[token for token in row if token.mask] for row in rows]
     tokens = [token for row in valid for token in row]
@@ -52,7 +52,9 @@ def oracle(rows: list[list[Token]], threshold: float, level: str = "token") -> d
     return found
 
 
-def _seeds(valid: list[list[Token]], tokens: list[Token], threshold: float, level: str) -> dict[str, float]:
+def _seeds(
+    valid: list[list[MismatchToken]], tokens: list[MismatchToken], threshold: float, level: str
+) -> dict[str, float]:
     train = [-fmean([t.train for t in row] or [0.0]) for row in valid]
     rollout = [-fmean([t.rollout for t in row] or [0.0]) for row in valid]
     diffs = [a - b for a, b in zip(train, rollout, strict=True)]
@@ -85,7 +87,7 @@ def _seeds(valid: list[list[Token]], tokens: list[Token], threshold: float, leve
     return {f"rollout_correction/{name}": value for name, value in found.items()}
 
 
-def _of_tokens(tokens: list[Token]) -> dict[str, float]:
+def _of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
     found = {
         "num_tokens": float(len(tokens)),
         "kl": fmean(-t.l for t in tokens),

@@ -1,6 +1,6 @@
 """What `kubectl kustomize` makes of a folder, as far as deploy/kubernetes goes.
 
-Where kubectl is installed, tests/deploy/containers/test_kubernetes.py compares the two.
+Where kubectl is installed, tests/deploy/kubernetes/test_kubernetes.py compares the two.
 """
 
 from pathlib import Path

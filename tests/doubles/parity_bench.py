@@ -12,7 +12,7 @@ from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.report import ParityReport
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_floats, unpack_floats
-from played_engine import Answer, PlayedEngine, group_of, publish_perturbed
+from played_engine import PlayedAnswer, PlayedEngine, group_of, publish_perturbed
 from training_groups import configuration, tiny_model
 
 VOCABULARY = 48
@@ -56,7 +56,9 @@ def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def groups_of(answers: Sequence[Answer], sampling: SamplingSettings = COLD, **settings: Any) -> list[RolloutGroup]:
+def groups_of(
+    answers: Sequence[PlayedAnswer], sampling: SamplingSettings = COLD, **settings: Any
+) -> list[RolloutGroup]:
     return [group_of(n, answer, sampling, **settings) for n, answer in enumerate(answers, 1)]
 
 

@@ -26,7 +26,7 @@ from wire_examples import FINGERPRINT
 
 
 @dataclass
-class Completion:
+class PlayedCompletion:
     """One sibling; versions, logprobs and the sets that the sampler kept, token by token."""
 
     token_ids: list[int]
@@ -36,11 +36,11 @@ class Completion:
 
 
 @dataclass
-class Answer:
+class PlayedAnswer:
     """The siblings of one prompt."""
 
     prompt: list[int]
-    siblings: list[Completion]
+    siblings: list[PlayedCompletion]
 
 
 class PlayedEngine:
@@ -77,7 +77,7 @@ class PlayedEngine:
         seed: int = 0,
         clear: bool = False,
         stale: tuple[int, int] | None = None,
-    ) -> list[Answer]:
+    ) -> list[PlayedAnswer]:
         """Prompts of one length. `updates`: before step n the weights of that version are loaded.
 
         clear: an update makes it compute all keys and values again.
@@ -106,10 +106,10 @@ class PlayedEngine:
             out.append((token[:, 0], reported.gather(1, token)[:, 0], version, drawn > -torch.inf))
             ids = torch.cat([ids, token], 1)
         return [
-            Answer(
+            PlayedAnswer(
                 prompts[p],
                 [
-                    Completion(
+                    PlayedCompletion(
                         [int(t[r]) for t, _, _, _ in out],
                         [float(b[r]) for _, b, _, _ in out],
                         [v for _, _, v, _ in out],
@@ -158,7 +158,7 @@ def processed(logits: Tensor, prompt: Tensor, sampled: Tensor, sampling: Samplin
 
 
 def group_of(
-    index: int, answer: Answer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
+    index: int, answer: PlayedAnswer, sampling: SamplingSettings, *, with_masks: bool = False, text: str = "?"
 ) -> RolloutGroup:
     """The record of one prompt's siblings."""
     rollouts = []

@@ -25,7 +25,7 @@ class Characters:
         return ["".join(chr(token) for token in row) for row in rows]
 
 
-class Tasks:
+class ScoredTasks:
     """Rewards of 0 and 1 that depend on the completion alone."""
 
     num_evaluation_prompts = 8
@@ -40,7 +40,7 @@ class Tasks:
         return float(zlib.crc32(completion.encode()) % 2)
 
 
-class VariedTasks(Tasks):
+class VariedTasks(ScoredTasks):
     """No two siblings in a row have the same reward, so that no group is skipped for want of variance."""
 
     def __init__(self) -> None:
@@ -55,13 +55,19 @@ class ProducerThread(threading.Thread):
     """Serves from `start` until `finish` or the end of the run. problem: what ended it, None after a clean stop."""
 
     def __init__(
-        self, config: RunConfig, url: str, runs: Path, producer_id: str = "producer-0", *, tasks: Tasks | None = None
+        self,
+        config: RunConfig,
+        url: str,
+        runs: Path,
+        producer_id: str = "producer-0",
+        *,
+        tasks: ScoredTasks | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self._config, self._url, self._runs, self._id = config, url, runs, producer_id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
-        self._tasks = tasks or Tasks()
+        self._tasks = tasks or ScoredTasks()
         self.problem: BaseException | None = None
 
     def run(self) -> None:

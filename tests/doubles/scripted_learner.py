@@ -10,6 +10,10 @@ from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
 
 
+class KilledError(Exception):
+    """Stands for a kill -9: nothing is written after it."""
+
+
 class ScriptedLearner:
     """Counts steps; its one weight is the number of steps taken.
 

@@ -27,10 +27,6 @@ from penstock.schemas.keys import Keys
 from scripted_learner import ScriptedLearner
 
 
-class KilledError(Exception):
-    """Stands for a kill -9: nothing is written after it."""
-
-
 class ShortRun:
     """A run named `test` of 12 updates of 4 groups, max_lag 2, a checkpoint every 4 updates."""
 

@@ -41,11 +41,7 @@ gate = "off" # the producer's logprobs are invented
 """
 
 
-class KilledError(Exception):
-    """Stands for a kill -9: nothing is written after it."""
-
-
-class Bench:
+class TrainerBench:
     """Everything it starts it ends in `close`. `overrides` are those of the run file."""
 
     def __init__(self, url: str, folder: Path) -> None:
@@ -118,7 +114,7 @@ class Bench:
         return producer
 
 
-def assert_settled_once(bench: Bench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:
+def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:
     """Every released index is trained once in the saved policy or dead, by the learner's account and by the ledger."""
     trained, ledger = bench.saved_training(client), bench.ledger()
     twice = [index for index, count in Counter(trained).items() if count > 1]
@@ -131,7 +127,7 @@ def assert_settled_once(bench: Bench, client: redis.Redis, *, dead: set[int] = f
     assert ledger["num_groups_cancelled"] == ledger["num_groups_open"] == 0
 
 
-def assert_balanced(bench: Bench, trainer: Trainer) -> None:
+def assert_balanced(bench: TrainerBench, trainer: Trainer) -> None:
     """Every released index is settled once, and those settled as trained are those the saved policy was trained on."""
     ledger = bench.ledger()
     settled = ledger["num_groups_trained"] + ledger["num_groups_skipped"] + ledger["num_groups_dead"]

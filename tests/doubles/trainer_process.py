@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def with_learner(learner: str = SLOW_STEPS) -> str:
 class TrainerProcesses:
     """Ends what it has started in `close`. The output of a process goes to `<log>.log` in the folder of all runs."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: TrainerBench) -> None:
         self._bench = bench
         self._processes: list[subprocess.Popen] = []
 

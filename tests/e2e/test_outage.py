@@ -9,7 +9,7 @@ import penstock.consumers.__main__ as entry
 from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
-from trainer_bench import Bench, assert_settled_once, at_step, tracebacks
+from trainer_bench import TrainerBench, assert_settled_once, at_step, tracebacks
 
 AWAY_S = 30.0
 
@@ -22,7 +22,7 @@ def test_half_a_minute_without_redis_loses_nothing_and_trains_nothing_twice(
 ) -> None:
     monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
     server = RealServer(server_binary, "--appendfsync", "everysec")
-    bench = Bench(server.url, tmp_path)
+    bench = TrainerBench(server.url, tmp_path)
     # Every claim is another producer's to take when the server comes back.
     bench.overrides = ["producers.claim_idle_s=4", "producers.claim_refresh_s=1"]
     producers = [

@@ -16,7 +16,7 @@ from producer_thread import ProducerThread, VariedTasks
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
 from slow_disk import SlowDisk
-from trainer_bench import Bench, assert_settled_once, at_step, tracebacks
+from trainer_bench import TrainerBench, assert_settled_once, at_step, tracebacks
 from waiting import wait_for
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -30,7 +30,7 @@ class Scene:
     def __init__(self, server: RealServer, disk: SlowDisk, folder: Path) -> None:
         self.server = server
         self.disk = disk
-        self.bench = Bench(server.url, folder)
+        self.bench = TrainerBench(server.url, folder)
         self.producer = ProducerThread(self.bench.config, server.url, folder, tasks=VariedTasks())
         self.forgotten: list[bool] = []
         """For each kill, whether something that the server had answered for was lost."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diagnostics_oracle import Token, oracle
+from diagnostics_oracle import MismatchToken, oracle
 from golden_corrections import Golden, names
 from padded import correct, mismatch_metrics
 from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
@@ -79,7 +79,7 @@ def test_ratios_before_truncation_are_those_of_verl(name: str) -> None:
     assert num_compared == 2
 
 
-def _random_rows(seed: int, num_rows: int = 7) -> list[list[Token]]:
+def _random_rows(seed: int, num_rows: int = 7) -> list[list[MismatchToken]]:
     """Rows of 1 to 9 tokens; some masked, some rejected, advantages of every sign, lags mixed within a row."""
     chance = random.Random(seed)
     rows = []
@@ -90,12 +90,12 @@ def _random_rows(seed: int, num_rows: int = 7) -> list[list[Token]]:
             train, gap = -chance.expovariate(1.0), chance.gauss(0, chance.choice((0.1, 2.0, 30.0)))
             weight = chance.choice((0.0, min(math.exp(max(-20.0, min(20.0, gap))), 2.0), 1.3))
             lag = max(0, first_lag - chance.randint(0, 2))
-            row.append(Token(train, train - gap, chance.random() < 0.8, weight, lag, advantage))
+            row.append(MismatchToken(train, train - gap, chance.random() < 0.8, weight, lag, advantage))
         rows.append(row)
     return rows
 
 
-def _sums(rows: list[list[Token]], level: str = "token") -> MismatchSums:
+def _sums(rows: list[list[MismatchToken]], level: str = "token") -> MismatchSums:
     tokens = [token for row in rows for token in row]
 
     def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -148,7 +148,7 @@ def test_the_padded_and_the_packed_form_agree() -> None:
     )
     columns = (golden.proximal, golden.behavior, mask, weights, lag, golden.advantages)
     rows = [
-        [Token(*(column[i, j].item() for column in columns)) for j in range(mask.shape[1]) if mask[i, j]]
+        [MismatchToken(*(column[i, j].item() for column in columns)) for j in range(mask.shape[1]) if mask[i, j]]
         for i in range(mask.shape[0])
     ]
     assert all(rows)
@@ -163,17 +163,17 @@ def test_the_padded_and_the_packed_form_agree() -> None:
 
 
 @st.composite
-def _splits(draw: st.DrawFn) -> tuple[list[list[Token]], list[list[list[Token]]]]:
+def _splits(draw: st.DrawFn) -> tuple[list[list[MismatchToken]], list[list[list[MismatchToken]]]]:
     """Rows, and the same rows in any order dealt out to parts, some of them without a row."""
     rows = _random_rows(draw(st.integers(0, 10**6)), draw(st.integers(1, 12)))
     num_parts = draw(st.integers(1, 5))
-    parts: list[list[list[Token]]] = [[] for _ in range(num_parts)]
+    parts: list[list[list[MismatchToken]]] = [[] for _ in range(num_parts)]
     for row in draw(st.permutations(rows)):
         parts[draw(st.integers(0, num_parts - 1))].append(row)
     return rows, parts
 
 
-def _valid(rows: list[list[Token]]) -> bool:
+def _valid(rows: list[list[MismatchToken]]) -> bool:
     return any(token.mask for row in rows for token in row)
 
 
@@ -201,7 +201,7 @@ def test_a_part_without_rows_changes_nothing(seed: int) -> None:
 
 
 def test_a_row_without_a_token_counts_in_the_means_over_rows_as_the_peers_count_it() -> None:
-    row, empty = [Token(-2.0, -1.0, True, 1.0, 0, 1.0)], [Token(-9.0, -1.0, False, 1.0, 0, 1.0)]
+    row, empty = [MismatchToken(-2.0, -1.0, True, 1.0, 0, 1.0)], [MismatchToken(-9.0, -1.0, False, 1.0, 0, 1.0)]
     got, filled = _sums([row, empty]).metrics(), _sums([row]).metrics()
     assert got[PEER_PREFIX + "training_ppl"] == pytest.approx((math.exp(2) + 1) / 2)
     assert got[PEER_PREFIX + "log_ppl_diff_min"] == 0 and got[PEER_PREFIX + "log_ppl_diff_max"] == 1

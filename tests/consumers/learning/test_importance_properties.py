@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from correction_oracle import Row, Token, oracle_correct, tau
+from correction_oracle import CorrectionToken, Row, oracle_correct, tau
 from padded import correct
 from penstock.consumers.learning.importance import Correction, correct_packed, trust
 from penstock.schemas.config import CorrectionConfig, Rejection
@@ -32,7 +32,7 @@ def batches(draw) -> list[Row]:
         for _ in range(length):
             behavior = draw(behaviors)
             row.append(
-                Token(
+                CorrectionToken(
                     proximal=behavior + draw(log_ratios),
                     behavior=behavior,
                     current=behavior + draw(st.floats(-2, 2)),
@@ -146,7 +146,7 @@ def test_no_weight_grows_with_lag(rows, config, later) -> None:
 @given(config=configs(), lag=st.lists(lags, min_size=1, max_size=6), advantage=advantages)
 @many
 def test_equal_policies_weigh_1_at_every_lag_up_to_the_bound(config, lag, advantage) -> None:
-    row = [Token(-1.25, -1.25, -1.25, advantage, d, True) for d in lag]
+    row = [CorrectionToken(-1.25, -1.25, -1.25, advantage, d, True) for d in lag]
     correction = correct(config=config, **tensors([row]))
     allowed = torch.tensor([[config.max_lag is None or d <= config.max_lag for d in lag]])
     assert torch.equal(correction.keep_mask, allowed)
@@ -289,7 +289,7 @@ def test_float32_inputs_give_float32_weights_close_to_the_exact_ones(rows, confi
 )
 @many
 def test_the_m2_budget_keeps_as_much_as_fits(squares, budget) -> None:
-    row = [Token(math.sqrt(s), 0.0, 0.0, 1.0, 0, True) for s in squares]
+    row = [CorrectionToken(math.sqrt(s), 0.0, 0.0, 1.0, 0, True) for s in squares]
     keep = correct(config=CorrectionConfig("none", m2_budget=budget), **tensors([row])).keep_mask[0]
     kept = [s for s, k in zip(squares, keep.tolist(), strict=True) if k]
     dropped = [s for s, k in zip(squares, keep.tolist(), strict=True) if not k]

@@ -14,7 +14,8 @@ from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW, RunFailedError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
-from trainer_bench import KilledError, assert_settled_once, at_step
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once, at_step
 from trainer_process import with_learner
 from waiting import wait_for
 

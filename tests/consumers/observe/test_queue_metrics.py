@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_bench import Bench, at_step
+from trainer_bench import TrainerBench, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.redis
 CREDIT = 12
 
 
-def test_a_queue_at_its_bound_is_seen_before_the_batch_makes_room(bench: Bench, redis_client) -> None:
+def test_a_queue_at_its_bound_is_seen_before_the_batch_makes_room(bench: TrainerBench, redis_client) -> None:
     trainer, producer = bench.trainer(), bench.producer()
     value, seen = bench.metrics.registry.get_sample_value, []
 
@@ -32,7 +32,7 @@ def test_a_queue_at_its_bound_is_seen_before_the_batch_makes_room(bench: Bench, 
     assert value("penstock_lag_bound_steps") == 2
 
 
-def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are(bench: Bench) -> None:
+def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are(bench: TrainerBench) -> None:
     trainer = bench.trainer()
     value = bench.metrics.registry.get_sample_value
     thread = TrainerThread(trainer)

@@ -25,7 +25,7 @@ from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
 from penstock.consumers.observe.sinks.weights_and_biases import _Run
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
-from trainer_bench import KilledError
+from scripted_learner import KilledError
 from waiting import wait_for
 
 OFFLINE = WandbConfig(project="lab", mode="offline")

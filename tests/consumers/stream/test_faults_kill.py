@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.consumers.stream.checkpoints import Checkpoints
-from trainer_bench import KilledError, assert_settled_once
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once
 
 pytestmark = pytest.mark.redis
 

@@ -12,7 +12,8 @@ from penstock.consumers.stream.checkpoints import CheckpointError
 from penstock.consumers.stream.scripts import FencedError
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.keys import PRODUCERS_GROUP
-from trainer_bench import KilledError, assert_settled_once, at_step
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for
 

@@ -8,7 +8,8 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from mini_producer import group_fields
-from trainer_bench import KilledError, assert_settled_once, at_step, tracebacks
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once, at_step, tracebacks
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

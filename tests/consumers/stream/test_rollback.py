@@ -11,7 +11,8 @@ from mini_producer import group_fields, make_group
 from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.rollout import Rollout, VersionSpan, encode_group
-from trainer_bench import KilledError, assert_balanced, assert_settled_once
+from scripted_learner import KilledError
+from trainer_bench import assert_balanced, assert_settled_once
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

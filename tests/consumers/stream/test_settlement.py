@@ -4,13 +4,14 @@ import pytest
 
 from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.settlement import RunFailedError
-from trainer_bench import Bench, KilledError, assert_settled_once
+from scripted_learner import KilledError
+from trainer_bench import TrainerBench, assert_settled_once
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
 
-def leave_a_full_stream(bench: Bench, redis_client, is_dead) -> None:
+def leave_a_full_stream(bench: TrainerBench, redis_client, is_dead) -> None:
     """A trainer that is killed before its first update, and a stream that holds all it had released."""
     bench.overrides = ["max_lag=20", "trainer.max_dead_in_a_row=10"]
     bench.producer(

@@ -18,8 +18,8 @@ from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
-from scripted_learner import ScriptedLearner
-from trainer_bench import Bench, KilledError, assert_balanced, assert_settled_once
+from scripted_learner import KilledError, ScriptedLearner
+from trainer_bench import TrainerBench, assert_balanced, assert_settled_once
 from trainer_process import wait_until_stopped, with_learner
 from trainer_thread import TrainerThread
 from waiting import wait_for
@@ -27,7 +27,7 @@ from waiting import wait_for
 pytestmark = pytest.mark.redis
 
 
-def files(bench: Bench) -> dict[str, float]:
+def files(bench: TrainerBench) -> dict[str, float]:
     """Checkpoints and weights with the time of their last change."""
     found = [*(bench.folder / "checkpoints").rglob("*"), *(bench.folder / "weights").iterdir()]
     return {str(path): path.stat().st_mtime_ns for path in found if path.is_file()}
@@ -200,7 +200,7 @@ def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(l
     waiting.join(10)
 
 
-def epoch(client: redis.Redis, bench: Bench) -> int:
+def epoch(client: redis.Redis, bench: TrainerBench) -> int:
     return int(client.hget(bench.keys.commit, "epoch") or -1)
 
 

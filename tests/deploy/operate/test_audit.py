@@ -21,7 +21,8 @@ from penstock.deploy.operate.saved_ledger import LedgerState, SavedLedger
 from penstock.schemas.config import CheckpointConfig, EvaluationConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.process.redis_url import connection_file
-from short_run import KilledError, ShortRun
+from scripted_learner import KilledError
+from short_run import ShortRun
 
 
 def ranges(*indexes: int) -> tuple[tuple[int, int], ...]:

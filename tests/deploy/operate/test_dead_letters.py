@@ -13,7 +13,8 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.config import CheckpointConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
-from short_run import KilledError, ShortRun
+from scripted_learner import KilledError
+from short_run import ShortRun
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis

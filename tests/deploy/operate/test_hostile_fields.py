@@ -12,7 +12,8 @@ import redis
 from mini_producer import dead_fields, group_fields
 from penstock.schemas.heartbeat import Heartbeat, InFlight, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
-from short_run import KilledError, ShortRun
+from scripted_learner import KilledError
+from short_run import ShortRun
 from wire_examples import FINGERPRINT
 
 pytestmark = pytest.mark.redis

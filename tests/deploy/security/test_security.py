@@ -23,7 +23,7 @@ from penstock.schemas.keys import Keys
 from producer_thread import ProducerThread
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 
 pytestmark = pytest.mark.redis
 
@@ -178,7 +178,7 @@ def test_a_whole_run_works_with_each_part_under_its_own_user(
 ) -> None:
     monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
     producer_user, trainer_user = (user_name("test", role) for role in users)
-    bench = Bench(url_of(guarded, trainer_user), tmp_path)
+    bench = TrainerBench(url_of(guarded, trainer_user), tmp_path)
     producers = [
         ProducerThread(bench.config, url_of(guarded, producer_user), tmp_path, producer_id) for producer_id in "ab"
     ]

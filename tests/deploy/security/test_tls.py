@@ -18,7 +18,7 @@ from penstock.schemas.process.outage import RedisGoneError
 from producer_thread import ProducerThread
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
-from trainer_bench import Bench
+from trainer_bench import TrainerBench
 
 pytestmark = pytest.mark.redis
 
@@ -65,7 +65,7 @@ def test_a_whole_run_works_over_tls(address: str, certificates: Path, tmp_path: 
     monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
     url = f"{address}?ssl_ca_certs={certificates / 'ca.crt'}"
     monkeypatch.setenv("REDIS_URL", url)
-    bench = Bench(url, tmp_path)
+    bench = TrainerBench(url, tmp_path)
     check_redis(bench.config, resume=False)
     producer = ProducerThread(bench.config, url, tmp_path)
     try:

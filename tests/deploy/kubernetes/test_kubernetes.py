@@ -30,7 +30,7 @@ from real_server import RealServer
 
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
+SCHEMAS = Path(__file__).parent / "schemas"
 OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.31", "1.37")
 RUN = "demo"

@@ -24,7 +24,7 @@ from penstock.schemas.config import MetricsConfig
 from penstock.schemas.process.prometheus import register_metrics_port, unregister_metrics_port
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 IMAGES = DEPLOY / "images"
 TEXT = (DEPLOY / "compose.yaml").read_text()

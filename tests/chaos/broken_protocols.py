@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.chaos.campaign import campaign
-from tests.chaos.judge import Verdict
+from tests.chaos.judge import StormVerdict
 from tests.chaos.leg import Leg
 
 
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     only: str
     num_faults: int
     harm: str
-    shows: Callable[[Verdict], int]
+    shows: Callable[[StormVerdict], int]
 
 
 CASES = (
