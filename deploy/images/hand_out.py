@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.security.__main__ import read_or_make
 from penstock.deploy.security.acl import acl_file, user_name, user_names
+from penstock.deploy.security.passwords import read_or_make
 
 PARTS = ("producer", "trainer", "observer", "operator")
 
