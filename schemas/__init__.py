@@ -1,5 +1,10 @@
 """The contract between producers and consumers, with the standard library and msgspec only.
 
-`rollout`, `prompt` and `segments` are the records of the stream, `policy` announces weights, `keys` names everything in
-Redis, `heartbeat` and `metrics` what processes report; `config` is the run file. `process` is no contract.
+- On the stream: `rollout`, `prompt` and `segments` are the records, `policy` announces weights, `heartbeat` is a
+  producer's sign of life, `keys` names everything in Redis.
+- In files: `config` is the run file, `record` and `record_reader` the record of rollouts, `rollout_file` and
+  `hidden_states` what a parity check reads; `model_digest` tells model folders apart.
+- `metrics` names what processes report to Prometheus. `prefixes` finds common prefixes of sequences.
+
+`process` is no contract.
 """

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -26,6 +27,12 @@ PROCESS_ALLOWS = CONTRACT_ALLOWS | {"prometheus_client", "redis"}
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SUPPORT = [
+    file
+    for file in TESTS
+    if file.relative_to(ROOT).parts[1] in ("doubles", "chaos") and not file.name.startswith("test_")
+]
+WINGS = sorted(file for file in FILES if file.name == "__init__.py")
 
 
 def name(file: Path) -> str:
@@ -153,9 +160,67 @@ def test_parts_do_not_import_the_loop_or_the_entry_point(room):
         assert entry not in set(imports(file)), f"{name(file)} imports {entry}"
 
 
+def docstring(init: Path) -> str:
+    return ast.get_docstring(ast.parse(init.read_text())) or ""
+
+
+def quoted_names(init: Path) -> set[str]:
+    """Dotted names in backticks in the docstring of a package."""
+    return set(re.findall(r"`(\w+(?:\.\w+)*)`", docstring(init)))
+
+
+@functools.cache
+def imported_from_outside() -> dict[Path, set[str]]:
+    """The modules of each package that files of other folders import, its own sub-packages' files among them."""
+    found = defaultdict(set)
+    for file in FILES:
+        for other in imports(file) & MODULES.keys():
+            module_file = MODULES[other]
+            if module_file.parent != file.parent and module_file.name != "__init__.py":
+                found[module_file.parent].add(module_file.stem)
+    return found
+
+
+@pytest.mark.parametrize("init", WINGS, ids=name)
+def test_a_wing_is_imported_through_what_its_docstring_names(init):
+    named = {quoted.partition(".")[0] for quoted in quoted_names(init)}
+    assert imported_from_outside()[init.parent] - named == set()
+
+
+def top_level_names(file: Path) -> set[str]:
+    """Classes, functions and constants that a module defines."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("init", WINGS, ids=name)
+def test_the_docstring_of_a_wing_names_classes_that_exist(init):
+    """A class is a `module.Name` with a capital: `room.wing` and the `section.field` of a run file are none."""
+    missing = []
+    for quoted in quoted_names(init):
+        owner, _, member = quoted.rpartition(".")
+        file = init.parent / f"{owner.replace('.', '/')}.py"
+        if member[:1].isupper() and owner and (not file.exists() or member not in top_level_names(file)):
+            missing.append(quoted)
+    assert missing == []
+
+
+@pytest.mark.parametrize("init", WINGS, ids=name)
+def test_a_wing_says_what_it_is_for(init):
+    text = docstring(init)
+    assert len(text.split()) >= 5 and "." in text
+    assert "TODO" not in init.read_text()
+
+
 def test_a_public_class_name_means_one_thing():
     places = defaultdict(list)
-    for file in [*FILES, *LABORATORY]:
+    for file in [*FILES, *LABORATORY, *SUPPORT]:
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name(file))
@@ -164,7 +229,7 @@ def test_a_public_class_name_means_one_thing():
 
 def test_no_module_is_named_after_nothing_or_like_a_test():
     assert not [name(file) for file in FILES if file.stem in ("utils", "util", "helpers", "common")]
-    sources = [*FILES, *LABORATORY]
+    sources = [*FILES, *LABORATORY, *SUPPORT]
     assert not [name(file) for file in sources if file.stem.startswith("test_") or file.stem.endswith("_test")]
 
 

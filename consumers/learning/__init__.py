@@ -1,6 +1,11 @@
 """Numerics of the trainer: lag, packing, the model and its float32 head, importance weights, objectives, the learner.
 
-Tensors in, tensors out; nothing here imports streams or files of a run. Imported through `learner.Learner`,
-`packing.pack`, `trainable.check_trainable`, `lag.LagTable` and `step_report.StepReport`; by objectives through
-`interfaces`. `head`, `scoring` and `model` serve the parity check too.
+Tensors in, tensors out; nothing here imports streams or files of a run. Imported by
+
+- the loop and the stream through `learner.Learner`, `packing.pack`, `trainable.check_trainable`, `lag.LagTable`,
+  `step_report.StepReport` and `advantages.has_variance`;
+- the record and the run log through `batch.Batch` as well;
+- objectives through `interfaces`, and `rows` for the statistics of log-ratios;
+- the parity check through `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention` and
+  `diagnostics.MismatchSums`.
 """

@@ -1,1 +1,5 @@
-"""TODO"""
+"""The trainer's reports of a run; training depends on none of them.
+
+Imported through `run_log.RunLog` (lines of updates and evaluations in the run folder, sinks, the ledger file),
+`metrics.TrainerMetrics` (Prometheus) and `record.RolloutRecorder` (the record of rollouts).
+"""

@@ -2,5 +2,6 @@
 
 The trainer uses `intake.Intake`, `evaluation.Evaluator`, `commits.Commits`, `recovery.Recovery` and
 `leadership.Leadership`, around one `ledger.Ledger` and one `progress.RunProgress`. Every write is a script in
-`scripts`, every command goes through `connection`. `checkpoints` is read by replay and parity as well.
+`scripts`, every command goes through `connection`. `settlement` settles indexes and ends a run in which too many groups
+die, `commit_schedule` says when a checkpoint is due. `checkpoints` is read by replay and parity as well.
 """

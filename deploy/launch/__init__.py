@@ -1,2 +1,7 @@
-"""The start of a run on one machine: checks, run folder, Redis, child processes, live view. Imported by module;
-`command_line` is what every command shares."""
+"""The start of a run on one machine: checks, run folder, Redis, child processes, live view.
+
+`penstock run` is `launcher.Launcher` over a `run_folder.RunFolder`, a `redis_server.RedisServer` and a
+`producer_pool.ProducerPool`, after `start_checks` and under a `live_view`. `command_line` is what every command shares.
+Commands that look at a run use `run_folder`, `redis_server.connect`, `producer_pool.read_heartbeats` and
+`progress.RunLines`.
+"""

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 from penstock.schemas.process.files import write_whole
+from penstock.schemas.record import FOLDER as RECORD_FOLDER
 
 RUN_FILE = "run.toml"
 LOCK_WAIT_S = 10.0
@@ -74,6 +75,15 @@ def try_lock(run_folder: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def find_run_folder(run: str, runs: Path) -> Path:
+    """The folder of a run by its name in `runs`, or by itself. Raises ConfigError if there is none."""
+    folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
+    if not folders:
+        raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
+    runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())
+    return next(runs_own, folders[-1])  # the last: another folder of this name may lie in the working directory
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:

@@ -14,7 +14,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.replay.command import find_run_folder
+    from penstock.deploy.launch.run_folder import find_run_folder
     from penstock.schemas.record import RecordReadError
     from penstock.schemas.record_reader import Record
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.launch.command_line import Command, add_runs, limit_threads
-from penstock.deploy.launch.run_folder import RUN_FILE
+from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.record import FOLDER as RECORD_FOLDER
 from penstock.schemas.record import RecordReadError
 from penstock.schemas.record_reader import Record
 
@@ -144,15 +143,6 @@ def _about(
         "notes": record.notes,
         "variants": {variant.name: list(variant.settings) for variant in configs},
     }
-
-
-def find_run_folder(run: str, runs: Path) -> Path:
-    """The folder of a run by its name in `runs`, or by itself. Raises ConfigError if there is none."""
-    folders = [folder for folder in (Path(run), runs / run) if folder.is_dir()]
-    if not folders:
-        raise ConfigError(f"{run}: neither a folder nor a run in {runs}")
-    runs_own = (f for f in folders if (f / RECORD_FOLDER).is_dir() or (f / RUN_FILE).is_file())
-    return next(runs_own, folders[-1])  # the last: another folder of this name may lie in the working directory
 
 
 def _results_folder(run_folder: Path, name: str | None) -> Path:

@@ -1,2 +1,5 @@
-"""A run folder read back: telemetry, summary, and the HTML report with its figures. Imported by module; `telemetry` is
-used by whoever reads a run's lines."""
+"""A run folder read back: telemetry, summary, and the HTML report with its figures.
+
+Imported through `report.write_report` and `summary`; by whoever reads a run's lines through `telemetry`, and by whoever
+draws in the report's style through `drawing` and `figures`.
+"""

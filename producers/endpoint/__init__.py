@@ -1,6 +1,6 @@
 """The HTTP endpoint for agents: every call is answered by the engine, and what an agent finishes becomes a rollout.
 
-`agent_endpoint.AgentEndpoint` puts it together. A call passes `server` (HTTP), `calls` (rendered, sampled, parsed) and
-`call_ledger` (what the server knows of a rollout); `agents` and `groups` make groups of what is finished, `inside` runs
-environments that hold their conversations themselves.
+Imported through `agent_endpoint.AgentEndpoint`, which puts it together, and `access.api_key`. A call passes `server`
+(HTTP), `calls` (rendered, sampled, parsed) and `call_ledger` (what the server knows of a rollout); `agents` and
+`groups` make groups of what is finished, `inside` runs environments that hold their conversations themselves.
 """

@@ -1,1 +1,1 @@
-"""What a producer reports: `metrics` for Prometheus, `event_log` in the run folder."""
+"""The reports of a producer: `metrics` for Prometheus, `event_log` in the run folder."""

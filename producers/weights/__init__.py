@@ -1,1 +1,1 @@
-"""New weights on their way into the engine: `follower.WeightFollower`."""
+"""New weights on their way into the engine. Imported through `follower.WeightFollower`."""

@@ -1,1 +1,6 @@
-"""What every process of a run needs and is no contract: logs, plug-ins, the way to Redis, metrics over HTTP, files."""
+"""The parts that every process of a run needs and that are no contract.
+
+`logs`, `prometheus` and `json_lines` report; `redis_url` finds Redis and `outage` lives through its outages; `plugins`
+resolves the user's own code; `files` replaces files whole, `ports` finds a free port, `cancellation` cancels asyncio
+tasks.
+"""
