@@ -73,7 +73,7 @@ def packages(file: Path) -> set[str]:
 
 
 def offenders(files: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict[str, list[str]]:
-    """What each file imports against a rule, by its name; empty where all keep it."""
+    """Imports against a rule, by the name of the file; empty if every file keeps it."""
     return {name(file): sorted(found) for file in files if (found := forbidden(file))}
 
 

@@ -212,7 +212,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def messages() -> Iterator[str]:
-    """What the code can print, as regular expressions."""
+    """Yields the messages that the code can print, as regular expressions."""
     for room in ("schemas", "producers", "consumers", "deploy"):
         for file in (ROOT / room).rglob("*.py"):
             nodes = ast.walk(tree_of(file))

@@ -1,4 +1,4 @@
-"""What the sections share: choosing rows, measuring them, and what becomes of failures."""
+"""The sections share the choice of rows, their measurement, and the treatment of failures."""
 
 import json
 

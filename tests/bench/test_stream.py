@@ -31,7 +31,7 @@ GOALS = {
     "producers": ["≥ 0.9"],
     "memory": ["≤ 1.3"],
 }
-"""What the contract asks of each row."""
+"""The bounds that the contract sets for each row."""
 needs_benchmark = pytest.mark.skipif(
     not (shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")), reason="no redis-benchmark"
 )

@@ -53,7 +53,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def everything(bench: TrainerBench, client: redis.Redis) -> dict[str, object]:
-    """What makes up a run: checkpoints and epochs on disk, and what Redis has, without the lease."""
+    """Returns all that a run consists of: its checkpoints and epochs on disk, and its keys in Redis but the lease."""
     read = {b"stream": client.xrange, b"hash": client.hgetall}
     keys = [key for key in client.scan_iter() if not key.endswith(b":lease")]
     files = [file for file in (bench.folder / "checkpoints").rglob("*") if file.is_file()]

@@ -37,7 +37,7 @@ PRIVATE = (
     "deploy/runs/demo/redis/connection.json",
     "deploy/runs/demo/run.toml",
 )
-"""What somebody may have put beside the sources: passwords, and folders of runs."""
+"""Files that somebody may have put beside the sources: passwords, and folders of runs."""
 SHIPPED = ("deploy/runs/demo.toml", "deploy/security/acl.py", "producers/__main__.py")
 PROFILES = {"cpu": ("producer", "trainer"), "gpu": ("producer-gpu", "trainer-gpu")}
 

@@ -193,7 +193,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def screenshot(self, selector: str | None = None) -> Image.Image:
-        """Of the window, or of the first such element."""
+        """Takes a picture of the window, or of the first such element."""
         options: dict[str, Any] = {}
         if selector is not None:
             expression = (

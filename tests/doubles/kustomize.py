@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of a folder, as far as deploy/kubernetes goes.
+"""Builds a folder as `kubectl kustomize` does, as far as deploy/kubernetes needs it.
 
 Where kubectl is installed, tests/deploy/kubernetes/test_kubernetes.py compares the two.
 """

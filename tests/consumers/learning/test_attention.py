@@ -70,7 +70,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 
 
 def _flash_attention_row_by_row(q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size, enable_gqa):
-    """What torch's varlen_attn is documented to compute, which on CPU it does not."""
+    """Computes what torch's varlen_attn is documented to compute, which it does not on CPU."""
     assert torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
     assert longest == longest_key == int(bounds.diff().max())
     before, after = window_size

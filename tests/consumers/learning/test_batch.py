@@ -1,4 +1,4 @@
-"""What groups look like once they are packed."""
+"""Groups are packed into rows: every token finds its place, its target and its mask, or is left out and counted."""
 
 import msgspec
 import pytest

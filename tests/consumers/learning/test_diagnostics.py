@@ -20,7 +20,7 @@ from penstock.schemas.config import CorrectionConfig
 
 
 def _metrics(golden: Golden, **optional) -> dict[str, float]:
-    """Of a golden batch with NaN and infinities under the mask."""
+    """Returns the metrics of a golden batch with NaN and infinities under the mask."""
     return mismatch_metrics(golden.poisoned(golden.proximal), golden.poisoned(golden.behavior), golden.mask, **optional)
 
 

@@ -1,4 +1,4 @@
-"""What holds for every configuration of the correction, on random ones; and an oracle in plain Python to agree with."""
+"""The correction's properties hold for random configurations; it agrees with an oracle in plain Python."""
 
 import math
 from typing import Any

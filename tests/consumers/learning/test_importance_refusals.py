@@ -1,4 +1,4 @@
-"""What the correction refuses, each with an error that names the field or the argument."""
+"""The correction refuses invalid settings and inputs with an error that names the field or the argument."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What holds for every objective, whatever its formula."""
+"""Properties that every objective has, whatever its formula."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""What the objectives share: aggregation, the KL to a reference, the entropy bonus, arguments and attributes."""
+"""The objectives share aggregation, the KL to a reference, the entropy bonus, arguments and attributes."""
 
 import inspect
 from typing import Any

@@ -36,7 +36,7 @@ def recorded(record: Record, *, outcome: str = "trained") -> list[int]:
 
 
 def assert_recorded_once(bench, client) -> Record:
-    """What the saved policy was trained on, by the learner's own account, is what the record holds, in its order."""
+    """The record holds what the saved policy was trained on by the learner's own account, in its order."""
     record = Record(bench.folder)
     assert recorded(record) == bench.saved_training(client)
     assert record.missing == []

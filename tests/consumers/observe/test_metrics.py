@@ -1,4 +1,4 @@
-"""What the trainer serves at /metrics, from lines as the trainer writes them."""
+"""The trainer's /metrics, from lines as the trainer writes them."""
 
 import json
 import math
@@ -29,7 +29,7 @@ PROMTOOL = shutil.which("promtool")
 
 
 def diagnostics(lags: list[int], *, advantage: float = 1.0) -> dict[str, float]:
-    """Of one row with a token of each lag."""
+    """Returns the diagnostics of one row with a token of each lag."""
     lag = torch.tensor(lags)
     train = -torch.linspace(0.5, 1.5, len(lags))
     return MismatchSums.of_packed(

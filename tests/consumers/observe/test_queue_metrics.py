@@ -1,4 +1,4 @@
-"""What the trainer serves about its queue: as full as it was before the batch made room, and fresh while it waits."""
+"""The trainer's queue metrics: as full as the queue was before the batch made room, and fresh while it waits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is recorded of a batch is what a computation beside the trainer finds, token by token."""
+"""The record of a batch equals what a computation beside the trainer finds, token by token."""
 
 import math
 

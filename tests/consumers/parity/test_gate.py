@@ -29,7 +29,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> ParityBench:
 
 @pytest.fixture(scope="module")
 def sound(bench: ParityBench) -> list[RolloutGroup]:
-    """Of version 0."""
+    """Groups of version 0."""
     return groups_of(bench.engine().generate(prompts(4, 5), 4, 10), WARM)
 
 

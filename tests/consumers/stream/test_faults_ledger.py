@@ -23,7 +23,7 @@ NOT_FINITE = "loss is not finite"
 
 
 def failed_report(batch, indexes) -> StepReport:
-    """What the learner reports of a batch without any step."""
+    """Returns the learner's report of a batch without any step."""
     return StepReport(
         metrics={"reward": 0.0, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
         lag_histogram=batch.lag_histogram,

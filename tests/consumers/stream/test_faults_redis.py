@@ -1,4 +1,4 @@
-"""What a Redis can lose: the trainer puts it back, has lost work done again, and trains nothing twice."""
+"""Redis loses data: the trainer restores it, has lost work done again, and trains nothing twice."""
 
 import socket
 import threading

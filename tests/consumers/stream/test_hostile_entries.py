@@ -1,4 +1,4 @@
-"""What a hostile or broken producer can write beside the record itself: reasons, indexes, sizes."""
+"""The reader bounds the reasons, indexes and sizes that a hostile or broken producer writes beside the record."""
 
 import logging
 

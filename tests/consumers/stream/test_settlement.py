@@ -1,4 +1,4 @@
-"""What ends a run in which groups die: only a row of dead ones with no good one in between."""
+"""Dead groups end a run only if they come in a row, with no good one in between."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What starts in the containers: passwords handed out, the trainer begun or continued, a GPU for each producer."""
+"""The containers' start: passwords are handed out, the trainer begins or continues, each producer gets a GPU."""
 
 import hashlib
 import http.server

@@ -72,7 +72,7 @@ class Page:
         wait_for(lambda: self.server.catalogue.run()["num_groups"], lambda found: found >= num_groups)
 
     def newest(self) -> int:
-        """What a link says of the moment in which it was copied, if nothing has come since."""
+        """Returns the moment that a link copied now would name, if nothing has come since."""
         newest: int = self.server.catalogue.run()["newest"]
         return newest
 
@@ -104,7 +104,7 @@ def group_is(browser: Browser, index: int) -> None:
 
 
 def colours(browser: Browser, number: int) -> list[tuple[int, int, int]]:
-    """Of the first sibling's sampled tokens, as the picture shows them."""
+    """Returns the colours of the first sibling's sampled tokens, as the picture shows them."""
     box = json.dumps(".sibling .t.sampled")
     picture = browser.screenshot()
     places = browser.evaluate(

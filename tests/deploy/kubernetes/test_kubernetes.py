@@ -41,7 +41,7 @@ SPOT = (
     {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"},
     {"key": "kubernetes.azure.com/scalesetpriority", "operator": "Equal", "value": "spot", "effect": "NoSchedule"},
 )
-"""What GKE and AKS taint their spot nodes with, tolerated."""
+"""Tolerations of the taints that GKE and AKS give their spot nodes."""
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""What is found wrong with a run before anything starts."""
+"""The checks before a start name what is wrong with a run."""
 
 import tomllib
 

@@ -44,7 +44,7 @@ class Half:
         )
 
     def heal(self) -> int:
-        """What the trainer does at a reconcile; returns the requeued indexes that were released."""
+        """Reconciles as the trainer does; returns the requeued indexes that were released."""
         self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
         for record in self.reader.take_refused():
             self.scripts.dead_letter(self.epoch, record.index, record.reason, record.payload)

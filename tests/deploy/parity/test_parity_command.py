@@ -283,7 +283,7 @@ def test_a_run_that_nobody_knows_is_refused(run, capsys):
 
 
 class Recorded:
-    """What `--save` has left, with its own copies of everything."""
+    """A rollout file that `--save` wrote, with its own copies of everything."""
 
     def __init__(self, run: RecordedRun, file: Path) -> None:
         self.run, self.file = run, file

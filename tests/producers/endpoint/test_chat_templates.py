@@ -65,7 +65,7 @@ def turn_end(name: str, next_turn: str) -> str:
 
 
 def rest_after(name: str, next_turn: str, *, ended: bool) -> list[int]:
-    """What a prompt writes after a sampled answer that sampled its end, or was cut before it."""
+    """Returns what a prompt writes after an answer that sampled its end, or was cut before it."""
     whole = (STYLES[name].turn_end or "") + next_turn
     return encode(name, whole[len(turn_end(name, next_turn)) :] if ended else whole)
 

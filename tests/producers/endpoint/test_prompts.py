@@ -60,7 +60,7 @@ def end(style: str) -> list[int]:
 
 
 def opening(style: str) -> list[int]:
-    """What a model of this family writes before its answer's text."""
+    """Returns what a model of this family writes before its answer's text."""
     return encode(style, "\n<think></think>\n") if style == "glm" else []
 
 

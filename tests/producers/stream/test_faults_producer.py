@@ -125,7 +125,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
 
 async def test_two_producers_that_start_at_once_under_one_name_become_one(run, monkeypatch) -> None:
     async def is_free(*_: object) -> None:
-        """What both would be told that ask at the same moment."""
+        """Tells both that the id is free, as if they asked at the same moment."""
 
     monkeypatch.setattr(heartbeat_module, "check_id_is_free", is_free)
     monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.05)

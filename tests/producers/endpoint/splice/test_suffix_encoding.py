@@ -74,7 +74,7 @@ def test_a_suffix_has_the_ids_of_the_whole_in_every_style(name, data):
 
 @pytest.mark.parametrize("name", STYLES)
 def test_of_a_conversation_only_what_was_added_is_encoded(name):
-    """Of thirty turns each is encoded once or twice, where the last special token in common stands before it."""
+    """Each of thirty turns is encoded once or twice: the encoder starts at the last special token in common."""
     tokenizer = Counting(tokenizer_of(name))
     encoder = SuffixEncoder(tokenizer)
     assert encoder.provable

@@ -210,7 +210,7 @@ def test_a_splice_at_the_start_of_a_turn(model, prefix, added, result, spans):
 
 @pytest.mark.parametrize(("stop", "result"), [(TOOL, [TOOL]), (USER, [USER, TOOL])])
 def test_an_answer_that_is_nothing_but_its_end_is_an_answer(stop, result):
-    """What the template writes in its place (40, 41) was not sampled, and the prompt does without it."""
+    """The template's tokens in its place (40, 41) were not sampled, and the prompt does without them."""
     model, prefix = [USER, 5, ASSISTANT, stop], [USER, 5, ASSISTANT, 40, 41]
     spliced = splice_at_turn_start(model, prefix, [*prefix, TOOL, 7, ASSISTANT], OPENERS, generated_spans=[(3, 4)])
     assert spliced == [USER, 5, ASSISTANT, *result, 7, ASSISTANT]
