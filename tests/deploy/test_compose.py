@@ -15,9 +15,9 @@ import yaml
 from packaging.requirements import Requirement
 
 from bench.compose_check.images import STAND_IN, STAND_INS
+from bench.compose_check.lock import BUILD, pins
 from penstock.deploy import cli
 from penstock.deploy.images.hand_out import PARTS
-from penstock.deploy.images.lock import BUILD, pins
 from penstock.deploy.inspector.command import DEFAULT_HOST, DEFAULT_PORT
 from penstock.deploy.security.acl import user_name
 from penstock.schemas.config import MetricsConfig

@@ -3,7 +3,7 @@
 The versions are those of a `pip inspect` (of an environment that is known to work) or of a `pip install --report`:
 
     .venv/bin/python -m pip inspect \\
-        | .venv/bin/python -m penstock.deploy.images.lock cpu > deploy/images/requirements-cpu.txt
+        | .venv/bin/python -m bench.compose_check.lock cpu > deploy/images/requirements-cpu.txt
 """
 
 import json
