@@ -1,5 +1,6 @@
 """The package as users get it: a wheel that holds the house, without laboratory, tests and pages."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -7,14 +8,20 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "producers", "consumers", "deploy")
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 DEVELOPMENT = Path("deploy") / "grafana"  # makes the dashboards, with a library that users do not install
+INSTALLER = Path("deploy") / "missing_requirements.py"  # runs before anything is installed; pip has what it imports
 TAKEN_NAME = "raise ImportError('a folder of the user was taken for a part of Penstock')\n"
 pytestmark = pytest.mark.xdist_group("packaging")
 
@@ -34,6 +41,61 @@ def test_every_pattern_of_the_package_data_matches_a_file():
     for package, patterns in SETUPTOOLS["package-data"].items():
         folder = ROOT / package.removeprefix("penstock.").replace(".", "/")
         assert [pattern for pattern in patterns if not list(folder.glob(pattern))] == [], package
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+CORE = distributions(PYPROJECT["project"]["dependencies"])
+EXTRAS = {name: distributions(texts) for name, texts in PYPROJECT["project"]["optional-dependencies"].items()}
+OPTIONAL = set().union(*(names for extra, names in EXTRAS.items() if extra != "dev")) - CORE
+"""Distributions that a user may leave out."""
+PEERS = distributions(
+    line
+    for line in (ROOT / "bench" / "peers" / "requirements.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+PROVIDERS = {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
+"""Installed distributions by the name that they are imported under."""
+OWN = {"penstock", "bench", "tests", "docs", *(file.stem for file in (ROOT / "tests" / "doubles").iterdir())}
+
+
+def third_party_imports(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        yield from {name.partition(".")[0] for name in names} - OWN - sys.stdlib_module_names
+
+
+def undeclared(files: Iterable[Path], declared: set[str]) -> dict[str, set[str]]:
+    """The files by the name that they import without a requirement; what is not installed counts by its own name."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        for name in third_party_imports(file):
+            if not declared & (PROVIDERS.get(name, set()) | {canonicalize_name(name)}):
+                found.setdefault(name, set()).add(file.as_posix())
+    return found
+
+
+def test_every_import_of_the_house_is_a_dependency_or_in_an_extra_for_users():
+    assert undeclared([file for file in python_files() if file != INSTALLER], CORE | OPTIONAL) == {}
+
+
+def test_every_import_of_the_laboratory_and_the_tests_is_declared():
+    folders = (ROOT / "bench", ROOT / "tests", ROOT / DEVELOPMENT)
+    files = [file.relative_to(ROOT) for folder in folders for file in folder.rglob("*.py")]
+    assert undeclared(files, CORE | PEERS | set().union(*EXTRAS.values())) == {}
+
+
+def test_commands_start_without_what_only_an_extra_installs():
+    names = sorted(name for name, providers in PROVIDERS.items() if providers & OPTIONAL and not providers & CORE)
+    modules = ("deploy.cli", "deploy.record.command", "consumers.__main__", "producers.__main__")
+    program = f"import sys; sys.modules |= dict.fromkeys({names!r})\n"
+    program += "\n".join(f"import penstock.{module}" for module in modules)
+    shown = run_in(ROOT, sys.executable, "-c", program)
+    assert shown.returncode == 0, shown.stderr
 
 
 @pytest.fixture(scope="module")
