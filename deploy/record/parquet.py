@@ -8,6 +8,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.schemas.process.files import replacing
 from penstock.schemas.record import RecordedGroup, RecordReadError, sampled_tokens
 from penstock.schemas.record_reader import BatchAt, GroupAt, Record
 from penstock.schemas.rollout import RecordError, unpack_ids
@@ -54,17 +55,12 @@ def write_parquet(record: Record, file: Path) -> int:
         RecordReadError: a batch cannot be read.
         OSError: the file cannot be written.
     """
-    partial = file.with_name(file.name + ".partial")
     num_rows = 0
-    try:
-        with pq.ParquetWriter(partial, COLUMNS, compression="zstd") as writer:
-            for at in record.batches:
-                table = pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
-                writer.write_table(table)
-                num_rows += table.num_rows
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(file) as partial, pq.ParquetWriter(partial, COLUMNS, compression="zstd") as writer:
+        for at in record.batches:
+            table = pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
+            writer.write_table(table)
+            num_rows += table.num_rows
     return num_rows
 
 

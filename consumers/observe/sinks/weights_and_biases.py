@@ -21,6 +21,7 @@ import msgspec
 from penstock.consumers.observe.sinks.points import SinkPoint
 from penstock.schemas.config import RunConfig, WandbConfig
 from penstock.schemas.process import logs
+from penstock.schemas.process.files import write_whole
 
 FINISH_S = 30.0
 """How long W&B may take to upload the last points, with or without the trainer."""
@@ -79,9 +80,7 @@ def _run_id(file: Path) -> str:
         return str(json.loads(file.read_text())["id"])
     except (FileNotFoundError, ValueError, KeyError):
         new = uuid.uuid4().hex[:8]
-        partial = file.with_suffix(".json.partial")
-        partial.write_text(json.dumps({"id": new}))
-        partial.replace(file)
+        write_whole(file, json.dumps({"id": new}))
         return new
 
 
