@@ -203,7 +203,7 @@ class Rejection(Section, frozen=True):
         "seq_max_k2",
         "seq_max_k3",
     ]
-    """What is judged: `token_*` each token; `seq_sum_*`, `seq_mean_*`, `seq_max_*` each row, which is masked whole."""
+    """The statistic: `token_*` judges each token, `seq_sum_*`, `seq_mean_*` and `seq_max_*` mask whole rows."""
     upper: PositiveFloat
     """The largest value kept. k2, k3: of the statistic itself. k1: of its exponential, which is a ratio behavior /
     proximal; 1 or more."""
@@ -255,7 +255,7 @@ class CorrectionConfig(Section, frozen=True):
     """The ratio of `sequence_*` modes: geometric mean of the tokens' ratios (ms-swift, AReaL) or their product (verl,
     TRL, slime). One threshold means different things under the two."""
     sequence_mask_weight: Literal["token", "sequence"] = "token"
-    """What a token weighs in a row that `sequence_mask` keeps: its own ratio (ms-swift), or the row's (TRL, AReaL)."""
+    """The weight of a token in a row that `sequence_mask` keeps: its own ratio (ms-swift) or the row's (TRL, AReaL)."""
     rejection: tuple[Rejection, ...] = ()
     """Masks on top of the mode's; a token has to pass all of them."""
     batch_normalize: bool = False

@@ -64,7 +64,7 @@ class RecordReadError(ValueError):
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for every batch of a file.
+    """The facts that hold for every batch of a file.
 
     line: for each earlier epoch on the way to this trainer's first policy, the position where it was cut (the first one
         that does not count).
@@ -88,7 +88,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SegmentFindings(msgspec.Struct, frozen=True, array_like=True):
-    """What the trainer found about one segment of a rollout (`penstock.schemas.rollout.Segment`).
+    """The trainer's findings about one segment of a rollout (`penstock.schemas.rollout.Segment`).
 
     lags: one for each of its version spans, in optimizer steps; an unknown version counts as the trainer counted it.
     proximal_logprobs, importance_weights: float32 bytes, one value per sampled token, of the first epoch; the weight

@@ -98,7 +98,7 @@ class Record:
         self.notes = problems + self._line_notes()
 
     def head(self, batch: BatchAt) -> BatchHead:
-        """What the trainer found of a batch, and its groups in short.
+        """The trainer's findings about a batch, and a summary of its groups.
 
         Raises:
             RecordReadError: the file was dropped meanwhile, or altered.

@@ -32,7 +32,7 @@ class RolloutFileError(ValueError):
 
 
 class RolloutFileHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs beside the groups. What is empty has to come from the reader.
+    """The facts a reader needs besides the groups. The reader supplies those that are empty.
 
     run: name of the run.
     model: folder of the base model, which is version 0, and of its tokenizer.

@@ -253,7 +253,7 @@ def _addmm_to_float32(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Running:
-    """Of each token over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
+    """For each token, over the tiles so far: the largest logit m, sum exp(z - m), sum exp(z - m)(z - m), z_target."""
 
     def __init__(self, num_tokens: int, like: Tensor, dtype: torch.dtype) -> None:
         self._max = torch.full((num_tokens,), _MASKED, dtype=dtype, device=like.device)

@@ -31,7 +31,7 @@ _MIN_Z = 4.0
 _CLEARLY_OFF = 5.0
 """Times the tolerance's mean."""
 _DISTINCT = 3.0
-"""Of two hypotheses that explain the gap, the later one is chosen only if it leaves this many times less of it."""
+"""If two hypotheses explain the gap, the later one is chosen only if it leaves this many times less of it."""
 _OWN_NOISE = 0.3
 """Share of the gap that the engine's disagreement with itself must have to be its cause."""
 

@@ -91,7 +91,7 @@ def searched_text(group: RolloutGroup | None) -> str:
 
 
 def _missing(looked: Looked) -> list[str]:
-    """What the token view cannot show of this group, and why."""
+    """The parts of this group that the token view cannot show, and why."""
     if looked.batch is None:
         return ["proximal logprobs, weights, masks and advantages: the trainer has not taken this group yet"]
     scored = [bool(found.kept) for of_rollout in looked.findings for found in of_rollout]

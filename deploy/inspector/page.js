@@ -264,7 +264,7 @@ async function loadGroup() {
     const answer = await ask(`/api/groups/${encodeURIComponent(key)}`);
     if (key === link.group) showGroup(answer);
   } catch (error) {
-    if (key === link.group) showGroup({ key, index: null, outcome: "not to be had", problem: error.message, remark: "", reason: "" });
+    if (key === link.group) showGroup({ key, index: null, outcome: "cannot be read", problem: error.message, remark: "", reason: "" });
   }
 }
 

@@ -1,5 +1,5 @@
 """`penstock parity`: is it the engine or the objective? Imported through `command`.
 
 `command` opens its target by way of `inputs` (a run, a rollout file) or `probe` (a run file: boots one engine for the
-check), runs `consumers.parity` and shows the report by way of `display`.
+check), runs `penstock.consumers.parity` and shows the report by way of `display`.
 """

@@ -142,7 +142,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
 
 
 def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:
-    """What the run itself found."""
+    """The run's own findings."""
     return [_played(RECORDED, head, head) for head in map(record.head, batches)]
 
 

@@ -1,4 +1,4 @@
-"""What every part of one producer shares."""
+"""The state that all parts of one producer share."""
 
 from pathlib import Path
 

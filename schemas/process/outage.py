@@ -99,8 +99,8 @@ class OutageTracker:
 
 def open_client(kind: type[Client], url: str, **settings: Any) -> Client:
     """A client of redis-py, synchronous or asyncio, that connects at its first command. User, password and TLS come
-    with the URL (`rediss://user:password@host`); one from outside has gone through `schemas.process.redis_url`, which
-    refuses options that would undo `settings`.
+    with the URL (`rediss://user:password@host`); one from outside has gone through
+    `penstock.schemas.process.redis_url`, which refuses options that would undo `settings`.
 
     Raises:
         ConfigError: not a Redis URL.
