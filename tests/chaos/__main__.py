@@ -33,7 +33,7 @@ def main() -> int:
 
     with_disk = enter_namespace()  # before anything can have started a thread
     if not with_disk:
-        print("chaos: no mount namespace to be had here: the checkpoint folder's disk will not fill up")
+        print("chaos: mount namespaces are unavailable here: the checkpoint folder's disk will not fill up")
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="chaos-out-"))).resolve()
     began = time.monotonic()
     if arguments.self_test:

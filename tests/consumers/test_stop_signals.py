@@ -12,7 +12,7 @@ from penstock.consumers.stop_signals import StoppedError, StopSignals
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch):
-    """Handlers and the hook are put back."""
+    """Handlers and the hook are restored."""
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield

@@ -37,9 +37,9 @@ class AgentClient:
         async with self._session.post(path, json=body) as reply:
             return reply.status, reply.content_type, await reply.text()
 
-    async def open(self, *, patience_s: float = 30.0) -> dict[str, Any]:
+    async def open(self, *, timeout_s: float = 30.0) -> dict[str, Any]:
         """A rollout; waits for credit as an agent would."""
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             while True:
                 status, body = await self.request("POST", "/r")
                 if status == 200:

@@ -15,7 +15,7 @@ from penstock.deploy.launch.server_binary import bundled_server
 
 
 def installed_servers() -> dict[str, Path]:
-    """The server binaries to be had here, by name."""
+    """The server binaries installed here, by name."""
     found = {"redis": shutil.which("redis-server"), "valkey": bundled_server() or shutil.which("valkey-server")}
     return {name: Path(binary) for name, binary in found.items() if binary is not None}
 

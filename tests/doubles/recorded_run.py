@@ -79,7 +79,7 @@ class RecordedRun:
         fields = {Field.INDEX: index, Field.KIND: Kind.GROUP, Field.PAYLOAD: payload}
         self.client.xadd(self.keys.rollouts, fields)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """A producer is at work."""
         heartbeat = Heartbeat(
             producer_id="producer-0",

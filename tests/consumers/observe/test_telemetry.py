@@ -168,7 +168,7 @@ def test_a_run_whose_folder_is_full_for_a_while_trains_on_and_has_every_line(
     status = process.wait(120)
     log = processes.log("trainer")
     if status == 77:
-        pytest.skip("no mount namespace to be had here")
+        pytest.skip("mount namespaces are unavailable here")
     assert status == 0, log
     assert "Traceback" not in log
     bench.runs = copy.parent

@@ -146,7 +146,7 @@ def leadership(bench, redis_url) -> Iterator[Callable[[], Leadership]]:
         each.end()
 
 
-class StandingBy(threading.Thread):
+class StandbyThread(threading.Thread):
     def __init__(self, leadership: Leadership) -> None:
         super().__init__(daemon=True)
         self._leadership = leadership
@@ -162,7 +162,7 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
 ):
     holder = leadership()
     holder.open(0)
-    waiting = [StandingBy(leadership()) for _ in range(3)]
+    waiting = [StandbyThread(leadership()) for _ in range(3)]
     time.sleep(2.5)  # two leases and a half: only a renewal keeps it
     assert redis_client.exists(bench.keys.lease)
     assert [thread.outcome for thread in waiting] == [None] * 3
@@ -176,7 +176,7 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
 
 
 def test_a_standby_waits_for_a_run_that_has_not_begun(leadership, redis_client, bench):
-    waiting = StandingBy(leadership())
+    waiting = StandbyThread(leadership())
     time.sleep(2.5)
     assert waiting.outcome is None and not redis_client.exists(bench.keys.lease)
     redis_client.hset(bench.keys.commit, "finished", 1)
@@ -189,12 +189,12 @@ def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(l
     bench.folder.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
     (bench.folder / "checkpoints" / "epoch-0").touch()
     holder.open(0)
-    waiting = StandingBy(leadership())
+    waiting = StandbyThread(leadership())
     for _ in range(4):
         redis_client.flushall()
         time.sleep(0.4)
     assert waiting.outcome is None
-    holder.check()  # puts the epoch back
+    holder.check()  # restores the epoch
     assert redis_client.hget(bench.keys.commit, "epoch") == b"0"
     redis_client.hset(bench.keys.commit, "finished", 1)
     waiting.join(10)

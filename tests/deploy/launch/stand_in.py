@@ -48,7 +48,7 @@ fingerprint = EngineFingerprint(
 )
 
 
-def beat() -> None:
+def send_heartbeat() -> None:
     heartbeat = Heartbeat(
         producer_id=part,
         host="here",
@@ -120,7 +120,7 @@ def produce() -> int:
     tell("serving")
     served_from = time.monotonic()
     while not stopped:
-        beat()
+        send_heartbeat()
         if client.hget(keys.commit, Commit.FINISHED) == b"1":
             tell("finished")
             return 0

@@ -26,7 +26,7 @@ def run(redis_url, tmp_path, monkeypatch, redis_client):
 def heartbeat(producer_id: str, **changes) -> Heartbeat:
     # Its clock is an hour ahead: no figure may rest on the difference between two clocks.
     now = time.time() + 3600
-    beat = Heartbeat(
+    sent = Heartbeat(
         producer_id=producer_id,
         host="spot-17",
         pid=4242,
@@ -43,11 +43,12 @@ def heartbeat(producer_id: str, **changes) -> Heartbeat:
     in_flight = tuple(
         InFlight(index=n, claimed_s=now - age, attempt=1) for n, age in enumerate(changes.pop("ages", ()))
     )
-    return msgspec.structs.replace(beat, in_flight=in_flight, **changes)
+    return msgspec.structs.replace(sent, in_flight=in_flight, **changes)
 
 
-def send(client, run: ShortRun, beat: Heartbeat, *, ago_s: float = 0.0) -> None:
-    client.set(run.keys.producer(beat.producer_id), encode_heartbeat(beat), px=int((HEARTBEAT_TTL_S - ago_s) * 1000))
+def send(client, run: ShortRun, heartbeat: Heartbeat, *, ago_s: float = 0.0) -> None:
+    key = run.keys.producer(heartbeat.producer_id)
+    client.set(key, encode_heartbeat(heartbeat), px=int((HEARTBEAT_TTL_S - ago_s) * 1000))
 
 
 def claim(client, run: ShortRun, consumer: str, count: int, *, stream: str | None = None) -> None:

@@ -122,7 +122,7 @@ WRITES = {"xadd", "xack", "xdel", "xtrim", "xgroup", "xreadgroup", "xclaim", "xa
 
 def test_the_check_disturbs_nobody(run, groups):
     run.append(groups)
-    run.beat()
+    run.send_heartbeat()
     client = run.client
     client.xgroup_create(run.keys.rollouts, "somebody", id="0")
     before = {key: client.dump(key) for key in client.scan_iter()}
@@ -190,7 +190,7 @@ def test_what_the_gate_could_not_compare_is_told_by_the_launcher_as_a_refusal(be
 
 
 def test_a_live_run_is_waited_for(run, groups):
-    run.beat()
+    run.send_heartbeat()
     later = threading.Timer(1.0, run.append, [groups])
     later.start()
     assert parity(run, "--groups", str(len(groups))) == 0
@@ -199,7 +199,7 @@ def test_a_live_run_is_waited_for(run, groups):
 
 
 def test_waiting_ends(run, groups):
-    run.beat()
+    run.send_heartbeat()
     run.append(groups)
     began = time.monotonic()
     assert parity(run, "--wait", "0.6") == 0

@@ -47,7 +47,7 @@ CONFIG = RunConfig(
 BEGAN_S = 1e9
 
 
-def beat(producer_id: str, **changes: Any) -> Heartbeat:
+def heartbeat(producer_id: str, **changes: Any) -> Heartbeat:
     fields: dict[str, Any] = {
         "producer_id": producer_id, "host": "h", "pid": 1, "policy_version": 7,
         "in_flight": (InFlight(index=1, claimed_s=0.0, attempt=1),) * 5, "tokens_per_s": 2500.0,
@@ -85,7 +85,7 @@ def updates(count: int = 30, **changes: Any) -> tuple[Update, ...]:
 
 def redis_seen(**changes: Any) -> RedisSeen:
     fields: dict[str, Any] = {
-        "heartbeats": {"producer-0": beat("producer-0"), "producer-1": beat("producer-1")},
+        "heartbeats": {"producer-0": heartbeat("producer-0"), "producer-1": heartbeat("producer-1")},
         "num_prompts": 12, "num_claimed": 9, "num_stream_entries": 3, "newest_version": 8,
         "lags": {"producer-0": 1, "producer-1": 0}, "finished": False, "has_trainer": True,
     }  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_lag_bucket_that_hardly_counts_and_a_mismatch_out_of_its_band_stand_ou
 
 
 def test_what_does_not_answer_is_named_and_the_rest_is_shown():
-    gone = shown(snapshot(redis=redis_seen(heartbeats={"producer-0": beat("producer-0")})))
+    gone = shown(snapshot(redis=redis_seen(heartbeats={"producer-0": heartbeat("producer-0")})))
     (row,) = [text.split() for text in gone.splitlines() if text.startswith("producer-1")]
     assert row[1] == "gone"
     text = shown(snapshot(redis=None, without_redis="Connection refused", trainer=Samples("")))
@@ -197,7 +197,7 @@ def test_what_does_not_answer_is_named_and_the_rest_is_shown():
 
 
 def test_text_of_producers_does_not_steer_the_terminal():
-    hostile = beat("p\x1b[2J", last_error="\x1b]0;title\x07 [bold]no\nmore")
+    hostile = heartbeat("p\x1b[2J", last_error="\x1b]0;title\x07 [bold]no\nmore")
     text = shown(snapshot(redis=redis_seen(heartbeats={hostile.producer_id: hostile}), producers=()))
     assert "\x1b" not in text and "\x07" not in text and "p\\x1b[2J" in text and "[bold]no\\nmore" in text
 

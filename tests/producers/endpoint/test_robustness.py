@@ -54,7 +54,7 @@ async def hang_up_or_chat(one, rollout: dict, messages: list[dict], chance: rand
 async def agent(one, seed: int, ends: Counter[str]) -> None:
     """A conversation of NUM_TURNS turns; one agent in ten dies in the middle of it."""
     chance = random.Random(seed)
-    rollout = await one.client.open(patience_s=120)
+    rollout = await one.client.open(timeout_s=120)
     dies_at = chance.randrange(1, NUM_TURNS) if chance.random() < 0.1 else None
     messages: list[dict] = [{"role": "user", "content": f"task {rollout['index']}"}]
     for turn in range(NUM_TURNS):
