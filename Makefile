@@ -8,7 +8,7 @@ export VENV
 # Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev clean clean-venv
+.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev venv-peers clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
