@@ -91,6 +91,9 @@ class ScriptedEngine:
         self._finish_reasons = finish_reasons or {}
         self._script = script
         self._sampling = asyncio.Event()
+        self.may_load = asyncio.Event()
+        """A test that clears it holds the loads under way until it is set again."""
+        self.may_load.set()
         self._sampling.set()
 
     async def generate(
@@ -146,6 +149,10 @@ class ScriptedEngine:
         length = min(self._num_tokens, sampling.max_tokens)
         return [self._first_token + (noise + 7 * t) % self._num_token_ids for t in range(length)]
 
+    @property
+    def is_loading(self) -> bool:
+        return not self._sampling.is_set()
+
     async def load_weights(self, manifest: WeightManifest, path: str) -> float:
         started = time.perf_counter()
         if not await asyncio.to_thread(Path(path).is_file):
@@ -155,6 +162,7 @@ class ScriptedEngine:
         self._sampling.clear()
         try:
             await asyncio.sleep(self._pause_s)
+            await self.may_load.wait()
             self.policy_version = manifest.version
             self.loaded_versions.append(manifest.version)
         finally:

@@ -125,7 +125,9 @@ def test_a_sync_that_takes_longer_than_an_answer_may_is_waited_out(scene, fsync,
     client.close()
     outages = [text for text in caplog.messages if "is away" in text]
     assert len(outages) == 2, "one told by the producer, which waits for an answer, one by the trainer's socket"
-    assert len([text for text in outages if f"is away (no answer in {producer_connection.ANSWER_S:.0f} s)" in text]) == 1
+    assert (
+        len([text for text in outages if f"is away (no answer in {producer_connection.ANSWER_S:.0f} s)" in text]) == 1
+    )
     assert len([text for text in caplog.messages if "is back" in text]) == 2
     assert not tracebacks(caplog)
 
