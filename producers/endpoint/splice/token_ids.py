@@ -45,8 +45,8 @@ class SpliceRefused(ValueError):
 
 
 class TokenMetadataError(ValueError):
-    """A message's token fields contradict each other. `code` is `partial_token_metadata`, `logprob_length_mismatch` or
-    `invalid_token_ids`."""
+    """A message's token fields contradict each other, or the model did not write it. `code` is
+    `partial_token_metadata`, `logprob_length_mismatch`, `invalid_token_ids` or `token_metadata_on_non_assistant`."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
@@ -60,8 +60,16 @@ def extract_model_prefix(messages: Sequence[Mapping[str, Any]]) -> tuple[int | N
         The message's index and M; `(None, [])` when no message carries any. A field that is null counts as absent.
 
     Raises:
-        TokenMetadataError: only some of `TOKEN_FIELDS`, invalid ids, or not one logprob for each sampled id.
+        TokenMetadataError: only some of `TOKEN_FIELDS`, invalid ids, or not one logprob for each sampled id; any of the
+            fields on a message of another role than `assistant`, wherever it stands.
     """
+    for index, message in enumerate(messages):
+        if message.get("role") != "assistant" and any(message.get(name) is not None for name in TOKEN_FIELDS):
+            raise TokenMetadataError(
+                "token_metadata_on_non_assistant",
+                f"messages[{index}] has the role {message.get('role')!r} and token ids; expected them on messages of "
+                "the model (role 'assistant') alone",
+            )
     for index in reversed(range(len(messages))):
         values: list[Any] = [messages[index].get(name) for name in TOKEN_FIELDS]
         missing = [name for name, value in zip(TOKEN_FIELDS, values, strict=True) if value is None]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from golden_token_ids import GOLDEN, cases, mistral_tokenizer_file
 from penstock.producers.endpoint.splice.token_ids import (
+    TOKEN_FIELDS,
     SpliceRefused,
     TokenMetadataError,
     bridge,
@@ -261,6 +262,19 @@ def test_broken_token_fields_are_named_with_their_message(fields, code):
     with pytest.raises(TokenMetadataError, match=r"messages\[1\]") as refused:
         extract_model_prefix([{"role": "user"}, {"role": "assistant", **fields}])
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool", None])
+@pytest.mark.parametrize("fields", [{"prompt_token_ids": [1]}, {name: [1] for name in TOKEN_FIELDS}])
+@pytest.mark.parametrize("is_newest", [True, False])
+def test_a_message_that_the_model_did_not_write_has_no_token_ids(role, fields, is_newest):
+    answer = {"role": "assistant", **{name: [1] for name in TOKEN_FIELDS}}
+    other = {"role": role, "content": "u", **fields}
+    messages = [answer, other] if is_newest else [other, answer]
+    with pytest.raises(TokenMetadataError, match=rf"messages\[{int(is_newest)}\] has the role {role!r}") as refused:
+        extract_model_prefix(messages)
+    assert refused.value.code == "token_metadata_on_non_assistant"
+    assert extract_model_prefix([answer, {**other, **dict.fromkeys(fields)}]) == (0, [1, 1])
 
 
 def test_messages_without_token_ids_have_no_model_prefix():
