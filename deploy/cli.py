@@ -167,9 +167,8 @@ def _run(arguments: argparse.Namespace) -> int:
     config, warnings = check(_load(arguments))
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    plain = config.objective == Plug(path=DEFAULT_OBJECTIVE) and config.model.reference is None
-    if arguments.dry_run or not plain:
-        check_objective(config)
+    if config.objective != Plug(path=DEFAULT_OBJECTIVE) or config.model.reference is not None:
+        check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")
         return 0

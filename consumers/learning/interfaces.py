@@ -1,9 +1,11 @@
-"""The objective: its inputs, its outputs and its Protocol."""
+"""The objective: its inputs, its outputs, its Protocol, and the settings that it goes with."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+
+from penstock.schemas.config import ConfigError, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +69,19 @@ class Objective(Protocol):
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+def check_objective(config: RunConfig, objective: Objective) -> None:
+    """Raises ConfigError if objective and correction do not go together, or a reference model is set for nothing."""
+    correction = config.correction
+    if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
+        setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"
+        raise ConfigError(
+            f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "
+            "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
+        )
+    if config.model.reference is not None and not getattr(objective, "needs_reference", False):
+        raise ConfigError(
+            f"model.reference = {config.model.reference!r}: the objective {config.objective.path!r} has no KL term "
+            "that reads it; expected it to be left out, or a KL coefficient above 0"
+        )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MiniBatch
+from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.matmul import enable_onednn_matmul
-from penstock.consumers.learning.model import PackedModel, choose_device
+from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
 from penstock.schemas.config import RunConfig

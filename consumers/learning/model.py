@@ -116,19 +116,6 @@ class PackedModel:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that `trainer.device` means here.
-
-    Raises:
-        ConfigError: "cuda" without a CUDA device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device = 'cuda': torch finds no CUDA device; expected 'auto' or 'cpu' here")
-    return torch.device(name)
-
-
 def _load(path: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: expected a folder with a transformers model (no config.json there)")

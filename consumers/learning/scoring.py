@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
 from penstock.consumers.learning.importance import Correction, correct_packed
-from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.schemas.config import ConfigError, RunConfig
@@ -249,19 +249,3 @@ def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:
         return torch.zeros_like(logprobs) if found[0] is None else found[0], found[1]
 
     return grads
-
-
-def check_objective(config: RunConfig, objective: Objective) -> None:
-    """Raises ConfigError if objective and correction do not go together, or a reference model is set for nothing."""
-    correction = config.correction
-    if getattr(objective, "reads_behavior", False) and (correction.mode != "none" or correction.bypass):
-        setting = "correction.bypass = true" if correction.bypass else f"correction.mode = {correction.mode!r}"
-        raise ConfigError(
-            f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "
-            "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
-        )
-    if config.model.reference is not None and not getattr(objective, "needs_reference", False):
-        raise ConfigError(
-            f"model.reference = {config.model.reference!r}: the objective {config.objective.path!r} has no KL term "
-            "that reads it; expected it to be left out, or a KL coefficient above 0"
-        )

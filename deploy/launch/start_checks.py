@@ -1,6 +1,7 @@
 """The checks of a run before anything is started."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from penstock.schemas.process.plugins import construct, resolve
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SAMPLED_TOKEN = 8.1
 _BYTES_PER_CONTEXT_TOKEN = 4
 _BYTES_PER_ROLLOUT = 512
@@ -34,19 +36,20 @@ class Checked(NamedTuple):
 
 
 def check(config: RunConfig) -> Checked:
-    """Checks model folder, environment, reward and memory.
+    """Checks model folder, device, sinks, environment, reward and memory. Imports torch for an explicit device only.
 
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
     _check_model(config)
     _check_engine(config)
-    check_sinks(config.metrics)
+    _check_device(config)
+    warnings = check_sinks(config.metrics)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     if config.reward is not None and not callable(resolve(config.reward, "reward")):
         raise ConfigError(f"reward.path = {config.reward.path!r}: expected a function (prompt, completion) -> float")
-    return Checked(config, list(_check_memory(config)))
+    return Checked(config, [*warnings, *_check_memory(config)])
 
 
 def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
@@ -66,10 +69,16 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 def check_objective(config: RunConfig) -> None:
     """Raises ConfigError unless the objective can be made, and fits its Protocol and the correction. Imports torch."""
-    from penstock.consumers.learning import scoring
-    from penstock.consumers.learning.interfaces import Objective
+    from penstock.consumers.learning import interfaces
 
-    scoring.check_objective(config, construct(config.objective, "objective", Objective))
+    interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))
+
+
+def _check_device(config: RunConfig) -> None:
+    if config.trainer.device == "cuda":
+        from penstock.consumers.learning.device import choose_device
+
+        choose_device(config.trainer.device)
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -81,11 +90,12 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_model(config: RunConfig) -> None:
-    folder = Path(config.model.path)
+    path, folder = config.model.path, Path(config.model.path)
     if not folder.is_dir():
+        hub_name = path if _HUB_NAME.fullmatch(path) else "OWNER/NAME"
         raise ConfigError(
-            f"model.path = {config.model.path!r}: no such folder; expected a transformers model "
-            f"(`penstock make-model {config.model.path}` makes the demo's)"
+            f"model.path = {path!r}: no such folder; expected a transformers model (`hf download {hub_name} "
+            f"--local-dir {path}` fetches one from the Hugging Face Hub, `penstock make-model {path}` makes the demo's)"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {config.model.path!r}: no config.json in it; expected a transformers model")

@@ -20,10 +20,9 @@ from bench.study.loop import StudyPolicies, StudyRecorder, run_cell
 from bench.study.page import beaten, render
 from bench.study.pictures import LOG_RATIOS, SCHEDULES, trust_curve, weight_curve
 from bench.study.sampler import StudySampler
-from penstock.consumers.learning.interfaces import Objective
+from penstock.consumers.learning.interfaces import Objective, check_objective
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.scoring import check_objective
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig, load_config

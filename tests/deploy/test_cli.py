@@ -202,6 +202,18 @@ def test_the_command_itself_imports_neither_torch_nor_vllm():
     assert shown.stdout.strip() == "[]"
 
 
+def test_a_dry_run_imports_torch_for_an_objective_alone_and_transformers_never(model_folder, tmp_path):
+    program = (
+        "import sys, contextlib, io; from penstock.deploy import cli\n"
+        f"for more in [], ['--set', 'objective.path=\"penstock.consumers.learning.objectives.cispo:Cispo\"']:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()):\n"
+        f"        assert cli.main(['run', 'demo', '--dry-run', '--set', 'model.path={model_folder}', *more]) == 0\n"
+        "    print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert shown.stdout.splitlines() == ["[]", "['torch']"]
+
+
 def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
     def refuse(file, overrides):
         raise ConfigError("engine.head_dtype = 'x': expected 'float32'")

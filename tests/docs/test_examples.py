@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.consumers.learning.interfaces import LossInputs, Objective
+from penstock.consumers.learning.interfaces import LossInputs, Objective, check_objective
 from penstock.consumers.learning.objectives.grpo import Grpo
-from penstock.consumers.learning.scoring import check_objective
 from penstock.producers.interfaces import Environment
 from penstock.producers.rollout.rewards import reward_function
 from penstock.schemas.config import Plug, RunConfig, config_of

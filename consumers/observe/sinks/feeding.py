@@ -3,12 +3,15 @@
 import contextlib
 import importlib.util
 import logging
+import netrc
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.consumers.observe.sinks.points import Sink, SinkPoint, numbers_of
 from penstock.schemas.config import ConfigError, MetricsConfig, RunConfig, WandbConfig
@@ -22,10 +25,12 @@ CLOSE_S = 30.0
 FIRST_RETRY_S = 30.0
 """How long a sink that has failed is left alone; twice as long after each failure in a row, up to `LAST_RETRY_S`."""
 LAST_RETRY_S = 600.0
+_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-def check_sinks(config: MetricsConfig) -> None:
-    """Raises ConfigError for a sink whose package is not installed."""
+def check_sinks(config: MetricsConfig) -> list[str]:
+    """Raises ConfigError for a sink whose package is not installed. Returns a line for W&B online without a key, which
+    its process would find only later; the package itself, which changes how a process ends, is not imported."""
     wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
     for package in (package for package, is_wanted in wanted.items() if is_wanted):
         spec = importlib.util.find_spec(package)
@@ -34,6 +39,17 @@ def check_sinks(config: MetricsConfig) -> None:
                 f"metrics.{package} is set: the package {package} is not installed; expected the extra: "
                 f"pip install 'penstock[{package}]'"
             )
+    if config.wandb is None or config.wandb.mode == "offline" or any(map(os.environ.get, _WANDB_KEYS)):
+        return []
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(str(file)).authenticators(host):
+            return []
+    return [
+        f"metrics.wandb: no key for {host}, neither in WANDB_API_KEY nor in {file}: the run would train and W&B get "
+        "nothing; expected a key (`wandb login` writes one), or metrics.wandb.mode = 'offline'"
+    ]
 
 
 class Sinks:

@@ -11,11 +11,14 @@ from penstock.schemas.config import (
     CorrectionConfig,
     EngineConfig,
     EvaluationConfig,
+    MetricsConfig,
     ModelConfig,
     Plug,
     RedisConfig,
     RunConfig,
     SamplingConfig,
+    TrainerConfig,
+    WandbConfig,
     load_config,
 )
 from penstock.schemas.prompt import Prompt
@@ -51,8 +54,44 @@ def test_a_sound_run_passes_without_a_warning(config):
 
 
 def test_a_model_folder_that_does_not_exist_is_named(config):
-    with pytest.raises(ConfigError, match=r"model\.path = 'no/where': no such folder.*penstock make-model no/where"):
-        check(changed(config, model=ModelConfig(path="no/where")))
+    with pytest.raises(ConfigError, match=r"model\.path = '/no/where': no such folder.*penstock make-model /no/where"):
+        check(changed(config, model=ModelConfig(path="/no/where")))
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"),
+        ("models/mine/7b", "hf download OWNER/NAME --local-dir models/mine/7b"),
+    ],
+)
+def test_a_model_that_is_not_here_comes_with_the_command_that_fetches_it_there(config, path, command):
+    with pytest.raises(ConfigError, match=f"`{command}` fetches one from the Hugging Face Hub"):
+        check(changed(config, model=ModelConfig(path=path)))
+
+
+def test_cuda_without_a_device_is_refused_before_anything_starts(config, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"trainer\.device = 'cuda': torch finds no CUDA device"):
+        check(changed(config, trainer=TrainerConfig(device="cuda")))
+
+
+def test_weights_and_biases_without_a_key_is_warned_of(config, monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    asked = changed(config, metrics=MetricsConfig(wandb=WandbConfig(project="lab")))
+    (warning,) = check(asked).warnings
+    assert warning.startswith("metrics.wandb: no key for api.wandb.ai, neither in WANDB_API_KEY nor in ")
+    assert (
+        check(changed(config, metrics=MetricsConfig(wandb=WandbConfig(project="lab", mode="offline")))).warnings == []
+    )
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    assert check(asked).warnings == []
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.my.lab:8080")
+    assert "no key for wandb.my.lab" in check(asked).warnings[0]
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert check(asked).warnings == []
 
 
 def test_a_folder_without_a_model_is_named(config, tmp_path):
