@@ -1,12 +1,15 @@
 """The trained model: a transformers model run over packed rows, on the values that are published."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging as transformers_logging
 
@@ -34,21 +37,39 @@ class PackedModel:
     def __init__(self, path: str, dtype: str, device: torch.device, *, gradient_checkpointing: bool = False) -> None:
         self._path = path
         self._dtype = DTYPES[dtype]
-        self.module: Any = _load(path).to(device)
-        for module in self.module.modules():
-            if isinstance(module, nn.Dropout):
-                # The trainer must reproduce the policy that sampled, which knows no dropout.
-                module.p = 0.0
+        self._rounded: dict[str, Tensor] = {}
+        """The body's parameters in `dtype` during a forward pass."""
+        # Without dropout: the trainer must reproduce the policy that sampled.
+        self.module: Any = _load(path).to(device).eval()
         if gradient_checkpointing:
-            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # Checkpointing acts in training mode only; without dropout the modes are otherwise the same.
-        self.module.train()
+            self._checkpoint_layers()
         head = self.module.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ConfigError(f"model.path = {path!r}: expected a linear language-model head without bias")
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
         self._num_layers: int = self.module.config.get_text_config().num_hidden_layers
+
+    def _checkpoint_layers(self) -> None:
+        try:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._recomputation})
+        except ValueError as error:
+            raise ConfigError(f"trainer.gradient_checkpointing = true: {error}") from None
+        for module in self.module.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                # Checkpointing acts in training mode only; what is inside the layer stays in evaluation mode.
+                module.training = True
+
+    def _recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The contexts of a layer's forward pass and of its recomputation, which sees the weights of the former."""
+        if not self._rounded:
+            return nullcontext(), nullcontext()
+        return nullcontext(), _reparametrize_module(self.body, self._rounded, tie_weights=True)
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its head."""
+        return getattr(self.module, self.module.base_model_prefix)
 
     def parameters(self) -> list[nn.Parameter]:
         """The masters, tied ones once."""
@@ -67,7 +88,6 @@ class PackedModel:
     ) -> tuple[Tensor, Tensor]:
         """`forward` of [N] tokens over any layout."""
         calls = AttentionCalls()
-        body: nn.Module = getattr(self.module, self.module.base_model_prefix)
         arguments = {
             "input_ids": token_ids[None],
             "position_ids": position_ids[None],
@@ -77,10 +97,11 @@ class PackedModel:
         }
         head: Tensor = self.module.get_output_embeddings().weight
         if self._dtype is torch.float32:
-            outputs = body(**arguments)
+            outputs = self.body(**arguments)
         else:
-            rounded = {name: p.to(self._dtype) for name, p in body.named_parameters()}
-            outputs = torch.func.functional_call(body, rounded, kwargs=arguments)
+            self._rounded = {name: p.to(self._dtype) for name, p in self.body.named_parameters()}
+            outputs = torch.func.functional_call(self.body, self._rounded, kwargs=arguments)
+            self._rounded = {}
             head = head.to(self._dtype)
         if calls.count < self._num_layers:
             raise ConfigError(

@@ -168,7 +168,7 @@ def compare_layers(model: PackedModel, capture: Path | str) -> tuple[LayerGap, .
         ParityError: the file is no capture, or one of another model; or the trainer's model has other parts.
     """
     tensors, num_layers = _read(capture)
-    body = getattr(model.module, model.module.base_model_prefix)
+    body: Any = model.body
     layers = getattr(body, "layers", ())
     if len(layers) != num_layers:
         raise ParityError(f"{capture}: hidden states of {num_layers} layers, the trainer's model has {len(layers)}")

@@ -211,7 +211,7 @@ def _state(folder: Path) -> CheckpointState:
 def _restore(folder: Path, learner: Any) -> CheckpointState:
     state = _state(folder)
     learner.load_model(folder / "model")
-    learner.load_state_dict(torch.load(folder / "learner.pt", weights_only=True))
+    learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=True))
     return state
 
 

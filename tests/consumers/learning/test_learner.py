@@ -5,12 +5,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp64_oracle import grpo_loss
+from penstock.consumers.learning.attention import IMPLEMENTATION
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
@@ -96,13 +99,25 @@ def test_micro_batches_give_the_gradient_of_the_whole(folder) -> None:
     assert part.metrics == pytest.approx(whole.metrics | {"learning_rate": part.metrics["learning_rate"]}, rel=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_gradient(folder) -> None:
-    groups = _groups()
-    plain = configuration(folder, trainer=UNCLIPPED)
-    lean = configuration(folder, trainer=TrainerConfig(device="cpu", max_grad_norm=1e9, gradient_checkpointing=True))
-    expected, _ = _gradients(Learner(plain), pack(groups, lag_from(7), plain))
-    got, _ = _gradients(Learner(lean), pack(groups, lag_from(7), lean))
-    _assert_close(got, expected, 1e-7)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_no_gradient(tmp_path, monkeypatch, dtype, tied) -> None:
+    tiny_model(tmp_path, tied=tied)
+    plain = configuration(tmp_path, model=ModelConfig(path=str(tmp_path), dtype=dtype), trainer=UNCLIPPED)
+    lean = msgspec.structs.replace(plain, trainer=msgspec.structs.replace(UNCLIPPED, gradient_checkpointing=True))
+    batch = pack(_groups(), lag_from(7), plain)
+    expected, _ = _gradients(Learner(plain), batch)
+    learner, calls = Learner(lean), []
+    attention = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        IMPLEMENTATION,
+        lambda module, query, *args, **kwargs: calls.append(query.dtype) or attention(module, query, *args, **kwargs),
+    )
+    got, _ = _gradients(learner, batch)
+    assert calls == [getattr(torch, dtype)] * 2 * 2 * len(batch.microbatches)  # two layers, forward and again
+    for name, gradient in expected.items():
+        assert torch.equal(got[name], gradient), name
 
 
 def test_the_order_of_groups_changes_only_rounding(folder) -> None:

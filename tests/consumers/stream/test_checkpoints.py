@@ -15,6 +15,7 @@ from penstock.consumers.stream.checkpoints import (
     Checkpoints,
     CheckpointState,
     CheckpointWriteError,
+    load_checkpoint,
     restore_rng,
     rng_state,
 )
@@ -166,6 +167,18 @@ def test_a_real_learner_continues_from_its_checkpoint_with_equal_bits(checkpoint
         assert got.metrics == expected.metrics
     weights = resumed.published_weights()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.published_weights().items())
+
+
+def test_a_checkpoint_written_on_a_gpu_is_read_on_a_machine_without_one(checkpoints, tmp_path, monkeypatch):
+    tiny_model(tmp_path / "tiny")
+    learner = Learner(configuration(tmp_path / "tiny"))
+    learner.step(pack([random_group(1, 0)], lag_from(7), learner.config))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        name = checkpoints.write(learner, state(1))
+    resumed = Learner(learner.config)
+    assert load_checkpoint(tmp_path / name, resumed) == state(1)
+    assert str(resumed.optimizer.state_dict()) == str(learner.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("os error 28")])
