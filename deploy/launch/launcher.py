@@ -1,7 +1,8 @@
 """One run on one machine: Redis, the trainer and the producers as child processes.
 
-Start: Redis, the producers one after another, the trainer. Stop: the trainer, which writes a checkpoint; the producers,
-which hand back what is in flight; Redis. A finished trainer sets the run's `finished` flag, on which producers exit.
+Start: Redis, then producers and trainer, side by side where the cores allow, else one after another. Stop: the trainer,
+which writes a checkpoint; the producers, which hand back what is in flight; Redis. A finished trainer sets the run's
+`finished` flag, on which producers exit.
 """
 
 import os
@@ -17,7 +18,7 @@ import redis
 
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
-from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool
+from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool, boots_at_once
 from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.run_folder import RUN_FILE
 from penstock.schemas.config import RunConfig
@@ -100,7 +101,7 @@ class Launcher:
         self._keys = Keys(config.name)
         self._server: RedisServer | None = None
         self._trainer: Child | None = None
-        self._pool = ProducerPool(config.producers.count, self._start_part, view)
+        self._pool = ProducerPool(config.producers.count, boots_at_once(config.producers), self._start_part, view)
 
     def run(self) -> int:
         """Returns 0 for a finished run, 128 + the signal for one that a signal stopped. All parts have ended then.
@@ -113,7 +114,8 @@ class Launcher:
             status = 0
             try:
                 self._start_redis()
-                self._boot_producers()
+                while not self._pool.is_settled:
+                    self._watch_others()
                 self._trainer = self._start_part("trainer")
                 self._view.state("trainer", "running")
                 self._serve()
@@ -163,13 +165,8 @@ class Launcher:
             },
         )
 
-    def _boot_producers(self) -> None:
-        """Waits until every producer has booted, so that no boot takes cores from the training. A death or a signal
-        ends the wait by an exception."""
-        while not self._pool.is_complete:
-            self._watch_others()
-
     def _watch_others(self) -> None:
+        """One tick. A death or a signal ends it by an exception."""
         if self._signals.count:
             raise Interrupted(self._signals.number)
         self._check_server()

@@ -1,8 +1,10 @@
-"""The local producers: started one after another, restarted when one dies."""
+"""The local producers: booted side by side where the cores allow, restarted when one dies."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import redis
 
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
+from penstock.schemas.config import ProducersConfig
 from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Keys
 
@@ -22,6 +25,7 @@ _HEALTHY_S = 600.0
 _BOOT_S = 1800.0
 _BACKOFF_S = 1.0
 _LOOK_S = 0.5
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
 _UNUSABLE_INPUT = 2
 """Exit status that another try would not change."""
 
@@ -84,14 +88,27 @@ class _Seat:
         self.num_restarts = 0
 
 
+def boots_at_once(config: ProducersConfig) -> int:
+    """How many of a run's parts may boot beside each other: one for each core that an engine's threads leave free.
+
+    One at a time on a GPU, which they share: an engine measures its free memory while it boots.
+    """
+    if any(Path(node).exists() for node in _GPU_NODES):
+        return 1
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, num_cores // config.num_threads)
+
+
 class ProducerPool:
     """Producers `producer-0` to `producer-<count - 1>`.
 
-    `tick` waits for nothing. A producer starts when no other is booting: two engines that start at the same moment on
-    one machine can fail. Booting ends with the first heartbeat of that process.
+    `tick` waits for nothing. At most `boots_at_once` producers boot beside each other; once a boot has failed, one at a
+    time. Booting ends with the first heartbeat of that process.
     """
 
-    def __init__(self, count: int, start: Callable[[str], Child], view: View) -> None:
+    def __init__(self, count: int, boots_at_once: int, start: Callable[[str], Child], view: View) -> None:
+        self._boots_at_once = boots_at_once
         self._start = start
         self._view = view
         self._seats = [_Seat(f"producer-{n}") for n in range(count)]
@@ -101,12 +118,13 @@ class ProducerPool:
         return [seat.child for seat in self._seats if seat.child is not None]
 
     @property
-    def is_complete(self) -> bool:
-        """True while every producer has booted."""
-        return all(seat.served_since is not None for seat in self._seats)
+    def is_settled(self) -> bool:
+        """True if another part may boot now: every producer serves, or boots where parts may boot side by side."""
+        beside = self._boots_at_once > 1
+        return all(seat.served_since is not None or (beside and seat.child is not None) for seat in self._seats)
 
     def tick(self, heartbeats: Mapping[str, Heartbeat], *, finished: Callable[[], bool]) -> None:
-        """Starts the producer that is due, and restarts one that has died.
+        """Starts the producers that are due, and restarts those that have died.
 
         Raises:
             PartDied: a producer does not start, or died too often.
@@ -116,14 +134,12 @@ class ProducerPool:
                 self._restart_later(seat, seat.child, finished)
             elif seat.child is not None and seat.served_since is None:
                 self._watch_boot(seat, seat.child, heartbeats)
-        if any(seat.child is not None and seat.served_since is None for seat in self._seats):
-            return
+        num_booting = sum(seat.child is not None and seat.served_since is None for seat in self._seats)
         for seat in self._seats:
-            if seat.child is None and time.monotonic() >= seat.start_at:
+            if num_booting < self._boots_at_once and seat.child is None and time.monotonic() >= seat.start_at:
                 self._view.state(seat.name, "starting the engine")
-                seat.served_since = None
                 seat.child = self._start(seat.name)
-                return
+                num_booting += 1
 
     def _watch_boot(self, seat: _Seat, child: Child, heartbeats: Mapping[str, Heartbeat]) -> None:
         heartbeat = heartbeats.get(seat.name)
@@ -145,6 +161,7 @@ class ProducerPool:
             seat.num_boots += 1
             if seat.num_boots >= MAX_BOOTS:
                 raise PartDied(child, f"{died} before it served, {seat.num_boots} times in a row")
+            self._boots_at_once = 1
             delay_s = _BACKOFF_S
         else:
             if time.monotonic() - seat.served_since > _HEALTHY_S:

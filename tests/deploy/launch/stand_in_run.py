@@ -1,8 +1,9 @@
-"""`penstock run` with stand-ins for its parts: `stand_in_run.py RUNS NAME PART=BEHAVIOR...`."""
+"""`penstock run` with stand-ins for its parts: `stand_in_run.py RUNS NAME BOOTS_AT_ONCE PART=BEHAVIOR...`."""
 
 import sys
 from pathlib import Path
 
+from penstock.deploy.launch import launcher
 from penstock.deploy.launch.launcher import Launcher
 from penstock.deploy.launch.live_view import open_view
 from penstock.deploy.launch.producer_pool import PartDied
@@ -30,7 +31,8 @@ def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    launcher.boots_at_once = lambda config: int(sys.argv[3])  # whatever this machine's cores allow
     try:
-        sys.exit(launch(Path(sys.argv[1]), sys.argv[2], dict(pair.split("=") for pair in sys.argv[3:])))
+        sys.exit(launch(Path(sys.argv[1]), sys.argv[2], dict(pair.split("=") for pair in sys.argv[4:])))
     except PartDied as death:
         sys.exit(f"penstock: {death}")

@@ -23,14 +23,14 @@ NAME = "stand-in"
 class Run:
     """`penstock run` as a process of its own, its parts played by stand-ins."""
 
-    def __init__(self, runs: Path, **behaviors: str) -> None:
+    def __init__(self, runs: Path, boots_at_once: int = 1, **behaviors: str) -> None:
         self.folder = runs / NAME
         runs.mkdir(exist_ok=True)
         self._output = runs / "output"
         pairs = [f"{part.replace('_', '-')}={behavior}" for part, behavior in behaviors.items()]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(STAND_IN_RUN), str(runs), NAME, *pairs],
+                [sys.executable, str(STAND_IN_RUN), str(runs), NAME, str(boots_at_once), *pairs],
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -90,8 +90,8 @@ def _pids_with_open_file(folder: Path) -> set[int]:
 def start(tmp_path: Path) -> Iterator[type[Run]]:
     started: list[Run] = []
 
-    def start(**behaviors: str) -> Run:
-        run = Run(tmp_path / "runs", **behaviors)
+    def start(boots_at_once: int = 1, **behaviors: str) -> Run:
+        run = Run(tmp_path / "runs", boots_at_once, **behaviors)
         started.append(run)
         return run
 
@@ -112,13 +112,22 @@ def test_a_finished_run_ends_with_status_0_and_leaves_nothing_running(start):
     assert not (run.folder / "redis" / "connection.json").exists()
 
 
-def test_producers_boot_one_after_another(start):
+def test_where_cores_allow_every_part_is_started_before_the_first_has_booted(start):
+    run = start(boots_at_once=2, trainer="finish")
+    states = [line.split("  ")[1] for line in run.output().splitlines()]
+    assert states[1:4] == ["producer-0: starting the engine", "producer-1: starting the engine", "trainer: running"]
+    assert run.process.returncode == 0
+
+
+def test_one_at_a_time_producers_boot_after_another_and_the_trainer_last(start):
     run = start()
     run.wait_for("producer-1: ready")
     run.process.terminate()
     run.output()
     (first_served, *_), (second_started, *_) = run.times("producer-0 serving"), run.times("producer-1 started")
     assert second_started > first_served
+    shown = run.output()
+    assert shown.index("producer-1: ready") < shown.index("trainer: running")
 
 
 def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):

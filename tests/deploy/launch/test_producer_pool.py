@@ -1,0 +1,90 @@
+"""Which producers boot beside each other, by a pool whose processes are stand-ins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.deploy.launch import producer_pool
+from penstock.deploy.launch.producer_pool import ProducerPool, boots_at_once
+from penstock.schemas.config import ProducersConfig
+
+
+class Pool:
+    """A pool of `count`, its children told when to serve and to die."""
+
+    def __init__(self, count: int, boots_at_once: int) -> None:
+        self.children: dict[str, Any] = {}
+        self._heartbeats: dict[str, Any] = {}
+        view: Any = SimpleNamespace(state=lambda part, state: None)
+        self.pool = ProducerPool(count, boots_at_once, self._start, view)
+
+    def _start(self, name: str) -> Any:
+        pid = len(self._heartbeats) + 100
+        self.children[name] = SimpleNamespace(name=name, pid=pid, status=None, log=Path(name), started_s=2e9)
+        self.children[name].poll = lambda child=self.children[name]: child.status
+        return self.children[name]
+
+    def tick(self) -> list[str]:
+        """The producers that this tick starts."""
+        before = dict(self.children)
+        self.pool.tick(self._heartbeats, finished=lambda: False)
+        return [name for name, child in self.children.items() if before.get(name) is not child]
+
+    def serve(self, name: str) -> None:
+        self._heartbeats[name] = SimpleNamespace(pid=self.children[name].pid)
+
+
+def test_as_many_boot_beside_each_other_as_may_and_the_next_takes_the_place_of_one_that_serves():
+    pool = Pool(3, boots_at_once=2)
+    assert pool.tick() == ["producer-0", "producer-1"]
+    assert pool.tick() == [] and not pool.pool.is_settled
+    pool.serve("producer-1")
+    assert pool.tick() == ["producer-2"]
+    assert pool.pool.is_settled  # the trainer may boot beside the last ones
+
+
+def test_one_at_a_time_the_trainer_waits_for_the_last_producer():
+    pool = Pool(2, boots_at_once=1)
+    for name in ("producer-0", "producer-1"):
+        assert pool.tick() == [name]
+        assert not pool.pool.is_settled
+        pool.serve(name)
+    assert pool.tick() == [] and pool.pool.is_settled
+
+
+def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(producer_pool.time, "monotonic", lambda: now[0])
+    pool = Pool(2, boots_at_once=2)
+    pool.tick()
+    pool.children["producer-0"].status = 1
+    now[0] += 5.0
+    assert pool.tick() == []
+    now[0] += 5.0
+    assert pool.tick() == []
+    pool.serve("producer-1")
+    assert pool.tick() == ["producer-0"]
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Callable[..., None]:
+    def have(num_cores: int, gpu_nodes: tuple[str, ...] = ()) -> None:
+        monkeypatch.setattr(producer_pool.os, "sched_getaffinity", lambda pid: set(range(num_cores)), raising=False)
+        monkeypatch.setattr(producer_pool, "_GPU_NODES", gpu_nodes)
+
+    return have
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads", "expected"), [(1, 1, 1), (2, 1, 2), (8, 4, 2), (2, 8, 1)])
+def test_engines_boot_side_by_side_as_far_as_their_threads_have_cores(machine, num_cores, num_threads, expected):
+    machine(num_cores)
+    assert boots_at_once(ProducersConfig(num_threads=num_threads)) == expected
+
+
+def test_engines_that_share_a_gpu_boot_one_at_a_time(machine, tmp_path):
+    (tmp_path / "gpu").touch()
+    machine(16, (str(tmp_path / "gpu"),))
+    assert boots_at_once(ProducersConfig()) == 1
