@@ -4,18 +4,19 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from typing import Literal
 
 import msgspec
 
+from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS
 from penstock.schemas.prompt import Prompt, Reward
 
 SCHEMA_VERSION = 1
 MAX_ENTRY_BYTES = 4 * 1024 * 1024
 """The largest encoded group a stream entry may hold."""
 MAX_ITEMS = 4096
-"""The most entries of a table or list beside the numbers: reward parts, metadata, messages, stop tokens."""
+"""The most entries that a record's tables and lists beside the numbers may have."""
 MAX_REWARD = 1e9
 """Larger rewards could overflow sums and squares over a batch, and one record would spoil the whole batch."""
 MAX_REASON_CHARACTERS = 500
@@ -257,6 +258,22 @@ def _check_structure(group: RolloutGroup) -> None:
             raise RecordError(f"{where}.segments is empty, expected at least one")
         for s, segment in enumerate(rollout.segments):
             _check_segment(segment, f"{where}.segments[{s}]")
+
+
+def check_part_names(names: Collection[str], field: str) -> None:
+    """Checks the names of a reward's parts, which `field` holds.
+
+    Raises:
+        ValueError: too many names, or one that is empty, too long or not printable.
+    """
+    if len(names) > MAX_PARTS:
+        raise ValueError(f"{field} has {len(names):,} names, expected at most {MAX_PARTS}")
+    for name in names:
+        if not (0 < len(name) <= MAX_PART_CHARACTERS and name.isprintable()):
+            raise ValueError(
+                f"{field} has the name {name[:MAX_PART_CHARACTERS]!a} of {len(name):,} characters, expected 1 to "
+                f"{MAX_PART_CHARACTERS} printable ones"
+            )
 
 
 def _check_context(group: RolloutGroup) -> None:

@@ -4,7 +4,7 @@ Tokens must be sampled from the distribution that the run records, otherwise the
 one policy for those of another. So a request may shorten an answer, but not change how it is sampled.
 """
 
-import sys
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.producers.endpoint.chat.errors import bad_request
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, SamplingSettings, one_line
+from penstock.schemas.rollout import MAX_REWARD, SamplingSettings, check_part_names, one_line
 
 Json = dict[str, Any]
 
@@ -48,10 +48,7 @@ class ChatRequest(NamedTuple):
 
 def parse_json(body: bytes) -> Json:
     """Raises ApiError 400 for anything but a JSON object."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+    value = _decoded(body)
     if not isinstance(value, dict):
         raise bad_request(f"the body is {_kind(value)}, expected a JSON object", code="invalid_json")
     return value
@@ -63,20 +60,41 @@ def parse_finish(body: bytes) -> Reward:
     Raises:
         ApiError: 400, names the field, its value and what was expected.
     """
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
+    value = _decoded(body)
     document = value if isinstance(value, dict) else {"reward": value}
     if unknown := set(document) - {"reward", "metrics"}:
         raise bad_request(f"{min(unknown)!r}: unknown field, expected reward and metrics", min(unknown))
     metrics = document.get("metrics") or {}
-    if not isinstance(metrics, dict) or len(metrics) > MAX_ITEMS:
-        raise bad_request(f"metrics is {_kind(metrics)}, expected a table of at most {MAX_ITEMS:,} numbers", "metrics")
+    if not isinstance(metrics, dict):
+        raise bad_request(f"metrics is {_kind(metrics)}, expected an object of numbers", "metrics")
+    try:
+        check_part_names(metrics, "metrics")
+    except ValueError as error:
+        raise bad_request(str(error), "metrics") from None
     return Reward(
-        value=_number(document.get("reward"), "reward", MAX_REWARD),
-        parts={name: _number(number, f"metrics.{name}", sys.float_info.max) for name, number in metrics.items()},
+        value=_number(document.get("reward"), "reward"),
+        parts={name: _number(number, f"metrics.{name}") for name, number in metrics.items()},
     )
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        why = _lone_surrogate(body) or f"the body is not JSON: {error}"
+        raise bad_request(why, code="invalid_json") from None
+
+
+def _lone_surrogate(body: bytes) -> str:
+    """Says where a body holds half of a surrogate pair, which msgspec takes for the end of the body; empty if none."""
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        found = error.object[error.start]
+        return f"the body holds {found!a} without its other half, a lone surrogate; expected text that UTF-8 can encode"
+    except (ValueError, RecursionError):
+        pass
+    return ""
 
 
 def parse_chat(document: Json, sampling: SamplingSettings) -> ChatRequest:
@@ -199,9 +217,10 @@ def _flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def _number(value: Any, name: str, largest: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
-        raise bad_request(f"{name} is {_shown(value)}, expected a finite number", name)
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        expected = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+        raise bad_request(f"{name} is {_shown(value)}, expected {expected}", name)
     return float(value)
 
 

@@ -102,6 +102,58 @@ def test_a_reward_that_no_trainer_could_use_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"1e308", "reward is 1e+308, expected a number from -1e+09 to 1e+09"),
+        (
+            b'{"reward": 1, "metrics": {"a": -1e10}}',
+            "metrics.a is -10000000000.0, expected a number from -1e+09 to 1e+09",
+        ),
+        (b'{"reward": 1, "metrics": {"a": "1"}}', "metrics.a is '1', expected a number from -1e+09 to 1e+09"),
+        (
+            json.dumps({"reward": 1, "metrics": {"a" * 65: 1}}).encode(),
+            f"metrics has the name '{'a' * 64}' of 65 characters, expected 1 to 64 printable ones",
+        ),
+        (
+            b'{"reward": 1, "metrics": {"": 1}}',
+            "metrics has the name '' of 0 characters, expected 1 to 64 printable ones",
+        ),
+        (
+            b'{"reward": 1, "metrics": {"a\\nb": 1}}',
+            r"metrics has the name 'a\nb' of 3 characters, expected 1 to 64 printable ones",
+        ),
+        (
+            json.dumps({"reward": 1, "metrics": dict.fromkeys(map(str, range(33)), 1)}).encode(),
+            "metrics has 33 names, expected at most 32",
+        ),
+    ],
+)
+def test_a_reward_s_refusal_names_the_field_the_value_and_the_limit(body: bytes, message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_finish(body)
+    assert (caught.value.message, caught.value.status) == (message, 400)
+
+
+def test_as_many_metrics_of_as_long_names_as_may_be_are_taken() -> None:
+    metrics = {f"{n:064}": 1e9 for n in range(32)}
+    assert parse_finish(json.dumps({"reward": -1e9, "metrics": metrics}).encode()).parts == metrics
+
+
+@pytest.mark.parametrize("parse", [parse_finish, parse_json])
+@pytest.mark.parametrize("half", ["\\ud83d", "\\udc00"])
+def test_half_of_a_surrogate_pair_is_called_that(parse, half: str) -> None:
+    for body in (f'{{"reward": 1, "metrics": {{"{half}": 1}}}}', f'{{"messages": "x{half}y"}}'):
+        with pytest.raises(ApiError) as caught:
+            parse(body.encode())
+        expected = (
+            f"the body holds '{half.lower()}' without its other half, a lone surrogate; expected text that UTF-8 can"
+        )
+        assert caught.value.message.startswith(expected) and caught.value.code == "invalid_json"
+    with pytest.raises(ApiError, match="the body is not JSON: Input data was truncated"):
+        parse(b'{"reward": "\\ud83d"')
+
+
 @pytest.mark.parametrize(("run", "asked"), [(50, 50), (0, -1), (-1, 0), (0, 0)])
 def test_every_way_to_say_the_run_s_top_k_is_accepted(run: int, asked: int) -> None:
     parse_chat({"messages": [{"role": "user", "content": "x"}], "top_k": asked}, SamplingSettings(top_k=run))
