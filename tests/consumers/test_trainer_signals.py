@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from forked_programs import ForkedProgram
 from trainer_bench import TrainerBench, assert_settled_once, at_step
 from trainer_process import BARE, TrainerProcesses, with_learner
 from waiting import wait_for
@@ -72,7 +73,11 @@ def a_stopped_run(bench: TrainerBench) -> None:
 
 
 def assert_stops(
-    processes: TrainerProcesses, process: subprocess.Popen, number: int, there: Callable[[], object], log: str
+    processes: TrainerProcesses,
+    process: subprocess.Popen | ForkedProgram,
+    number: int,
+    there: Callable[[], object],
+    log: str,
 ) -> None:
     wait_for(lambda: there() or process.poll() is not None)
     assert process.poll() is None, processes.log(log)
@@ -88,7 +93,7 @@ def assert_stops(
 def test_a_new_trainer_stopped_while_it_boots_leaves_no_run_behind(
     bench, redis_client, processes, marker, program, number
 ):
-    process = processes.start("booting", program=program)
+    process = processes.start("booting", program=program, fresh=program is IMPORTING)
     assert_stops(processes, process, number, marker.exists, "booting")
     assert everything(bench, redis_client) == {"redis": {}, "disk": {}}
     bench.hardy_producer()
@@ -102,7 +107,7 @@ def test_a_trainer_stopped_while_it_boots_to_resume_leaves_the_run_as_it_was(
 ):
     a_stopped_run(bench)
     before = everything(bench, redis_client)
-    process = processes.start("booting", "--resume", program=program)
+    process = processes.start("booting", "--resume", program=program, fresh=program is IMPORTING)
     assert_stops(processes, process, signal.SIGTERM, marker.exists, "booting")
     assert everything(bench, redis_client) == before
 

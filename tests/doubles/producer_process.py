@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from forked_programs import ForkedProgram, start_program
 from penstock.schemas.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class ProducerProcesses:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen | ForkedProgram] = []
 
     def __call__(
         self,
@@ -41,9 +41,10 @@ class ProducerProcesses:
         *,
         log: str = "",
         environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
         **engine: Any,
-    ) -> subprocess.Popen:
-        """`engine`: arguments of the ScriptedEngine."""
+    ) -> subprocess.Popen | ForkedProgram:
+        """`fresh`: the process imports everything itself; `engine`: arguments of the ScriptedEngine."""
         variables = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
@@ -53,10 +54,7 @@ class ProducerProcesses:
             **(environment or {}),
         }
         arguments = [msgspec.json.encode(config).decode(), str(self._folder), producer_id]
-        with (self._folder / f"{log or producer_id}.log").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, *arguments], env=variables, stdout=output, stderr=output
-            )
+        process = start_program(PROGRAM, arguments, variables, self._folder / f"{log or producer_id}.log", fresh=fresh)
         self._processes.append(process)
         return process
 

@@ -1,4 +1,4 @@
-"""Tasks for an agent outside, and an environment that talks to the model itself and likes it to call a tool."""
+"""An environment that talks to the model itself and likes it to call a tool."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 
 
-class Tasks:
-    """Task n is the text `n`."""
+class ToolCaller:
+    """Prompt n is the text `n`; three turns; the reward is the share of them in which the tool was called."""
 
     num_evaluation_prompts = 0
 
@@ -24,10 +24,6 @@ class Tasks:
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         raise AssertionError("a conversation has its own reward")
-
-
-class ToolCaller(Tasks):
-    """Three turns; the reward is the share of them in which the tool was called."""
 
     async def converse(self, prompt: Prompt, conversation: Any) -> Reward:
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]

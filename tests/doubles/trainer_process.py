@@ -2,9 +2,9 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from forked_programs import ForkedProgram, start_program
 from trainer_bench import TrainerBench
 from waiting import wait_for
 
@@ -35,7 +35,7 @@ from penstock.deploy.cli import main
 {setup}
 sys.exit(main(sys.argv[1:]))
 """
-"""Nothing heavy is imported before the command line does it."""
+"""Nothing heavy is imported before the command line does it: for a fresh process."""
 
 
 def with_learner(learner: str = SLOW_STEPS) -> str:
@@ -48,19 +48,22 @@ class TrainerProcesses:
 
     def __init__(self, bench: TrainerBench) -> None:
         self._bench = bench
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen | ForkedProgram] = []
 
-    def start(self, log: str, *arguments: str, program: str | None = None) -> subprocess.Popen:
+    def start(
+        self, log: str, *arguments: str, program: str | None = None, fresh: bool = False
+    ) -> subprocess.Popen | ForkedProgram:
+        """`fresh`: the process imports everything itself."""
         bench = self._bench
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
         environment = {**os.environ, "PYTHONPATH": path, "REDIS_URL": bench.url, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PENSTOCK_LOG", "text")
-        command = [sys.executable, "-c", program or with_learner()]
-        command += ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
+        command = ["trainer", str(bench.file), "--runs", str(bench.runs), *arguments]
         for override in bench.overrides:
             command += ["--set", override]
-        with (bench.runs / f"{log}.log").open("ab") as output:
-            self._processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        self._processes.append(
+            start_program(program or with_learner(), command, environment, bench.runs / f"{log}.log", fresh=fresh)
+        )
         return self._processes[-1]
 
     def log(self, name: str) -> str:
@@ -72,7 +75,7 @@ class TrainerProcesses:
             process.wait()
 
 
-def wait_until_stopped(process: subprocess.Popen) -> None:
+def wait_until_stopped(process: subprocess.Popen | ForkedProgram) -> None:
     """Until a process has stopped itself by SIGSTOP."""
     state = Path(f"/proc/{process.pid}/stat")
     wait_for(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")

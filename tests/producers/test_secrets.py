@@ -56,7 +56,7 @@ def test_no_error_shows_a_password(server_binary, make_config, hand_trainer, sta
         return f"unix://{user}{f':{secret}' if secret else ''}@{server.socket}"
 
     try:
-        serving = start_producer(config, url("test-producer"), "serving", environment=from_file)
+        serving = start_producer(config, url("test-producer"), "serving", environment=from_file, fresh=True)
         assert {int(fields[Field.INDEX]) for fields in trainer.read(4)} == {1, 2, 3, 4}
         assert places_that_hold(marker, tmp_path, password) == [], "while everything is well"
         server.stop()
@@ -69,7 +69,7 @@ def test_no_error_shows_a_password(server_binary, make_config, hand_trainer, sta
             "broken": (f"redis://test-producer:{marker}/x@host", {}, 2, "REDIS_URL is no Redis URL"),
         }
         processes = {
-            name: (start_producer(config, address, name, environment=environment), status, message)
+            name: (start_producer(config, address, name, environment=environment, fresh=True), status, message)
             for name, (address, environment, status, message) in ending.items()
         }
         for name, (process, status, message) in processes.items():
