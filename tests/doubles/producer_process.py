@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from forked_programs import ForkedProgram, start_program
+from forked_programs import ForkedProgram
 from penstock.schemas.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,7 @@ class ProducerProcesses:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[subprocess.Popen | ForkedProgram] = []
+        self._processes: list[ForkedProgram] = []
 
     def __call__(
         self,
@@ -41,10 +40,9 @@ class ProducerProcesses:
         *,
         log: str = "",
         environment: Mapping[str, str] | None = None,
-        fresh: bool = False,
         **engine: Any,
-    ) -> subprocess.Popen | ForkedProgram:
-        """`fresh`: the process imports everything itself; `engine`: arguments of the ScriptedEngine."""
+    ) -> ForkedProgram:
+        """`engine`: arguments of the ScriptedEngine."""
         variables = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}",
@@ -54,7 +52,7 @@ class ProducerProcesses:
             **(environment or {}),
         }
         arguments = [msgspec.json.encode(config).decode(), str(self._folder), producer_id]
-        process = start_program(PROGRAM, arguments, variables, self._folder / f"{log or producer_id}.log", fresh=fresh)
+        process = ForkedProgram(PROGRAM, arguments, variables, self._folder / f"{log or producer_id}.log")
         self._processes.append(process)
         return process
 

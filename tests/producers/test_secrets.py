@@ -3,17 +3,15 @@
 import os
 import secrets
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked_programs import ForkedProgram
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.security.acl import acl_file, user_names
 from penstock.schemas.config import EvaluationConfig, RedisConfig
 from penstock.schemas.keys import Field
-from producer_process import ROOT
 from real_server import RealServer
 from waiting import wait_for
 
@@ -56,7 +54,7 @@ def test_no_error_shows_a_password(server_binary, make_config, hand_trainer, sta
         return f"unix://{user}{f':{secret}' if secret else ''}@{server.socket}"
 
     try:
-        serving = start_producer(config, url("test-producer"), "serving", environment=from_file, fresh=True)
+        serving = start_producer(config, url("test-producer"), "serving", environment=from_file)
         assert {int(fields[Field.INDEX]) for fields in trainer.read(4)} == {1, 2, 3, 4}
         assert places_that_hold(marker, tmp_path, password) == [], "while everything is well"
         server.stop()
@@ -69,15 +67,14 @@ def test_no_error_shows_a_password(server_binary, make_config, hand_trainer, sta
             "broken": (f"redis://test-producer:{marker}/x@host", {}, 2, "REDIS_URL is no Redis URL"),
         }
         processes = {
-            name: (start_producer(config, address, name, environment=environment, fresh=True), status, message)
+            name: (start_producer(config, address, name, environment=environment), status, message)
             for name, (address, environment, status, message) in ending.items()
         }
         for name, (process, status, message) in processes.items():
             assert process.wait(timeout=120) == status
             assert message in start_producer.log(name) and "Traceback" not in start_producer.log(name)
         for name, (address, environment, _, _) in ending.items():
-            output = _trainer_output(tmp_path, address, environment)
-            (tmp_path / f"trainer-{name}.log").write_text(output)
+            output = _trainer_output(tmp_path, address, environment, tmp_path / f"trainer-{name}.log")
             assert "Traceback" not in output, output
         assert places_that_hold(marker, tmp_path, password) == []
         serving.send_signal(signal.SIGTERM)
@@ -94,18 +91,10 @@ def _client(server: RealServer, user: str, password: str):
     return redis.Redis.from_url(f"unix://{user}:{password}@{server.socket}", protocol=2)
 
 
-def _trainer_output(runs: Path, url: str, environment: dict[str, str]) -> str:
+def _trainer_output(runs: Path, url: str, environment: dict[str, str], log: Path) -> str:
     """The log of a trainer that ends at once."""
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.deploy.cli",
-        "trainer",
-        str(runs / "test" / "run.toml"),
-        "--runs",
-        str(runs),
-    ]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "REDIS_URL": url, **environment}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    assert ended.returncode in (1, 2), ended.stderr
-    return ended.stdout + ended.stderr
+    program = "import sys; from penstock.deploy.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["trainer", str(runs / "test" / "run.toml"), "--runs", str(runs)]
+    trainer = ForkedProgram(program, arguments, {**os.environ, "REDIS_URL": url, **environment}, log)
+    assert trainer.wait(120) in (1, 2), log.read_text()
+    return log.read_text()

@@ -1,0 +1,96 @@
+"""Python programs in processes of their own, forked from a server process that has imported torch and penstock.
+
+Each has its own environment, arguments, log, signals and exit status, as if a shell had started it; only the imports,
+which are most of a start, are shared.
+"""
+
+import atexit
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, popen_forkserver
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from penstock.producers.engines.parent_death import set_parent_death_signal
+
+PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
+PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.modeling_qwen3"]
+
+_server = forkserver.ForkServer()  # of its own: that of multiprocessing forks the engines
+_server.set_forkserver_preload(PRELOADED)
+
+
+class ForkedProgram(ForkServerProcess):
+    """A running program, with the methods of a Popen."""
+
+    def __init__(self, text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(daemon=True)
+        self._program = text, list(arguments), log
+        self._environment = dict(environment)
+        ends = SimpleNamespace(
+            connect_to_new_process=_server.connect_to_new_process, read_signed=forkserver.read_signed
+        )
+        with mock.patch.object(popen_forkserver, "forkserver", ends):
+            self.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, (type(self), self._environment), self.__dict__
+
+    def run(self) -> None:
+        text, arguments, log = self._program
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.argv = ["-c", *arguments]
+        try:
+            exec(compile(text, "<program>", "exec"), {"__name__": "__main__"})
+        finally:
+            atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status (negative: the signal), None while it runs."""
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("program", timeout or 0.0)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None:
+            assert self.pid is not None
+            os.kill(self.pid, number)
+
+
+def _begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+    os.environ.clear()
+    os.environ.update(environment)
+    set_parent_death_signal(os.getppid())
+    return kind.__new__(kind)
+
+
+def start_program(
+    text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, *, fresh: bool
+) -> subprocess.Popen | ForkedProgram:
+    """Starts a program whose output is appended to `log`; a fresh one imports everything itself."""
+    log.touch()
+    if not fresh:
+        return ForkedProgram(text, arguments, environment, log)
+    with log.open("ab") as output:
+        command = [sys.executable, "-c", text, *arguments]
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
