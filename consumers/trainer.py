@@ -236,6 +236,7 @@ class Trainer:
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
         leadership = self.leadership
+        log.info("the model is in %s", leadership.checkpoints.hand_out_model())
         open_prompts = leadership.connection.call(lambda _: leadership.scripts.finish(leadership.epoch))
         if open_prompts:
             log.info("%d prompts are cancelled", open_prompts)

@@ -216,6 +216,8 @@ def _write_results(run_folder: Path) -> int:
         print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
         return 1
     print_table(summary)
+    if (model := run_folder / "model").is_dir():
+        print(f"model    {model}")
     print(f"summary  {run_folder / 'summary.json'}\nreport   {report}\nlogs     {run_folder / 'logs'}")
     return 0
 

@@ -367,7 +367,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 9400
     """First port to try; each process of this machine takes the next free one. 0 lets the system choose."""
     host: str = "127.0.0.1"
-    """Address that the metrics endpoints listen on."""
+    """Address that the metrics endpoints listen on. `0.0.0.0` serves whoever reaches it, as a container must."""
     tensorboard: bool = False
     """Writes the numbers of each update and evaluation to `<runs>/<name>/tensorboard/` too. Needs the extra
     `tensorboard`."""

@@ -122,8 +122,10 @@ class PackedModel:
         }
 
     def save(self, folder: Path | str) -> None:
-        """Writes the float32 masters in transformers' format."""
+        """Writes the float32 masters in transformers' format, each file with the rights that new files have here."""
         self.module.save_pretrained(folder)
+        for file in Path(folder).glob("*.safetensors"):  # safetensors leaves them to their owner, whatever the umask
+            file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
 
     def load(self, folder: Path | str) -> None:
         """Replaces the masters by those in `folder`, in place.

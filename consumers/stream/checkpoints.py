@@ -1,5 +1,6 @@
 """Checkpoints: the only acknowledgement there is. Written whole, fsynced, checked by checksum when read."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,10 +17,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from penstock.schemas.process.files import make_private
+
 log = logging.getLogger(__name__)
 
 _SUMS = "checksums.json"
 _NAME = re.compile(r"\d+-[0-9a-f]+")
+MODEL_FOLDER = "model"
+"""In each checkpoint, and in the folder of a run that is complete."""
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -77,7 +82,8 @@ class Checkpoints:
 
     def claim_epoch(self, at_least: int) -> int:
         """Creates the file of a new epoch, above every epoch that the disk or Redis (`at_least`) knows."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private(self._folder.parent)
+        self._folder.mkdir(exist_ok=True)
         epoch = max(at_least, self.newest_epoch() + 1)
         while True:
             try:
@@ -119,8 +125,8 @@ class Checkpoints:
 
     def _write(self, partial: Path, learner: Any, state: CheckpointState) -> None:
         partial.mkdir()
-        learner.save_model(partial / "model")
-        self._copy_tokenizer(partial / "model")
+        learner.save_model(partial / MODEL_FOLDER)
+        self._copy_tokenizer(partial / MODEL_FOLDER)
         _save(learner.state_dict(), partial / "learner.pt")
         (partial / "state.json").write_bytes(msgspec.json.encode(state))
         sums = {}
@@ -146,6 +152,21 @@ class Checkpoints:
         self._committed = self._committed[-self._keep :]
         for obsolete in self._obsolete.difference(self._committed):
             shutil.rmtree(self._folder / obsolete, ignore_errors=True)
+
+    def hand_out_model(self) -> Path:
+        """Puts the model of the newest committed checkpoint into the run's folder, in place of an earlier one; returns
+        where. Weights are links where the disk has them: they take no room, and outlive the checkpoint.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        folder = self._folder.parent / MODEL_FOLDER
+        partial = folder.with_name(f"partial-{MODEL_FOLDER}")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(self._folder / self._committed[-1] / MODEL_FOLDER, partial, copy_function=_link_weights)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return folder
 
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
         """Loads the checkpoint that `pointer` names, or its newest valid predecessor; None if there never was one.
@@ -210,7 +231,7 @@ def _state(folder: Path) -> CheckpointState:
 
 def _restore(folder: Path, learner: Any) -> CheckpointState:
     state = _state(folder)
-    learner.load_model(folder / "model")
+    learner.load_model(folder / MODEL_FOLDER)
     learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=True))
     return state
 
@@ -257,6 +278,14 @@ def _problem(folder: Path) -> str | None:
         except OSError as error:
             return f"{name}: {error}"
     return None if "state.json" in sums else "state.json is not listed"
+
+
+def _link_weights(source: str, target: str) -> None:
+    """A hard link for weights, a copy of small files: whoever edits those must not change the checkpoint."""
+    if source.endswith(".safetensors"):
+        with contextlib.suppress(OSError):  # a file system without links
+            return os.link(source, target)
+    shutil.copyfile(source, target)
 
 
 def _digest(file: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import ConfigError, RunConfig, load_config
-from penstock.schemas.process.files import write_whole
+from penstock.schemas.process.files import make_private, write_whole
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
 
 RUN_FILE = "run.toml"
@@ -15,7 +15,7 @@ LOCK_WAIT_S = 10.0
 
 
 class RunFolder:
-    """`runs/<name>/`, locked while in use.
+    """`runs/<name>/`, its owner's alone, locked while in use.
 
     The run's own Redis holds the lock too: it may outlive a killed launcher until its file is written, and a second
     server must not read that file before.
@@ -34,7 +34,7 @@ class RunFolder:
             )
         if resume and not (self.path / RUN_FILE).is_file():
             raise ConfigError(f"name = {config.name!r}: nothing to resume, {self.path / RUN_FILE} does not exist")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         self.lock = self._take_lock()
 
     def _take_lock(self) -> int:
@@ -62,7 +62,7 @@ class RunFolder:
 
 def save_run_file(config: RunConfig, run_folder: Path) -> None:
     """Writes the resolved configuration to `run.toml`, whole or not at all."""
-    run_folder.mkdir(parents=True, exist_ok=True)
+    make_private(run_folder)
     write_whole(run_folder / RUN_FILE, resolved_toml(config))
 
 

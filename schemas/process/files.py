@@ -21,6 +21,12 @@ def replacing(file: Path) -> Iterator[Path]:
         raise
 
 
+def make_private(folder: Path) -> None:
+    """Makes a run's folder, if it is not there, for its owner alone: prompts and answers are in it. One that is there
+    keeps its rights."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
     """Writes `file`, whole or not at all. Text is encoded as UTF-8; `mode` is subject to the umask.
 

@@ -58,6 +58,8 @@ class LabelledRegistry(CollectorRegistry):
             lambda port: start_http_server(port, addr=config.host, registry=self),
         )
         port = server.server_port
+        if config.host in EVERYWHERE:
+            log.info("metrics.host = %r: whoever reaches port %d of this machine reads the metrics", config.host, port)
         self._closing.callback(thread.join)
         self._closing.callback(server.server_close)
         self._closing.callback(server.shutdown)

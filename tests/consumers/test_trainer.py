@@ -32,6 +32,7 @@ def test_a_run_trains_every_released_group_once_and_ends(bench, redis_client):
     assert_balanced(bench, trainer)
     assert redis_client.hget(Keys("test").commit, "finished") == b"1"
     assert redis_client.xlen(Keys("test").rollouts) == 0, "the last checkpoint acknowledged everything"
+    assert json.loads((bench.folder / "model" / "trained.json").read_text()) == trainer.learner.trained
     updates = bench.lines("updates.jsonl")
     assert [line["update"] for line in updates] == list(range(1, 13))
     assert max(int(lag) for line in updates for lag in line["lag_histogram"]) <= 2

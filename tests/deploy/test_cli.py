@@ -142,9 +142,13 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     }
     (folder / "updates.jsonl").write_text(json.dumps(update) + "\n")
     assert cli.main(["report", "demo"]) == 0
+    assert "\nmodel " not in capsys.readouterr().out, "the run has not come to its end"
+    (folder / "model").mkdir()
+    assert cli.main(["report", "demo"]) == 0
     assert json.loads((folder / "summary.json").read_text())["num_updates"] == 1
     assert "<html" in (folder / "report.html").read_text()
-    assert "runs/demo/report.html" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "runs/demo/report.html" in shown and "\nmodel    runs/demo/model\n" in shown
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()  # as a folder that cannot be written, which for root there is not
     assert cli.main(["report", "demo"]) == 1

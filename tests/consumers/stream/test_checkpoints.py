@@ -1,5 +1,6 @@
 """A checkpoint is whole or not used."""
 
+import os
 import random
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.stream.checkpoints import (
     CheckpointError,
@@ -118,6 +120,55 @@ def test_a_checkpoint_s_model_folder_holds_the_tokenizer(tmp_path):
     name = write(checkpoints, 1)
     files = {file.name for file in (tmp_path / "checkpoints" / name / "model").iterdir()}
     assert files == {"trained.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_run_s_folder_that_a_trainer_makes_is_its_owner_s_alone_and_one_that_is_there_keeps_its_rights(tmp_path):
+    Checkpoints(tmp_path / "runs" / "made" / "checkpoints", keep=2).claim_epoch(0)
+    (tmp_path / "runs" / "opened").mkdir()
+    (tmp_path / "runs" / "opened").chmod(0o750)
+    Checkpoints(tmp_path / "runs" / "opened" / "checkpoints", keep=2).claim_epoch(0)
+    rights = {folder.name: oct(folder.stat().st_mode & 0o777) for folder in (tmp_path / "runs").iterdir()}
+    assert rights == {"made": "0o700", "opened": "0o750"}
+
+
+def test_the_model_of_the_last_checkpoint_is_handed_out_whole_with_usual_rights(tmp_path):
+    tiny_model(tmp_path / "base")
+    learner = Learner(configuration(tmp_path / "base"))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 1, tmp_path / "base")
+    checkpoints.claim_epoch(0)
+    (tmp_path / "run" / "model").mkdir()
+    (tmp_path / "run" / "model" / "of_an_earlier_end.safetensors").touch()
+    umask = os.umask(0o022)
+    try:
+        first = checkpoints.write(learner, state(1))
+        checkpoints.committed(first)
+        handed_out = checkpoints.hand_out_model()
+    finally:
+        os.umask(umask)
+    assert handed_out == tmp_path / "run" / "model"
+    rights = {file.name: oct(file.stat().st_mode & 0o777) for file in handed_out.iterdir()}
+    assert rights == dict.fromkeys(("config.json", "generation_config.json", "model.safetensors"), "0o644")
+    handed_out.joinpath("config.json").write_text(handed_out.joinpath("config.json").read_text() + "\n")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / first, learner) == state(1), "edits stay outside"
+    checkpoints.committed(checkpoints.write(learner, state(2)))
+    assert not (tmp_path / "run" / "checkpoints" / first).exists()
+    PackedModel(str(handed_out), "float32", torch.device("cpu"))  # loads without its checkpoint
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_handed_out_weights_take_no_room_where_the_disk_has_links(tmp_path, linked, monkeypatch):
+    class Weights(ScriptedLearner):
+        def save_model(self, folder):
+            super().save_model(folder)
+            (folder / "model.safetensors").write_bytes(b"weights")
+
+    if not linked:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not permitted")))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.claim_epoch(0)
+    checkpoints.committed(checkpoints.write(Weights(None), state(1)))
+    weights = checkpoints.hand_out_model() / "model.safetensors"
+    assert weights.read_bytes() == b"weights" and weights.stat().st_nlink == (2 if linked else 1)
 
 
 def test_a_trainer_that_sleeps_through_its_replacement_deletes_nothing_newer(tmp_path):

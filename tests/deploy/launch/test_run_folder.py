@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.deploy.launch import run_folder
-from penstock.deploy.launch.run_folder import RunFolder
+from penstock.deploy.launch.run_folder import RunFolder, save_run_file
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig, TrainerConfig, load_config
 
 CONFIG = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B", kwargs={"width": 2}))
@@ -26,6 +26,13 @@ def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path):
         RunFolder(CONFIG, tmp_path, resume=False)
     assert str(tmp_path / "r") in str(error.value)
     assert "--resume" in str(error.value) and "--name" in str(error.value)
+
+
+def test_a_run_s_folder_is_its_owner_s_alone(tmp_path):
+    with RunFolder(CONFIG, tmp_path / "runs", resume=False) as folder:
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+    save_run_file(CONFIG, tmp_path / "runs" / "without_a_launcher")
+    assert (tmp_path / "runs" / "without_a_launcher").stat().st_mode & 0o777 == 0o700
 
 
 def test_there_must_be_something_to_resume(tmp_path):

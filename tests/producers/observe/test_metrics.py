@@ -1,6 +1,8 @@
 """Every metric is served, wherever there is a free port."""
 
+import logging
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -52,3 +54,19 @@ def test_a_port_in_use_makes_way_for_the_next_free_one(metrics: ProducerMetrics,
 def test_a_host_that_is_not_ours_is_refused_with_its_field(metrics: ProducerMetrics, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics.host = '192.0.2.1', metrics.port = 9400: cannot listen"):
         metrics.registry.serve(MetricsConfig(host="192.0.2.1"), tmp_path, "a")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")
+def test_metrics_are_for_this_machine_unless_told_otherwise_and_then_it_is_said(
+    metrics: ProducerMetrics, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    port = metrics.registry.serve(MetricsConfig(port=0), tmp_path, "a")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    metrics.registry.close()
+    assert "whoever reaches" not in caplog.text
+    port = metrics.registry.serve(MetricsConfig(port=0, host="0.0.0.0"), tmp_path, "a")
+    socket.create_connection(("127.0.0.2", port), timeout=5).close()
+    metrics.registry.close()
+    assert f"metrics.host = '0.0.0.0': whoever reaches port {port} of this machine reads the metrics" in caplog.text
