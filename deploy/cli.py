@@ -7,6 +7,7 @@ import socket
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="penstock",
         description="Asynchronous RL post-training: vLLM producers, Redis streams, a correcting trainer.",
     )
+    parser.add_argument("--version", action="version", version=f"penstock {metadata.version('penstock')}")
     add_commands(parser, COMMANDS)
     return parser
 

@@ -1,4 +1,4 @@
-"""`penstock audit`, `penstock dead` and `penstock producers`."""
+"""`penstock list`, `penstock audit`, `penstock dead` and `penstock producers`."""
 
 import argparse
 import sys
@@ -7,11 +7,20 @@ from typing import Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import Command, add_run
+from penstock.deploy.launch.command_line import Command, add_run, add_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
+    _add_json(parser)
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    add_runs(parser)
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for a machine")
 
 
@@ -29,6 +38,15 @@ def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
         "--reason", metavar="R", help="all indexes that died of R: a reason, or its part before the colon"
     )
     parser.add_argument("--all", action="store_true", help="all dead indexes")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from penstock.deploy.operate.run_list import list_runs
+    from penstock.deploy.operate.tables import print_runs
+
+    if not (found := list_runs(arguments.runs)):
+        print(f"penstock: no run in {arguments.runs}", file=sys.stderr)
+    return _show(arguments, found, print_runs)
 
 
 def _audit(arguments: argparse.Namespace) -> int:
@@ -105,6 +123,7 @@ def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any]
 
 
 COMMANDS = (
+    Command("list", "list the runs on this machine, the latest first", _add_list_arguments, _list),
     Command("audit", "show where each released index of a run is; status 1 when one is not", _add_arguments, _audit),
     Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
     Command("dead show", "show the letters of one index with their content", _add_show_arguments, _dead_show),

@@ -15,6 +15,7 @@ from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
 from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
 from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
+from penstock.deploy.operate.run_list import ListedRun
 
 _HANDED_BACK_S = 1e5
 """No claim stays idle this long: its producer has marked it free."""
@@ -167,6 +168,22 @@ def _print_content(content: Content, console: Console) -> None:
         counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
         table.add_row(str(number), f"{sibling.reward:g}", escape(safe(parts)), *counts, policies, finish)
     console.print(table)
+
+
+def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> None:
+    table = _bare_table("run", "state", "model", "updates", "reward", "when")
+    for run in runs:
+        cells = (
+            run.name,
+            run.state,
+            run.model,
+            f"{run.num_updates}/{run.num_updates_wanted}" if run.model else "",
+            "" if run.reward is None else f"{run.reward:.3f}",
+            "" if run.time_s is None else _moment(run.time_s),
+        )
+        table.add_row(*(escape(safe(cell)) for cell in cells))
+    if table.row_count:
+        (console or Console()).print(table)
 
 
 def print_producers(producers: Producers, console: Console | None = None) -> None:

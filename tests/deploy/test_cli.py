@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     assert shown.out == ""
 
 
-COMMANDS = ("run", "producer", "trainer", "make-model", "report", "audit", "dead", "producers", "parity")
+COMMANDS = ("run", "producer", "trainer", "make-model", "report", "list", "audit", "dead", "producers", "parity")
 
 
 @pytest.mark.parametrize("command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "parity"])
@@ -191,6 +192,13 @@ def test_help_names_every_command(capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in COMMANDS)
+
+
+def test_the_version_is_the_installed_package_s(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penstock {metadata.version('penstock')}\n"
 
 
 def test_a_surprise_keeps_its_traceback(monkeypatch):
@@ -238,7 +246,7 @@ def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for()
     parser = argparse.ArgumentParser()
     cli.add_commands(parser, operate.COMMANDS)
     found = list(parsers_below(parser))
-    assert len(found) == 6
+    assert len(found) == 7
     for command in found:
         assert command.description, command.prog
         actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
