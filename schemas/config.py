@@ -113,6 +113,9 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
     """`token_exact`: a prompt that continues an answer keeps its sampled tokens, reasoning included, where the chat
     template would write them otherwise. `as_sent`: the prompt is the agent's messages as the template renders them.
     Either way every sampled token is trained; the second makes more segments."""
+    unsupported: Literal["refuse", "ignore"] = "refuse"
+    """What becomes of a request's field that is not known or would change how tokens are sampled: `refuse` answers with
+    an error that names it; `ignore` answers as if it had been left out, counts it and logs its name once."""
     idle_timeout_s: PositiveFloat = 300.0
     """A rollout without a call or a finish for this long is given up."""
     group_deadline_s: PositiveFloat = 1800.0

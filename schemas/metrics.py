@@ -86,6 +86,12 @@ class ProducerMetric:
         ("reason",),
         unit="segments",
     )
+    AGENT_FIELDS_IGNORED = Metric(
+        "penstock_agent_fields_ignored_total",
+        "Fields of agents' requests that were ignored (endpoint.unsupported), by name",
+        ("field",),
+        unit="fields",
+    )
     ALTERNATE_STOPS = Metric(
         "penstock_agent_alternate_stops_total",
         "Answers that a stop token other than the template's has ended",

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -105,7 +106,12 @@ class _ScriptedEngine:
         self._num_tokens = num_tokens
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         text = self._topics.turn(self._num_tokens) + TURN_END
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -85,10 +85,15 @@ class Meter:
         self.pauses: list[tuple[float, float]] = []
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         began = time.monotonic()
-        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id)
+        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id, stop)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions

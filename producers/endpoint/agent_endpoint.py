@@ -82,7 +82,7 @@ class AgentEndpoint:
                 conversing,
                 agents=self.agents,
                 calls=self._calls,
-                deadline_s=endpoint.group_deadline_s,
+                endpoint=endpoint,
                 fingerprint=engine.fingerprint,
             )
         self._server = EndpointServer(

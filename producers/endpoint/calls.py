@@ -1,8 +1,9 @@
 """One call of an agent: rendered, spliced, sampled, parsed, and recorded in the rollout's ledger."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import sample
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.process.outage import RedisGoneError
-from penstock.schemas.rollout import pack_ids, unpack_ids
+from penstock.schemas.rollout import pack_ids
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-
+FIELDS_NAMED, FIELD_LENGTH = 32, 64
+"""Ignored fields that are named, and how much of their names: clients may invent any number of any length."""
 FATAL = (EngineError, RedisGoneError, RedisError)
 """Errors that end the producer, whichever call meets them."""
 
@@ -61,6 +65,7 @@ class Calls:
         self._metrics = metrics
         self._count = count
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
+        self._ignored: set[str] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
 
@@ -75,6 +80,7 @@ class Calls:
         """
         if not rollout.is_open:
             raise _has_ended(rollout)
+        self._count_ignored(request.ignored)
         task = asyncio.create_task(self._answer(rollout, request))
         task.add_done_callback(self._fail_with)  # the awaiting request may be cancelled, and its error lost
         rollout.running.add(task)
@@ -93,6 +99,14 @@ class Calls:
         if not self.failed.done():
             self.failed.set_exception(error)
 
+    def _count_ignored(self, fields: Sequence[str]) -> None:
+        for field in fields:
+            name = field[:FIELD_LENGTH]
+            if name not in self._ignored and len(self._ignored) < FIELDS_NAMED:
+                self._ignored.add(name)
+                log.warning('agents send %r, which is ignored (endpoint.unsupported = "ignore")', name)
+            self._metrics.agent_fields_ignored.labels(name if name in self._ignored else "other").inc()
+
     def _fail_with(self, task: asyncio.Task[Answered]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), FATAL):
             self.fail(error)
@@ -108,15 +122,24 @@ class Calls:
         await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
         number = rollout.ledger.next_number()
         try:
-            (completion,) = await sample(self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}")
+            (completion,) = await sample(
+                self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}", request.stop
+            )
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
         self._count(len(completion.token_ids) // 4)
         if completion.finish_reason == "error":
             raise ApiError(500, "the engine failed at this request", code="engine_error")
+        by_text = False
+        if request.stop:
+            completion, by_text = await run(self._thread, self._answers.ended, request, completion)
         message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
-        logprobs = await run(self._thread, self._answers.logprobs, message) if request.logprobs else None
+        logprobs = await run(self._thread, self._answers.logprobs, request, message) if request.logprobs else None
         call = self._record(rollout, request, prompt, completion, message, number)
+        sampled = message["generation_token_ids"]
+        stopped = completion.finish_reason == "stop" and not by_text
+        if stopped and sampled and self._prompts.is_alternate_stop(sampled[-1]):
+            self._metrics.alternate_stops.inc()
         return Answered(call, message, logprobs)
 
     def close(self) -> None:
@@ -160,9 +183,6 @@ class Calls:
         self._metrics.agent_calls.labels(prompt.kind).inc()
         if prompt.reason:
             self._metrics.agent_segments.labels(prompt.reason).inc()
-        sampled = unpack_ids(completion.token_ids)
-        if completion.finish_reason == "stop" and len(sampled) and self._prompts.is_alternate_stop(int(sampled[-1])):
-            self._metrics.alternate_stops.inc()
         return call
 
 

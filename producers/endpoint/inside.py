@@ -13,6 +13,7 @@ from penstock.producers.interfaces import ConversingEnvironment
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.config import EndpointConfig
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
@@ -25,14 +26,15 @@ CREDIT_S = 0.2
 class RolloutConversation:
     """The `Conversation` of one rollout."""
 
-    def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings) -> None:
+    def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, *, ignore: bool) -> None:
+        self._ignore = ignore
         self._rollout = rollout
         self._calls = calls
         self._sampling = sampling
 
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
         """See `Conversation.chat`."""
-        request = parse_chat({"messages": messages, **fields}, self._sampling)
+        request = parse_chat({"messages": messages, **fields}, self._sampling, ignore=self._ignore)
         answered = await self._calls.answer(self._rollout, request)
         answered.call.delivered = True
         return answered.message
@@ -48,13 +50,14 @@ class InsideAgents:
         *,
         agents: Agents,
         calls: Calls,
-        deadline_s: float,
+        endpoint: EndpointConfig,
         fingerprint: EngineFingerprint,
     ) -> None:
         self._environment = environment
         self._producer_id = context.producer_id
         self._evaluation_sampling = evaluation_sampling(context.config)
-        self._deadline_s = deadline_s
+        self._deadline_s = endpoint.group_deadline_s
+        self._ignore = endpoint.unsupported == "ignore"
         self._fingerprint = fingerprint
         self._agents = agents
         self._calls = calls
@@ -121,7 +124,7 @@ class InsideAgents:
         """
         outcome: Reward | str
         try:
-            conversation = RolloutConversation(rollout, self._calls, self._sampling)
+            conversation = RolloutConversation(rollout, self._calls, self._sampling, ignore=self._ignore)
             outcome = _checked(await self._environment.converse(rollout.group.prompt, conversation))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -15,8 +16,9 @@ from redis.exceptions import RedisError
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
 from penstock.producers.endpoint.calls import FATAL, Calls
+from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
-from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.groups import AgentRollout, producer_of
 from penstock.producers.stream.context import ProducerContext
@@ -27,6 +29,7 @@ from penstock.schemas.rollout import SamplingSettings
 
 log = logging.getLogger(__name__)
 
+Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BODY_BYTES = 1024 * 1024
@@ -38,6 +41,27 @@ LARGE_BODY_BYTES = 64 * 1024
 SHUTDOWN_S = 1.0
 """How long answers in progress may take to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
+SESSION = "X-Session-ID"
+"""The header that names a rollout where the path does not."""
+
+
+class Api(NamedTuple):
+    """One of OpenAI's APIs, in terms of chat completions.
+
+    as_chat: a request's document as that for a chat completion.
+    body: the request's document and the finished chat completion as the response's body.
+    events: a body as the events of a stream.
+    """
+
+    as_chat: Callable[[Json], Json]
+    body: Callable[[Json, Json], Json]
+    events: Callable[[Json, ChatRequest], Iterator[bytes]]
+
+
+CHAT = Api(
+    lambda document: document, lambda _, finished: finished, lambda body, asked: chunks(body, asked.include_usage)
+)
+RESPONSES = Api(responses.as_chat, responses.as_response, lambda body, _: responses.events(body))
 
 
 class EndpointServer:
@@ -60,6 +84,7 @@ class EndpointServer:
         self._agents = agents
         self._calls = calls
         self._sampling = sampling
+        self._ignore = endpoint.unsupported == "ignore"
         self._max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
         self._connection = context.connection
         self._keys = context.keys
@@ -76,8 +101,11 @@ class EndpointServer:
         """
         app = web.Application(middlewares=[self._guard], client_max_size=self._max_body_bytes)
         app.router.add_post("/r", self._open)
-        app.router.add_post("/r/{rollout}/v1/chat/completions", self._chat)
-        app.router.add_get("/r/{rollout}/v1/models", self._models)
+        for base in ("/r/{rollout}/v1", "/v1"):
+            app.router.add_post(f"{base}/chat/completions", partial(self._answer, CHAT))
+            app.router.add_post(f"{base}/responses", partial(self._answer, RESPONSES))
+            app.router.add_get(f"{base}/models", self._models)
+            app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
         # A client that disconnects cancels its handler, so that no tokens are sampled for an answer nobody reads.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
@@ -154,57 +182,60 @@ class EndpointServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         await self._rollout(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
-        return _json({"object": "list", "data": [model]})
+        asked = request.match_info.get("model")  # under any name, as in a request for an answer
+        model = {"id": asked or self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        model |= {"root": self._model, "parent": None}
+        return _json(model if asked else {"object": "list", "data": [model]})
 
     async def _finish(self, request: web.Request) -> web.Response:
         reward = parse_finish(await request.read())
-        rollout_id = request.match_info["rollout"]
+        rollout_id = _rollout_id(request)
         if not self._agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
             if wrong := self._agents.finish(rollout, reward):
                 raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
         return _json({"id": rollout_id, "status": "finished"})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = await self._asked(await request.read())
+    async def _answer(self, api: Api, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+
+        def parse() -> tuple[Json, ChatRequest]:
+            document = parse_json(data)
+            return document, parse_chat(api.as_chat(document), self._sampling, ignore=self._ignore)
+
+        document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
         answered = await self._calls.answer(rollout, asked)
         finished = response(
             f"chatcmpl-{rollout.id}-{answered.call.number}",
-            int(time.time()),
             self._model,
+            asked,
             answered.message,
             answered.logprobs,
             finish_reason(answered.call.completion, answered.message),
         )
+        body = api.body(document, finished)
         answer: web.StreamResponse
         if asked.stream:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
             answer = web.StreamResponse(headers=headers)
             await answer.prepare(request)
-            for chunk in chunks(finished, asked.include_usage):
+            for chunk in api.events(body, asked):
                 await answer.write(chunk)
         else:
-            answer = _json(finished)
+            answer = _json(body)
             await answer.prepare(request)
         await answer.write_eof()
         answered.call.delivered = True
         return answer
 
-    async def _asked(self, body: bytes) -> ChatRequest:
-        def parse() -> ChatRequest:
-            return parse_chat(parse_json(body), self._sampling)
-
-        return await asyncio.to_thread(parse) if len(body) > LARGE_BODY_BYTES else parse()
-
     async def _rollout(self, request: web.Request) -> AgentRollout:
-        """The rollout that a path names.
+        """The rollout that a path or a header names.
 
         Raises:
-            ApiError: 404 if no producer knows it, 409 if another has it, 410 if it has ended.
+            ApiError: 400 without either, 404 if no producer knows it, 409 if another has it, 410 if it has ended.
         """
-        rollout_id = request.match_info["rollout"]
+        rollout_id = _rollout_id(request)
         rollout = self._agents.find(rollout_id)
         if rollout is not None:
             rollout.last_seen = time.monotonic()
@@ -230,6 +261,13 @@ class EndpointServer:
             return decode_heartbeat(data).endpoint if data is not None else None
         except (TimeoutError, RedisError, msgspec.DecodeError):
             return ""
+
+
+def _rollout_id(request: web.Request) -> str:
+    rollout_id = request.match_info.get("rollout") or request.headers.get(SESSION)
+    if not rollout_id:
+        raise bad_request(f"expected a rollout's id in the path, /r/ID/v1, or in the header {SESSION}", SESSION)
+    return rollout_id
 
 
 def _json(body: dict[str, Any]) -> web.Response:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 
 from vllm import SamplingParams, __version__
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -47,7 +48,7 @@ class VllmEngine:
         self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
         self._drained = config.engine.update == "drained"
         self._held: HeldFile | None = None
-        self._params: dict[tuple[SamplingSettings, int], SamplingParams] = {}
+        self._params: dict[tuple[SamplingSettings, int, tuple[str, ...]], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
     @classmethod
@@ -84,9 +85,15 @@ class VllmEngine:
         return engine
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
+        """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request. A completion ends
+        after the token that completes one of the texts `stop`, special tokens spelled out.
 
         Raises:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
@@ -94,7 +101,7 @@ class VllmEngine:
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
-        return await self._run(prompt_token_ids, sampling, num_siblings, request_id, salt)
+        return await self._run(prompt_token_ids, sampling, num_siblings, request_id, salt, tuple(stop))
 
     async def _run(
         self,
@@ -103,13 +110,15 @@ class VllmEngine:
         num_siblings: int,
         request_id: str,
         salt: str | None,
+        stop: tuple[str, ...] = (),
     ) -> list[Completion]:
         """`generate`, on cached KV of requests with the same `salt` only."""
         self._check_prompt(prompt_token_ids, request_id)
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
+        params = self._sampling_params(sampling, num_siblings, stop)
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, self._sampling_params(sampling, num_siblings), request_id):
+            async for output in self._llm.generate(prompt, params, request_id):
                 final = output
         except VLLMClientError as error:
             raise ValueError(f"request {request_id} refused: {error}") from error
@@ -263,8 +272,8 @@ class VllmEngine:
                 f"{self._vocabulary - 1}"
             )
 
-    def _sampling_params(self, sampling: SamplingSettings, num_siblings: int) -> SamplingParams:
-        key = (sampling, num_siblings)
+    def _sampling_params(self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...]) -> SamplingParams:
+        key = (sampling, num_siblings, stop)
         if key not in self._params:
             if len(self._params) == PARAMS_KEPT:
                 self._params.clear()
@@ -277,7 +286,9 @@ class VllmEngine:
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                stop=list(stop),
+                detokenize=bool(stop),
+                skip_special_tokens=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
         return self._params[key]

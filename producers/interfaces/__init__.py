@@ -22,6 +22,7 @@ needs a base class; a run file names an environment by its import path (`environ
 `ConversingEnvironment` is for tasks of several turns.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -67,9 +68,16 @@ class Engine(Protocol):
     """Longest prompt plus completion, in tokens."""
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
+
+        A completion may end after the token that completes one of the texts `stop`, and need not.
 
         A completion that the engine itself breaks off has the finish reason "abort" and the tokens sampled until then.
         """

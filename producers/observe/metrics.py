@@ -32,6 +32,7 @@ class ProducerMetrics:
         self.agent_calls_running = make(Gauge, M.AGENT_CALLS_RUNNING)
         self.agent_calls = make(Counter, M.AGENT_CALLS)
         self.agent_segments = make(Counter, M.AGENT_SEGMENTS)
+        self.agent_fields_ignored = make(Counter, M.AGENT_FIELDS_IGNORED)
         self.alternate_stops = make(Counter, M.ALTERNATE_STOPS)
         self.agent_tokens = make(Counter, M.AGENT_TOKENS)
         self.agent_tokens_delivered = make(Counter, M.AGENT_TOKENS_DELIVERED)

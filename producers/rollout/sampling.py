@@ -29,21 +29,26 @@ def evaluation_sampling(config: RunConfig) -> SamplingSettings:
 
 
 async def sample(
-    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    engine: Engine,
+    prompt_ids: list[int],
+    sampling: SamplingSettings,
+    num_siblings: int,
+    request_id: str,
+    stop: Sequence[str] = (),
 ) -> list[Completion]:
-    """Samples completions of one prompt. A completion that the engine aborts is resumed from its tokens so far, with
-    the rest of its budget; version spans and logprobs of the parts are joined.
+    """Samples completions of one prompt; the engine may end one at a text of `stop`. One that the engine aborts is
+    resumed from its tokens so far, with the rest of its budget; version spans and logprobs of the parts are joined.
 
     Raises:
         EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
             number of completions.
         ValueError: it refuses the prompt.
     """
-    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id)
+    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id, stop)
     if all(one.finish_reason != "abort" for one in completions):
         return completions
     tasks = [
-        asyncio.create_task(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", one))
+        asyncio.create_task(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", stop, one))
         for n, one in enumerate(completions)
     ]
     try:
@@ -53,7 +58,12 @@ async def sample(
 
 
 async def _finish(
-    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, request_id: str, part: Completion
+    engine: Engine,
+    prompt_ids: list[int],
+    sampling: SamplingSettings,
+    request_id: str,
+    stop: Sequence[str],
+    part: Completion,
 ) -> Completion:
     parts: list[Completion] = []
     num_sampled = num_empty = 0
@@ -72,14 +82,19 @@ async def _finish(
         context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
         left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
         # An id may be used once only.
-        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}")
+        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}", stop)
     raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
 
 
 async def _generate(
-    engine: Engine, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+    engine: Engine,
+    prompt_ids: list[int],
+    sampling: SamplingSettings,
+    num_siblings: int,
+    request_id: str,
+    stop: Sequence[str],
 ) -> list[Completion]:
-    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id)
+    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id, stop)
     if len(completions) != num_siblings:
         raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
     return completions

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,10 +43,15 @@ class ChaosEngine(ScriptedEngine):
     """Refuses a request id while it is in use, and takes it again afterwards."""
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         try:
-            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id)
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop)
         finally:
             if not isinstance(sys.exc_info()[1], ValueError):
                 self.requests.remove(request_id)

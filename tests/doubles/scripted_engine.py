@@ -11,7 +11,7 @@ import signal
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,12 @@ class ScriptedEngine:
         self._sampling.set()
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: SamplingSettings, num_siblings: int, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
     ) -> list[Completion]:
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")

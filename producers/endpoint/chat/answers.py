@@ -4,6 +4,8 @@ import json
 import logging
 import secrets
 import string
+import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +13,7 @@ from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 from penstock.producers.endpoint.splice.turn_boundary import special_token_ids
 from penstock.producers.interfaces import Completion
-from penstock.schemas.rollout import unpack_floats, unpack_ids
+from penstock.schemas.rollout import VersionSpan, unpack_floats, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,25 @@ class Answers:
         self._parser = parser
         self._special = special_token_ids(tokenizer)
 
+    def ended(self, request: ChatRequest, completion: Completion) -> tuple[Completion, bool]:
+        """A completion up to and including the token that completes one of the request's stop strings, and whether
+        there is one. The engine need not have ended it there: one that was resumed is searched in its parts alone."""
+        token_ids = unpack_ids(completion.token_ids).tolist()
+
+        def is_stopped(num: int) -> bool:
+            return _first_stop(self._decode(token_ids[:num]), request.stop) is not None
+
+        if not is_stopped(len(token_ids)):
+            return completion, False
+        num = bisect_left(range(len(token_ids)), True, key=is_stopped)
+        spans = completion.version_spans
+        return Completion(
+            token_ids=completion.token_ids[: 4 * num],
+            behavior_logprobs=completion.behavior_logprobs[: 4 * num],
+            version_spans=tuple(VersionSpan(s.version, s.start, min(s.end, num)) for s in spans if s.start < num),
+            finish_reason="stop",
+        ), True
+
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:
         """The assistant's message, with prompt ids, sampled ids and logprobs under NeMo Gym's field names."""
         token_ids = unpack_ids(completion.token_ids).tolist()
@@ -82,12 +103,13 @@ class Answers:
         logprobs = unpack_floats(completion.behavior_logprobs).tolist()
         return message | dict(zip(TOKEN_FIELDS, (prompt_ids, token_ids, logprobs), strict=True))
 
-    def logprobs(self, message: Json) -> Json:
+    def logprobs(self, request: ChatRequest, message: Json) -> Json:
         """The sampled tokens' logprobs in OpenAI's form."""
         content = []
         for token_id, logprob in zip(message["generation_token_ids"], message["generation_log_probs"], strict=True):
             token = self._tokenizer.decode([token_id])
-            content.append({"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
+            shown = f"token_id:{token_id}" if request.tokens_as_ids else token
+            content.append({"token": shown, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
         return {"content": content, "refusal": None}
 
     def _parse(
@@ -96,14 +118,23 @@ class Answers:
         # The stop token is not part of the text.
         stopped = completion.finish_reason == "stop" and token_ids and token_ids[-1] in self._special
         shown = token_ids[:-1] if stopped else token_ids
-        text = self._tokenizer.decode(
-            shown, skip_special_tokens=self._parser.skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        text = self._decode(shown)
+        text = text[: _first_stop(text, request.stop)]
         try:
             return self._parser.parse(text, shown, request, prompt_ids)
         except Exception:  # a policy may write anything, and a parser that fails must not lose what was sampled
             log.exception("an answer of %d tokens could not be parsed: left as text", len(shown))
             return ParsedAnswer(text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._parser.skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the first of the stop strings begins."""
+    return min((at for one in stop if (at := text.find(one)) >= 0), default=None)
 
 
 def finish_reason(completion: Completion, message: Json) -> str:
@@ -113,21 +144,26 @@ def finish_reason(completion: Completion, message: Json) -> str:
     return "tool_calls" if "tool_calls" in message else "stop"
 
 
-def response(completion_id: str, created: int, model: str, message: Json, logprobs: Json | None, reason: str) -> Json:
-    """A chat completion of one choice."""
+def response(
+    completion_id: str, model: str, request: ChatRequest, message: Json, logprobs: Json | None, reason: str
+) -> Json:
+    """A chat completion of one choice, on demand with vLLM's own fields of token ids."""
     num_prompt, num_sampled = len(message["prompt_token_ids"]), len(message["generation_token_ids"])
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    if request.token_ids:
+        choice["token_ids"] = message["generation_token_ids"]
     return {
         "id": completion_id,
         "object": "chat.completion",
-        "created": created,
+        "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}],
+        "choices": [choice],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_sampled,
             "total_tokens": num_prompt + num_sampled,
         },
-    }
+    } | ({"prompt_token_ids": message["prompt_token_ids"]} if request.token_ids else {})
 
 
 def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
@@ -144,13 +180,17 @@ def chunks(finished: Json, include_usage: bool) -> Iterator[bytes]:
         deltas.append(({"tool_calls": calls}, None if message["content"] else choice["logprobs"], None))
     deltas.append(({name: message[name] for name in TOKEN_FIELDS}, None, choice["finish_reason"]))
     head = {name: finished[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for delta, logprobs, reason in deltas:
+    first = {name: finished[name] for name in finished.keys() & {"prompt_token_ids"}}
+    last = {name: choice[name] for name in choice.keys() & {"token_ids"}}
+    for n, (delta, logprobs, reason) in enumerate(deltas):
         shown = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        yield _event(head | {"choices": [shown]})
+        yield event(head | (first if n == 0 else {}) | {"choices": [shown | (last if reason else {})]})
     if include_usage:
-        yield _event(head | {"choices": [], "usage": finished["usage"]})
+        yield event(head | {"choices": [], "usage": finished["usage"]})
     yield DONE
 
 
-def _event(body: Json) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+def event(body: Json) -> bytes:
+    """A server-sent event; one of a response has a type, which names it."""
+    name = f"event: {body['type']}\n".encode() if "type" in body else b""
+    return name + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

@@ -1,11 +1,12 @@
 """Requests for chat completions, checked field by field.
 
 Tokens must be sampled from the distribution that the run records, otherwise the trainer would mistake the logprobs of
-one policy for those of another. So a request may shorten an answer, but not change how it is sampled.
+one policy for those of another. So a request may shorten an answer (a limit, stop strings), but not change how it is
+sampled.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,12 +19,14 @@ Json = dict[str, Any]
 
 _IGNORED = frozenset({
     "model", "user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "verbosity", "include_reasoning", "return_token_ids", "skip_special_tokens",
-    "spaces_between_special_tokens", "priority", "request_id",
+    "prompt_cache_retention", "verbosity", "include_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
+    "priority", "request_id",
 })  # fmt: skip
 """Fields that do not affect the tokens' distribution and are ignored."""
 
 
+_LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+"""The names under which clients limit an answer; the least counts."""
 _RESERVED = frozenset({
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -33,7 +36,14 @@ _RESERVED = frozenset({
 
 
 class ChatRequest(NamedTuple):
-    """A valid request. max_tokens: the most tokens of the answer; None without a limit."""
+    """A valid request.
+
+    max_tokens: the most tokens of the answer; None without a limit.
+    stop: texts that end the answer.
+    token_ids: whether the response carries vLLM's own fields of token ids.
+    tokens_as_ids: whether logprobs name tokens by their ids, as vLLM does on demand.
+    ignored: the fields that had no effect, although the client may expect one.
+    """
 
     messages: list[Json]
     tools: list[Json]
@@ -44,6 +54,10 @@ class ChatRequest(NamedTuple):
     include_usage: bool
     logprobs: bool
     template_arguments: Json
+    stop: tuple[str, ...]
+    token_ids: bool
+    tokens_as_ids: bool
+    ignored: tuple[str, ...]
 
 
 def parse_json(body: bytes) -> Json:
@@ -97,52 +111,53 @@ def _lone_surrogate(body: bytes) -> str:
     return ""
 
 
-def parse_chat(document: Json, sampling: SamplingSettings) -> ChatRequest:
+def parse_chat(document: Json, sampling: SamplingSettings, *, ignore: bool = False) -> ChatRequest:
     """A chat completion's request, against how the run samples.
+
+    ignore: answer a request for other sampling as if it had not asked for it (`endpoint.unsupported`).
 
     Raises:
         ApiError: 400, names the field, its value and what was expected.
     """
     left = {name: value for name, value in document.items() if name not in _IGNORED}
     take = left.pop
-    messages = _objects(take("messages", None), "messages", at_least=1)
+    messages = objects(take("messages", None), "messages", at_least=1)
     for n, message in enumerate(messages):
-        _check_message(message, f"messages[{n}]")
-    tools = _objects(take("tools", None) or [], "tools")
+        check_message(message, f"messages[{n}]")
+    tools = objects(take("tools", None) or [], "tools")
     for n, tool in enumerate(tools):
         _check_tool(tool, f"tools[{n}]")
-    choice = take("tool_choice", None)
-    if choice not in (None, "auto", "none"):
-        raise bad_request(
-            f"tool_choice is {_shown(choice)}: to force a call constrains sampling; expected 'auto' or 'none'",
-            "tool_choice",
-        )
+    limits = {name: take(name, None) for name in _LIMITS}
     stream_options = take("stream_options", None) or {}
     if not isinstance(stream_options, dict):
         raise bad_request(f"stream_options is {_kind(stream_options)}, expected an object", "stream_options")
     template_arguments = take("chat_template_kwargs", None) or {}
     if not isinstance(template_arguments, dict) or _RESERVED & set(template_arguments):
         raise bad_request(
-            f"chat_template_kwargs is {_shown(template_arguments)}, expected an object of the template's own variables",
+            f"chat_template_kwargs is {shown(template_arguments)}, expected an object of the template's own variables",
             "chat_template_kwargs",
         )
-    request = ChatRequest(
+    return ChatRequest(
         messages=list(messages),  # an environment may change its own list while the answer is sampled
         tools=list(tools),
-        use_tools=bool(tools) and choice != "none",
+        use_tools=bool(tools) and left.get("tool_choice") != "none",
         parallel_tool_calls=take("parallel_tool_calls", None) is not False,
-        max_tokens=_limit(take("max_completion_tokens", None), take("max_tokens", None)),
+        max_tokens=_limit(limits),
         stream=_flag(take("stream", None), "stream"),
         include_usage=bool(stream_options.get("include_usage")),
         logprobs=_flag(take("logprobs", None), "logprobs"),
         template_arguments=template_arguments,
+        stop=_stop(take("stop", None)),
+        token_ids=_flag(take("return_token_ids", None), "return_token_ids"),
+        tokens_as_ids=_flag(take("return_tokens_as_token_ids", None), "return_tokens_as_token_ids"),
+        ignored=_check_sampling(left, sampling, ignore),
     )
-    _check_sampling(left, sampling)
-    return request
 
 
-def _check_sampling(left: Json, sampling: SamplingSettings) -> None:
-    """Checks that every remaining field has the value that the run samples with anyway."""
+def _check_sampling(left: Json, sampling: SamplingSettings, ignore: bool) -> tuple[str, ...]:
+    """Checks that every remaining field has the value that the run samples with anyway; returns those that have not and
+    are to be ignored."""
+    ignored = []
     fixed: dict[str, tuple[Callable[[Any], bool], str]] = {
         "n": (lambda value: value == 1, "1: siblings are rollouts of their own"),
         "temperature": (_equals(sampling.temperature), f"{sampling.temperature:g}, as the run samples"),
@@ -154,73 +169,95 @@ def _check_sampling(left: Json, sampling: SamplingSettings) -> None:
         "frequency_penalty": (_equals(0), "0"),
         "repetition_penalty": (_equals(1), "1"),
         "top_logprobs": (_equals(0), "0: the logprob of the sampled token is all there is"),
-        "stop": (lambda value: value == [] or value == "", "none: the run's stop tokens end an answer"),
+        "stop_token_ids": (_same_ids(sampling.stop_token_ids), f"{list(sampling.stop_token_ids)}, as the run samples"),
+        "tool_choice": (
+            lambda value: value in ("auto", "none"),
+            "'auto' or 'none': to force a call constrains sampling",
+        ),
         "response_format": (lambda value: value == {"type": "text"}, "{'type': 'text'}"),
     }
     for name, value in left.items():
         if value is None or value is False or (isinstance(value, list | dict) and not value):
             continue
-        if name not in fixed:
+        holds, expected = fixed.get(name, (None, ""))
+        if holds is not None and holds(value):
+            continue
+        if ignore and name != "n":  # a client that asks for several answers reads several
+            ignored.append(name)
+        elif holds is None:
             raise bad_request(
-                f"{name} is {_shown(value)}: not supported; expected it to be left out", name, "unsupported_parameter"
+                f"{name} is {shown(value)}: not supported; expected it to be left out", name, "unsupported_parameter"
             )
-        holds, expected = fixed[name]
-        if not holds(value):
-            raise bad_request(f"{name} is {_shown(value)}, expected {expected}", name, "unsupported_value")
+        else:
+            raise bad_request(f"{name} is {shown(value)}, expected {expected}", name, "unsupported_value")
+    return tuple(ignored)
 
 
-def _check_message(message: Json, where: str) -> None:
+def check_message(message: Json, where: str) -> None:
+    """Raises ApiError 400, named after `where`, for a message that no template could render."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise bad_request(f"{where}.role is {_shown(role)}, expected a role of the chat template", where)
+        raise bad_request(f"{where}.role is {shown(role)}, expected a role of the chat template", where)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
             if not (isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str)):
-                raise bad_request(f"{where}.content holds {_shown(part)}, expected parts of text", where)
+                raise bad_request(f"{where}.content holds {shown(part)}, expected parts of text", where)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content is {_kind(content)}, expected text", where)
-    for call in _objects(message.get("tool_calls") or [], f"{where}.tool_calls"):
+    for call in objects(message.get("tool_calls") or [], f"{where}.tool_calls"):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad_request(f"{where}.tool_calls holds {_shown(call)}, expected calls of functions", where)
+            raise bad_request(f"{where}.tool_calls holds {shown(call)}, expected calls of functions", where)
 
 
 def _check_tool(tool: Json, where: str) -> None:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise bad_request(f"{where} is {_shown(tool)}, expected a function", where)
+        raise bad_request(f"{where} is {shown(tool)}, expected a function", where)
     for name, kind, optional in (("name", str, False), ("description", str, True), ("parameters", dict, True)):
         value = function.get(name)
         if not (isinstance(value, kind) or (optional and value is None)):
             expected = "an object" if kind is dict else "text"
-            raise bad_request(f"{where}.function.{name} is {_shown(value)}, expected {expected}", where)
+            raise bad_request(f"{where}.function.{name} is {shown(value)}, expected {expected}", where)
 
 
-def _objects(value: Any, name: str, at_least: int = 0) -> list[Json]:
+def objects(value: Any, name: str, at_least: int = 0) -> list[Json]:
+    """A list of at least so many JSON objects; raises ApiError 400 for anything else."""
     if not isinstance(value, list) or len(value) < at_least or not all(isinstance(item, dict) for item in value):
-        raise bad_request(f"{name} is {_shown(value)}, expected a list of objects", name)
+        raise bad_request(f"{name} is {shown(value)}, expected a list of objects", name)
     return value
 
 
-def _limit(*values: Any) -> int | None:
-    limits = [value for value in values if value is not None]
-    for value in limits:
+def _limit(limits: Mapping[str, Any]) -> int | None:
+    given = {name: value for name, value in limits.items() if value is not None}
+    for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise bad_request(f"max_completion_tokens is {_shown(value)}, expected 1 or more", "max_completion_tokens")
-    return min(limits, default=None)
+            raise bad_request(f"{name} is {shown(value)}, expected 1 or more", name)
+    return min(given.values(), default=None)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [value] if value else []
+    if not all(isinstance(text, str) and text for text in texts):
+        raise bad_request(f"stop is {shown(value)}, expected a text or a list of texts, none of them empty", "stop")
+    return tuple(texts)
+
+
+def _same_ids(expected: tuple[int, ...]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and sorted(value, key=repr) == sorted(expected, key=repr)
 
 
 def _flag(value: Any, name: str) -> bool:
     if value not in (None, True, False):
-        raise bad_request(f"{name} is {_shown(value)}, expected true or false", name)
+        raise bad_request(f"{name} is {shown(value)}, expected true or false", name)
     return bool(value)
 
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
         expected = f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-        raise bad_request(f"{name} is {_shown(value)}, expected {expected}", name)
+        raise bad_request(f"{name} is {shown(value)}, expected {expected}", name)
     return float(value)
 
 
@@ -241,5 +278,6 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for an error's message: short, in one line."""
     return one_line(repr(value)[:200])

@@ -10,10 +10,12 @@ import pytest
 from aiohttp import web
 
 from agent_client import ADD, ANSWER, AgentClient, as_plain_client, tool_user
+from chat_templates import decode, encode
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.requests import parse_json
 from penstock.producers.endpoint.server import BODY_BYTES, BODY_BYTES_PER_TOKEN, LARGE_BODY_BYTES
 from penstock.schemas.config import ConfigError, EndpointConfig, SamplingConfig
+from penstock.schemas.rollout import unpack_ids
 from producer_run import KEYS
 from scripted_engine import ScriptedEngine
 from waiting import until
@@ -184,6 +186,98 @@ async def test_an_answer_is_cut_where_the_request_the_run_or_the_context_says(se
     assert len((await one.client.chat(rollout, ASKED, max_tokens=7))["generation_token_ids"]) == 7
     long = await one.client.chat(rollout, [{"role": "user", "content": "three plus four " * 13}])
     assert 0 < len(long["generation_token_ids"]) == 80 - len(long["prompt_token_ids"]) < 30
+
+
+async def test_an_answer_is_trained_up_to_the_token_that_completes_a_stop_string(serve) -> None:
+    """The engine may sample on: this one does."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    script = tool_user()([*encode("chatml", "<|im_start|>tool<|im_end|><|im_start|>")], 0)
+    messages = [*ASKED, {"role": "tool", "tool_call_id": "a", "content": "7"}]
+    body = {"messages": messages, "stop": ["zzz", "sev"]}
+    _, reply = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", body)
+    (choice,) = reply["choices"]
+    first = choice["message"]
+    assert first["content"] == "therefore " and choice["finish_reason"] == "stop"
+    assert decode("chatml", first["generation_token_ids"]) == "therefore sev"
+    assert first["generation_token_ids"] == script[: len(first["generation_token_ids"])]
+    assert len(first["generation_log_probs"]) == len(first["generation_token_ids"])
+    assert one.count("penstock_agent_alternate_stops_total") == 0
+    messages += [as_plain_client(first), {"role": "user", "content": "go on"}]
+    second = await one.client.chat(rollout, messages)
+    so_far = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["prompt_token_ids"][: len(so_far)] == so_far
+    await one.client.finish(rollout, 1.0)
+    ((segment,),) = [rollout.segments for rollout in (await one.groups(1))[0].rollouts]
+    start, end = segment.loss_mask[0]
+    assert unpack_ids(segment.token_ids)[start:end].tolist() == first["generation_token_ids"]
+
+
+async def test_what_a_run_ignores_is_counted_and_logged_once_by_name(serve, caplog) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, unsupported="ignore"))
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    for n in range(2):
+        await one.client.chat(rollout, ASKED, temperature=0.1, reasoning_effort="low")
+        await one.client.chat(rollout, ASKED, **{f"{'odd' * 40}{k}": 1 for k in range(n, 40 * n)})
+    assert one.engine.samplings[0].temperature == 1.0
+    assert one.count("penstock_agent_fields_ignored_total", field="temperature") == 2
+    assert one.count("penstock_agent_fields_ignored_total", field=("odd" * 40)[:64]) == 39
+    await one.client.chat(rollout, ASKED, **{f"odd{k}": 1 for k in range(40)})
+    assert one.count("penstock_agent_fields_ignored_total", field="other") == 11
+    said = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    assert (
+        len(said) == 32 and said[0] == "agents send 'temperature', which is ignored (endpoint.unsupported = \"ignore\")"
+    )
+
+
+async def test_a_model_is_found_under_any_name(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    async with client_of(await one.client.open()) as client:
+        (model,) = (await client.models.list()).data
+        for name in (model.id, "lab/gpt-anything"):
+            found = await client.models.retrieve(name)
+            assert (found.id, found.root) == (name, model.id)
+
+
+async def test_vllm_s_own_fields_of_token_ids_come_on_demand(serve) -> None:
+    one = await serve()
+    one.trainer.release(1, 1)
+    async with client_of(await one.client.open()) as client:
+        asked = {"model": "x", "messages": ASKED, "logprobs": True}
+        extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        plain = await client.chat.completions.create(**asked)
+        assert not hasattr(plain, "prompt_token_ids") and not hasattr(plain.choices[0], "token_ids")
+        reply = await client.chat.completions.create(**asked, extra_body=extra)
+        message, ids = reply.choices[0].message, reply.choices[0].token_ids
+        assert (reply.prompt_token_ids, ids) == (message.prompt_token_ids, message.generation_token_ids)
+        assert [entry.token for entry in reply.choices[0].logprobs.content] == [f"token_id:{one}" for one in ids]
+        stream = await client.chat.completions.create(**asked, extra_body=extra, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].prompt_token_ids == reply.prompt_token_ids
+        (sampled,) = [chunk.choices[0].token_ids for chunk in chunks if hasattr(chunk.choices[0], "token_ids")]
+        assert sampled == ids and not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
+
+
+async def test_one_base_url_serves_the_rollouts_that_a_header_names(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open() for _ in range(2)]
+    async with client_of({"base_url": f"{one.url}/v1"}, max_retries=0) as client:
+        for n, rollout in enumerate(rollouts):
+            named = {"X-Session-ID": rollout["id"]}
+            for _ in range(n + 1):
+                await client.chat.completions.create(model="x", messages=ASKED, extra_headers=named)
+            assert (await client.models.list(extra_headers=named)).data
+            await one.client.finish(rollout, float(n))
+        with pytest.raises(openai.BadRequestError, match="or in the header X-Session-ID"):
+            await client.chat.completions.create(model="x", messages=ASKED)
+        with pytest.raises(openai.NotFoundError, match="no such rollout"):
+            await client.chat.completions.create(model="x", messages=ASKED, extra_headers={"X-Session-ID": "a.b"})
+    (group,) = await one.groups(1)
+    assert [len(rollout.segments) for rollout in group.rollouts] == [1, 2]
 
 
 async def test_a_key_is_asked_of_everybody_on_every_path(serve, monkeypatch) -> None:

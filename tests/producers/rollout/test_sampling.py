@@ -14,7 +14,7 @@ class BreakingEngine:
         self._parts = list(parts)
         self.requests: list[tuple[list[int], int, str]] = []
 
-    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id):
+    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=()):
         self.requests.append((prompt_token_ids, sampling.max_tokens, request_id))
         count, version, reason = self._parts.pop(0)
         first = 100 + sum(len(prompt) for prompt, _, _ in self.requests[:-1])

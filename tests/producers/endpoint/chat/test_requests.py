@@ -39,7 +39,7 @@ def test_what_leaves_the_distribution_alone_is_accepted() -> None:
 
 
 def test_a_request_of_messages_alone_gets_the_run_s_settings() -> None:
-    assert chat() == (MESSAGES, [], False, True, None, False, False, False, {})
+    assert chat() == (MESSAGES, [], False, True, None, False, False, False, {}, (), False, False, ())
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,16 @@ def test_a_request_of_messages_alone_gets_the_run_s_settings() -> None:
         ("logit_bias", {"5": 1}, "logit_bias is {'5': 1}: not supported"),
         ("frequency_penalty", 0.1, "frequency_penalty is 0.1, expected 0"),
         ("top_logprobs", 3, "top_logprobs is 3, expected 0"),
-        ("stop", ["\n"], "stop is .*, expected none"),
-        ("stop_token_ids", [3], "stop_token_ids is .*: not supported"),
+        ("stop", ["\n", ""], "stop is .*, expected a text or a list of texts, none of them empty"),
+        ("stop", 3, "stop is 3, expected a text"),
+        ("stop_token_ids", [3], r"stop_token_ids is \[3\], expected \[\], as the run samples"),
         ("min_tokens", 3, "min_tokens is 3, expected 0"),
         ("response_format", {"type": "json_object"}, "response_format is .*, expected {'type': 'text'}"),
         ("guided_json", {"type": "object"}, "guided_json is .*: not supported"),
-        ("tool_choice", "required", "tool_choice is 'required': to force a call constrains sampling"),
-        ("max_tokens", 0, "max_completion_tokens is 0, expected 1 or more"),
+        ("tool_choice", "required", "tool_choice is 'required', expected 'auto' or 'none': to force a"),
+        ("max_tokens", 0, "max_tokens is 0, expected 1 or more"),
+        ("max_output_tokens", "9", "max_output_tokens is '9', expected 1 or more"),
+        ("reasoning_effort", "low", "reasoning_effort is 'low': not supported"),
         ("stream", "yes", "stream is 'yes', expected true or false"),
         ("messages", [], "messages is .*, expected a list of objects"),
         ("messages", [{"content": "x"}], r"messages\[0\].role is None"),
@@ -74,6 +77,38 @@ def test_what_would_bend_the_distribution_is_refused_by_name(field: str, value: 
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(error.message)
     assert error.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_run_that_ignores_what_it_does_not_support_names_what_it_ignored() -> None:
+    fields = {"temperature": 0.1, "tool_choice": "required", "response_format": {"type": "json_object"}, "odd": 1}
+    request = parse_chat({"messages": MESSAGES, "tools": [TOOL], "top_p": 1, **fields}, SAMPLING, ignore=True)
+    assert request.ignored == ("temperature", "tool_choice", "response_format", "odd") and request.use_tools
+    for wrong in ({"n": 2}, {"max_tokens": 0}, {"messages": []}, {"stop": 3}):
+        with pytest.raises(ApiError):
+            parse_chat({"messages": MESSAGES, **wrong}, SAMPLING, ignore=True)
+
+
+@pytest.mark.parametrize(
+    ("limits", "least"),
+    [
+        ({"max_tokens": None, "max_completion_tokens": None, "max_output_tokens": None}, None),
+        ({"max_tokens": None, "max_output_tokens": 7}, 7),
+        ({"max_tokens": 9, "max_completion_tokens": 8}, 8),
+    ],
+)
+def test_every_name_of_the_limit_counts_and_null_is_none(limits: dict, least: int | None) -> None:
+    assert chat(**limits).max_tokens == least
+
+
+def test_stop_strings_come_alone_or_as_a_list() -> None:
+    assert [chat(stop=stop).stop for stop in (None, "", [], "a", ["a", "b"])] == [(), (), (), ("a",), ("a", "b")]
+
+
+def test_the_run_s_own_stop_tokens_may_be_named() -> None:
+    sampling = SamplingSettings(stop_token_ids=(5, 3))
+    assert not parse_chat({"messages": MESSAGES, "stop_token_ids": [3, 5]}, sampling).ignored
+    with pytest.raises(ApiError, match=r"stop_token_ids is \[3\], expected \[5, 3\], as the run samples"):
+        parse_chat({"messages": MESSAGES, "stop_token_ids": [3]}, sampling)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b'"text"'])
