@@ -457,13 +457,13 @@ async def test_an_answer_ends_where_its_rollout_s_share_does(serve, monkeypatch)
 
 
 async def test_a_reward_too_large_for_a_record_costs_its_own_rollout_alone(serve, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 8000)
+    monkeypatch.setattr("penstock.producers.endpoint.agents.MAX_ENTRY_BYTES", GROUP_BYTES + 2 * 2500)
     one = await serve(group_size=2)
     one.trainer.release(1, 1)
     rollouts = [await one.client.open(), await one.client.open()]
     for rollout in rollouts:
         await one.client.converse(rollout, 1)
-    body = {"reward": 1.0, "metrics": {"m" * 8000: 1.0}}
+    body = {"reward": 1.0, "metrics": {f"{n:064}": 1.0 for n in range(32)}}
     status, answer = await one.client.request("POST", f"/r/{rollouts[0]['id']}/finish", body)
     assert (status, answer["error"]["code"]) == (400, "rollout_too_large")
     await one.client.finish(rollouts[1], 0.5)
