@@ -88,9 +88,9 @@ class ProducerMetric:
     )
     AGENT_FIELDS_IGNORED = Metric(
         "penstock_agent_fields_ignored_total",
-        "Fields of agents' requests that were ignored (endpoint.unsupported), by name",
+        "Calls of agents with a field that was ignored (endpoint.unsupported), by its name",
         ("field",),
-        unit="fields",
+        unit="calls",
     )
     ALTERNATE_STOPS = Metric(
         "penstock_agent_alternate_stops_total",
