@@ -33,7 +33,10 @@ def _run() -> None:
             check.tell()
             raise
         finally:
-            check.stop()
+            for problem in (problems := check.stop()):
+                print(f"compose-check: cannot clean up: {problem}", file=sys.stderr)
+        if problems:
+            raise CheckError(f"passed, but {len(problems)} things could not be removed")
 
 
 if __name__ == "__main__":

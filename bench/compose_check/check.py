@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.compose_check.podman import DEPLOY, PROJECT, Podman
+from bench.compose_check.podman import DEPLOY, PROJECT, CommandError, Podman
 from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 
 NUM_UPDATES = 1000
-START_S = 300.0
-SETTLE_S = 180.0
-END_S = 1200.0
+STALL_S = 300.0
+"""A wait is given up once nothing that it is about has moved for this long. Engines that boot side by side on a busy
+machine take many minutes, and log a line now and then."""
+LIMIT_S = 3600.0
+"""A wait is given up after this time in any case: a container that starts again and again moves too."""
+_STEP_S = 1.0
 SERVICES = ("setup", "redis", "redis-exporter", "prometheus", "prepare", "producer", "trainer")
 """All services but Grafana."""
 
@@ -39,7 +42,8 @@ class Check:
     def run(self) -> None:
         """Raises CheckError or CommandError at the first failure."""
         started = time.monotonic()
-        self.stop()  # containers of an earlier check
+        if problems := self.stop():  # what is left of an earlier check
+            raise CheckError("; ".join(problems))
         self._start()
         self._scale(3)
         self._scale(1)
@@ -53,19 +57,26 @@ class Check:
         self._command("replay", "demo", "--updates", "3")
         print(f"compose-check: passed in {time.monotonic() - started:.0f} s", flush=True)
 
-    def stop(self) -> None:
-        self.podman.compose("down")
-        self.podman.remove_volumes()
+    def stop(self) -> list[str]:
+        """Ends and removes everything of the check; returns one line for each thing that is left."""
+        try:
+            self.podman.compose("down")
+        except CommandError as error:
+            print(f"compose-check: removing one by one, since {error}", flush=True)
+        return self.podman.remove_everything()
 
     def tell(self) -> None:
         """Prints the last lines of every container."""
         for service in SERVICES:
-            for name, state in self.podman.containers(service).items():
-                print(f"== {name}: {state}\n" + "\n".join(self.podman.logs(name).splitlines()[-12:]), flush=True)
+            try:
+                for name, state in self.podman.containers(service).items():
+                    print(f"== {name}: {state}\n" + "\n".join(self.podman.logs(name).splitlines()[-12:]), flush=True)
+            except CommandError as error:
+                print(f"== {service}: {error}", flush=True)
 
     def _start(self) -> None:
         self.podman.compose("up", "--detach", "--no-build", *SERVICES)
-        self._wait("the trainer to make updates", START_S, lambda: self._value("sum(penstock_updates_total)") > 0)
+        self._wait("the trainer to make updates", lambda: self._num_updates() > 0, self._signs(*SERVICES))
         self._await_targets(num_producers=1)
         for service in ("redis", "trainer", "producer", "prometheus"):
             for name in self.podman.containers(service):
@@ -74,7 +85,7 @@ class Check:
         print("up: every target of Prometheus is up, every health check passes", flush=True)
 
     def _scale(self, count: int) -> None:
-        updates = self._value("sum(penstock_updates_total)")
+        updates = self._num_updates()
         running = self._running_producers()
         if count > len(running):
             scale = ["--scale", f"producer={count}"]
@@ -87,8 +98,10 @@ class Check:
         self._await_targets(num_producers=count)
         # Ids are in the label, so as many series as producers means that no two have one id.
         appended = 'count(sum by (producer) (increase(penstock_groups_appended_total{kind="group"}[15s])) > 0)'
-        self._wait(f"{count} producers to append groups", SETTLE_S, lambda: self._value(appended) == count)
-        self._wait("the run to go on", SETTLE_S, lambda: self._value("sum(penstock_updates_total)") > updates)
+        self._wait(
+            f"{count} producers to append groups", lambda: self._value(appended) == count, self._signs("producer")
+        )
+        self._wait("the run to go on", lambda: self._num_updates() > updates, self._signs("producer", "trainer"))
         if set(self.podman.containers("trainer").values()) != {"running"}:
             raise CheckError(f"the run has ended before producers were scaled to {count}; more updates are needed")
         print(f"scaled to {count}: each appends groups, every target is up", flush=True)
@@ -105,15 +118,17 @@ class Check:
             up = all(target["health"] == "up" for target in targets)
             return up and {job: jobs.count(job) for job in wanted} == wanted and set(jobs) == set(wanted)
 
-        self._wait(f"Prometheus to have all targets up with {num_producers} producers", SETTLE_S, are_up)
+        what = f"Prometheus to have all targets up with {num_producers} producers"
+        self._wait(what, are_up, self._signs("producer", "prometheus"))
 
     def _await_end(self) -> None:
         (trainer,) = self.podman.containers("trainer")
         (producer,) = self._running_producers()
-        self._wait("the run's end", END_S, lambda: "running" not in self.podman.containers("trainer").values())
+        has_ended = lambda: "running" not in self.podman.containers("trainer").values()  # noqa: E731
+        self._wait("the run's end", has_ended, self._num_updates)
         if self.podman.exit_status(trainer) != 0 or "report.html" not in self.podman.logs(trainer):
             raise CheckError(f"{trainer}: status {self.podman.exit_status(trainer)}, expected 0 and a report")
-        self._wait("the producer to leave", SETTLE_S, lambda: not self._running_producers())
+        self._wait("the producer to leave", lambda: not self._running_producers(), self._signs("producer"))
         if self.podman.exit_status(producer) != 0:
             raise CheckError(f"{producer}: status {self.podman.exit_status(producer)} at the end of the run")
         print("\n".join(self.podman.logs(trainer).splitlines()[-30:]), flush=True)
@@ -127,7 +142,8 @@ class Check:
         arguments = ("inspect", "demo", "--host", "0.0.0.0")
         self.podman.start(name, f"127.0.0.1:{port}:{INSPECT_PORT}", "penstock", *arguments)
         try:
-            self._wait("the inspector", SETTLE_S, lambda: bool(_read_json(f"http://127.0.0.1:{port}/api/run")))
+            is_up = lambda: bool(_read_json(f"http://127.0.0.1:{port}/api/run"))  # noqa: E731
+            self._wait("the inspector", is_up, lambda: self.podman.logs(name))
             seen = _read_json(f"http://127.0.0.1:{port}/api/run")
             if (
                 seen["kind"] != "record"
@@ -143,6 +159,17 @@ class Check:
             raise CheckError(f"{name}: ended with status {status} when it was asked to")
         print(f"inspected: {seen['num_groups']} groups of the {seen['kind']}", flush=True)
 
+    def _num_updates(self) -> float:
+        return self._value("sum(penstock_updates_total)")
+
+    def _signs(self, *services: str) -> Callable[[], object]:
+        """What moves while containers start and end: their states and logs."""
+        return lambda: [
+            (name, state, len(self.podman.logs(name)))
+            for service in services
+            for name, state in self.podman.containers(service).items()
+        ]
+
     def _value(self, query: str) -> float:
         """The one value of a query; 0 without a series."""
         found = self._ask(f"query?query={urllib.parse.quote(query)}")["result"]
@@ -152,12 +179,22 @@ class Check:
         data: dict[str, Any] = _read_json(f"{self._prometheus}/{path}").get("data", {"result": [], "activeTargets": []})
         return data
 
-    def _wait(self, what: str, timeout_s: float, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait(self, what: str, is_so: Callable[[], bool], progress: Callable[[], object]) -> None:
+        """Waits until `is_so`. `progress` returns something that differs as long as there is hope.
+
+        Raises:
+            CheckError: it has not differed for `STALL_S`, or `LIMIT_S` have passed.
+        """
+        started = moved = time.monotonic()
+        seen = progress()
         while not is_so():
-            if time.monotonic() > deadline:
-                raise CheckError(f"waited {timeout_s:.0f} s for {what} (project {PROJECT})")
-            time.sleep(1)
+            now = time.monotonic()
+            if (newest := progress()) != seen:
+                seen, moved = newest, now
+            if now - moved > STALL_S or now - started > LIMIT_S:
+                since = f"nothing has moved for the last {now - moved:.0f} s"
+                raise CheckError(f"waited {now - started:.0f} s for {what}; {since} (project {PROJECT})")
+            time.sleep(_STEP_S)
 
 
 def _read_json(url: str) -> dict[str, Any]:

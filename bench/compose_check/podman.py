@@ -6,10 +6,27 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE_FILE = DEPLOY / "compose.yaml"
 PROJECT = "penstock-check"
+
+
+class _Kind(NamedTuple):
+    """Commands of podman: the names of all, and the removal of one."""
+
+    list: tuple[str, ...]
+    remove: tuple[str, ...]
+
+
+_NAMES = "--format={{.Name}}"
+_KINDS = (
+    _Kind(("ps", "--all", "--format={{.Names}}"), ("rm", "--force", "--depend", "--ignore", "--time=10")),
+    _Kind(("pod", "ls", _NAMES), ("pod", "rm", "--force")),
+    _Kind(("volume", "ls", _NAMES), ("volume", "rm", "--force")),
+    _Kind(("network", "ls", _NAMES), ("network", "rm", "--force")),
+)
 
 
 class CommandError(RuntimeError):
@@ -85,11 +102,26 @@ class Podman:
     def remove(self, container: str) -> None:
         self._ask([self._podman, "rm", container])
 
-    def remove_volumes(self) -> None:
-        """Removes all volumes of the project: `podman-compose down --volumes` leaves some."""
-        for name in self._ask([self._podman, "volume", "ls", "--quiet"]).split():
-            if name.startswith(f"{PROJECT}_"):
-                self._ask([self._podman, "volume", "rm", name])
+    def remove_everything(self) -> list[str]:
+        """Removes what there is of the project, in any state; returns what podman said about the rest.
+
+        `podman-compose down` leaves volumes, and where it fails, containers: one that others depend on is not removed
+        before them.
+        """
+        problems = []
+        for kind in _KINDS:
+            try:
+                names = self._ask([self._podman, *kind.list]).split()
+            except CommandError as error:
+                problems.append(str(error))
+                continue
+            for name in names:
+                if name.startswith((f"{PROJECT}_", f"pod_{PROJECT}")):
+                    try:
+                        self._ask([self._podman, *kind.remove, name])
+                    except CommandError as error:
+                        problems.append(str(error))
+        return problems
 
     def logs(self, container: str) -> str:
         done = subprocess.run(

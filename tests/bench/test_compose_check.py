@@ -1,0 +1,120 @@
+"""The check of the containers: how long it waits, what it leaves behind, what it says last."""
+
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.compose_check import __main__ as entry
+from bench.compose_check import check as module
+from bench.compose_check.check import LIMIT_S, STALL_S, Check, CheckError
+from bench.compose_check.podman import CommandError, Podman
+
+PODMAN = """#!/bin/sh
+# Containers, volumes and so on are files below $THINGS; a name with "busy" cannot be removed.
+kind=$1; shift
+case $kind in
+    ps) kind=container; set -- ls ;;
+    rm) kind=container; set -- rm "$@" ;;
+esac
+verb=$1
+for name; do :; done
+case $verb in
+    ls) ls "$THINGS/$kind" ;;
+    rm) case $name in *busy*) echo "$name is in use" >&2; exit 2 ;; esac; rm -f "$THINGS/$kind/$name" ;;
+esac
+"""
+
+
+@pytest.fixture
+def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a stand-in for podman lists and removes."""
+    for program, text in (("podman", PODMAN), ("podman-compose", "#!/bin/sh\necho no such pod; exit 125\n")):
+        (tmp_path / program).write_text(text)
+        (tmp_path / program).chmod(stat.S_IRWXU)
+        monkeypatch.setenv(program.upper().replace("-", "_"), str(tmp_path / program))
+    monkeypatch.setenv("THINGS", str(tmp_path))
+    for kind in ("container", "pod", "volume", "network"):
+        (tmp_path / kind).mkdir()
+    return tmp_path
+
+
+def left(things: Path) -> list[str]:
+    return sorted(file.name for kind in ("container", "pod", "volume", "network") for file in (things / kind).iterdir())
+
+
+def test_everything_of_the_check_is_removed_and_nothing_of_others(things: Path, tmp_path: Path) -> None:
+    (things / "container" / "penstock-check_trainer_1").touch()
+    (things / "container" / "penstock-check_inspect").touch()
+    (things / "container" / "penstock_trainer_1").touch()
+    (things / "pod" / "pod_penstock-check").touch()
+    (things / "volume" / "penstock-check_busy").touch()
+    (things / "volume" / "penstock-check_runs").touch()
+    (things / "network" / "penstock-check_default").touch()
+    (tmp_path / "work").mkdir()
+    problems = Check(tmp_path / "work").stop()  # although `podman-compose down` fails
+    assert left(things) == ["penstock-check_busy", "penstock_trainer_1"]
+    (problem,) = problems
+    assert "volume rm --force penstock-check_busy: status 2: penstock-check_busy is in use" in problem
+
+
+def test_a_podman_that_cannot_even_list_is_a_problem_and_no_exception(things: Path) -> None:
+    (things / "volume").rmdir()
+    (problem,) = Podman({}).remove_everything()
+    assert "volume ls" in problem
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Time passes by sleeping alone."""
+    now = [0.0]
+    sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)  # noqa: E731
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return now
+
+
+def test_a_wait_goes_on_while_something_moves(tmp_path: Path, clock: list[float]) -> None:
+    boots_s = 8 * STALL_S
+    Check(tmp_path)._wait("two engines", lambda: clock[0] > boots_s, lambda: clock[0] // (STALL_S / 2))
+    assert clock[0] > boots_s
+
+
+def test_a_wait_ends_once_nothing_moves_any_more(tmp_path: Path, clock: list[float]) -> None:
+    with pytest.raises(CheckError, match=r"waited 401 s for two engines; nothing has moved for the last 301 s"):
+        Check(tmp_path)._wait("two engines", lambda: False, lambda: min(clock[0], 100.0))
+
+
+def test_a_wait_for_what_moves_in_circles_ends_too(tmp_path: Path, clock: list[float]) -> None:
+    with pytest.raises(CheckError, match=f"waited {LIMIT_S + 1:.0f} s"):
+        Check(tmp_path)._wait("an engine", lambda: False, lambda: clock[0])
+
+
+@pytest.mark.parametrize("problems", [[], ["a volume is in use"]])
+def test_the_first_error_is_said_last_whatever_goes_wrong_while_cleaning_up(
+    problems: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(check: Check) -> None:
+        raise CheckError("waited 300 s for 3 producers")
+
+    def cannot_ask(podman: Podman, service: str) -> dict[str, str]:
+        raise CommandError("podman ps: status 125")
+
+    monkeypatch.setattr("sys.argv", ["compose_check", "run"])
+    monkeypatch.setattr(Check, "run", fail)
+    monkeypatch.setattr(Check, "stop", lambda check: problems)
+    monkeypatch.setattr(Podman, "containers", cannot_ask)
+    assert entry.main() == 1
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1] == "compose-check: waited 300 s for 3 producers"
+    assert all(problem in shown.err for problem in problems)
+
+
+def test_a_check_that_passes_and_leaves_something_behind_has_not_passed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["compose_check", "run"])
+    monkeypatch.setattr(Check, "run", lambda check: None)
+    monkeypatch.setattr(Check, "stop", lambda check: ["a volume is in use"])
+    assert entry.main() == 1
+    assert "a volume is in use" in capsys.readouterr().err
