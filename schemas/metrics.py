@@ -1,5 +1,6 @@
 """Names of every Prometheus metric, with its help text. Units are suffixes, by Prometheus' convention."""
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 
@@ -17,8 +18,13 @@ class Metric(NamedTuple):
     unit: str = ""
 
 
-LAG_LABELS = ("0", "1", "2-3", "4-7", "8+")
-"""The lag buckets of the mismatch diagnostics, in optimizer steps: values of the label `lag`."""
+LAG_LABELS = ("0", "0-mixed", "1", "2-3", "4-7", "8+")
+"""The lag buckets of the mismatch diagnostics, in optimizer steps: values of the label `lag`.
+
+`0` holds the tokens of rows that are of lag 0 throughout, `0-mixed` those of lag 0 in rows with an older token.
+"""
+LAG_STARTS = (1, 2, 4, 8)
+"""First lag of every bucket after those of lag 0."""
 TOKEN_LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 PAUSE_BUCKETS = (0.005, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -307,6 +313,11 @@ TRAINER_GAUGES_BY_LAG: dict[str, Metric] = {
 
 A bucket in which the batch has no token has no sample.
 """
+
+
+def lag_label(lag: int) -> str:
+    """The bucket of a lag; of 0, that of a row without an older token."""
+    return LAG_LABELS[bisect_right(LAG_STARTS, lag) + (lag > 0)]
 
 
 def lag_key(name: str, label: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
-from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.metrics import LAG_LABELS, LAG_STARTS, lag_key
 
 PEER_PREFIX = "rollout_correction/"
 """Prefix of the metrics named by ms-swift and verl."""
@@ -24,16 +24,14 @@ K3_BOUND = 10.0
 """Bound of a token's k3 estimate, as in ms-swift; verl has none."""
 EXP_BOUND = 100.0
 """Bound of the exponents that the peers leave open: e^100 keeps any sum finite, and no run that learns comes near."""
-LAG_STARTS = (1, 2, 4, 8)
-"""First lag of every bucket after lag 0; the labels are `penstock.schemas.metrics.LAG_LABELS`."""
 
 Level = Literal["token", "geometric", "product"]
 
 TOKEN_TERMS = (
-    *("num_tokens", "minus_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
+    *("num_tokens", "minus_l", "abs_l", "k3", "k3_unclamped", "rho", "rho_squared", "above"),
     *("weight", "weight_squared", "bounded", "bounded_squared"),
     *("corrected", "masked", "num_positive", "masked_positive", "num_negative", "masked_negative"),
-    *("num_fresh", "fresh_gap", "num_lags_below_0"),
+    "num_lags_below_0",
 )
 ROW_TERMS = (
     *("num_rows", "num_filled", "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
@@ -66,7 +64,7 @@ class MismatchSums:
     """
 
     tokens: Tensor
-    """[5, len(TOKEN_TERMS)] float64: sums over the loss mask's tokens by lag bucket; without lags all in the first."""
+    """[6, len(TOKEN_TERMS)] float64: sums over the loss mask's tokens by lag bucket; without lags all in the first."""
     rows: Tensor
     """[len(ROW_TERMS)] float64: sums over the rows."""
     maxima: Tensor
@@ -136,7 +134,9 @@ class MismatchSums:
         rows = row_terms(tokens, level)
         known = {name for name, tensor in optional.items() if tensor is not None}
         return cls(
-            tokens=sums_by_bucket(token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask), lag),
+            tokens=sums_by_bucket(
+                token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask), lag_buckets(lag, tokens.row)
+            ),
             rows=torch.stack([rows[name].sum() for name in ROW_TERMS]),
             maxima=maxima_of(tokens, rows["diff"]),
             threshold=threshold,
@@ -184,8 +184,8 @@ class MismatchSums:
             raise ValueError(f"lag: {total['num_lags_below_0']:.0f} tokens have a lag below 0, expected 0 or more")
         found = self._peers(total, rows, extremes) | self._ours(total, rows, extremes)
         if "lag" in self.known:
-            if total["num_fresh"]:
-                found["mismatch_lag0"] = total["fresh_gap"] / total["num_fresh"]
+            if buckets[0]["num_tokens"]:
+                found["mismatch_lag0"] = _mean(buckets[0], "abs_l")
             for label, bucket in zip(LAG_LABELS, buckets, strict=True):
                 if bucket["num_tokens"]:
                     found |= {lag_key(name, label): value for name, value in self._of_bucket(bucket).items()}
@@ -321,6 +321,7 @@ def token_terms(
     terms = {
         "num_tokens": mask,
         "minus_l": -log_ratios,
+        "abs_l": log_ratios.abs(),
         # Masked tokens have l = 0, and k3 of that is 0.
         "k3": (clamped.exp() - clamped - 1).clamp(max=K3_BOUND),
         "k3_unclamped": log_ratios.clamp(max=EXP_BOUND).exp() - log_ratios - 1,
@@ -344,28 +345,29 @@ def token_terms(
             terms |= {"num_positive": positive, "masked_positive": positive & masked}
             terms |= {"num_negative": negative, "masked_negative": negative & masked}
     if lag is not None:
-        # In a row that began under older weights even a fresh token saw keys and values of theirs.
-        oldest = torch.zeros_like(lag).scatter_reduce(0, tokens.row, lag, "amax")
-        fresh = mask & (oldest[tokens.row] == 0)
-        terms |= {
-            "num_fresh": fresh,
-            "fresh_gap": _where(fresh, log_ratios.abs()),
-            "num_lags_below_0": mask & (lag < 0),
-        }
+        terms["num_lags_below_0"] = mask & (lag < 0)
     return terms
 
 
-def sums_by_bucket(terms: Mapping[str, Tensor], lag: Tensor | None) -> Tensor:
-    """[5, len(TOKEN_TERMS)] float64: `token_terms` summed by lag bucket; without lags all in the first."""
+def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
+    """[M] int64, each token's place in LAG_LABELS; 0 without lags. row: [M] int64, the token's row, counted from 0.
+
+    In a row that holds an older token, one of lag 0 saw keys and values of older weights: it has a bucket of its own.
+    """
+    if lag is None:
+        return torch.zeros_like(row)
+    oldest = torch.zeros_like(lag).scatter_reduce(0, row, lag, "amax")
+    starts = torch.tensor(LAG_STARTS, device=lag.device)
+    return torch.bucketize(lag, starts, right=True) + (oldest[row] > 0)
+
+
+def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor) -> Tensor:
+    """[6, len(TOKEN_TERMS)] float64: `token_terms` summed by lag bucket."""
     some = terms["num_tokens"]
     zero = torch.zeros(len(some), dtype=torch.float64, device=some.device)
     columns = torch.stack([terms[name].double() if name in terms else zero for name in TOKEN_TERMS], dim=1)
     sums = torch.zeros(len(LAG_LABELS), len(TOKEN_TERMS), dtype=torch.float64, device=some.device)
-    if lag is None:
-        sums[0] = columns.sum(0)
-        return sums
-    starts = torch.tensor(LAG_STARTS, device=lag.device)
-    return sums.index_add_(0, torch.bucketize(lag, starts, right=True), columns)
+    return sums.index_add_(0, buckets, columns)
 
 
 def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:

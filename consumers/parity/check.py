@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.diagnostics import LAG_STARTS, MismatchSums
+from penstock.consumers.learning.diagnostics import MismatchSums, lag_buckets
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
@@ -214,14 +214,14 @@ def _lag_rows(sample: Sample, trainer: Tensor, lags: np.ndarray) -> tuple[LagRow
     known = torch.from_numpy(lags >= 0)
     if not known.any():
         return ()
-    engine, trainer, lag = sample.engine[known], trainer[known], torch.from_numpy(lags)[known]
-    rows, mask = torch.from_numpy(sample.rows_of)[known], torch.ones_like(lag, dtype=torch.bool)
-    metrics = MismatchSums.of_packed(trainer, engine, mask, rows, lag=lag).metrics()
-    buckets = torch.bucketize(lag, torch.tensor(LAG_STARTS), right=True)
+    lag = torch.from_numpy(lags).where(known, 1)  # unknown is not fresh
+    rows = torch.from_numpy(sample.rows_of)
+    metrics = MismatchSums.of_packed(trainer, sample.engine, known, rows, lag=lag).metrics()
+    buckets = lag_buckets(lag, torch.unique_consecutive(rows, return_inverse=True)[1])
     return tuple(
-        _lag_row(label, (trainer - engine)[buckets == n], metrics)
+        _lag_row(label, (trainer - sample.engine)[known & (buckets == n)], metrics)
         for n, label in enumerate(LAG_LABELS)
-        if (buckets == n).any()
+        if (known & (buckets == n)).any()
     )
 
 

@@ -55,8 +55,8 @@ WHOLE = [
     ),
     timeseries(
         "Mismatch at lag 0",
-        "Mean gap between the engine's and the trainer's logprobs of fresh tokens, in nats, over the last 8 batches "
-        "that had some: the engine alone, no drift. Above the band there is an alert.",
+        "Mean gap between the engine's and the trainer's logprobs in rows wholly of lag 0, in nats, over the last 8 "
+        "batches that had some: the engine alone, no drift. Above the band there is an alert.",
         {"gap": last("penstock_mismatch_lag0_mean_nats"), "band": last("penstock_mismatch_lag0_band_nats")},
         unit="sci",
         minimum=None,
@@ -85,8 +85,9 @@ BY_LAG = [
     ),
     by_lag(
         "KL by lag",
-        "k3 estimate per token, in nats. Rising at lag 0: the engine. Rising with lag: too much is learned per step "
-        "for data this old. The limits are those of χ², which is about twice as much.",
+        "k3 estimate per token, in nats. Rising at lag 0: the engine. 0-mixed, tokens of lag 0 in rows that met an "
+        "update, is drift already. Rising with lag: too much is learned per step for data this old. The "
+        "limits are those of χ², which is about twice as much.",
         "penstock_k3_kl_by_lag",
         unit="suffix: nats",
         limits={limits.KL_JUMP: "orange", limits.KL_NOISE: "red"},

@@ -25,7 +25,7 @@ Limits = Mapping[float, str]
 """The colour of a panel from a value on, ascending."""
 
 DATASOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
-LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e"), strict=True))
+LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#65a30d", "#2563eb", "#7c3aed", "#db2777", "#92400e"), strict=True))
 """Cold to warm, as in the report."""
 
 

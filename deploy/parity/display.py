@@ -17,7 +17,7 @@ from rich.table import Table
 from penstock.consumers.parity.report import Gap, Hypothesis, ParityReport, Status, Verdict
 from penstock.deploy.report import drawing
 from penstock.deploy.report.figures import STYLE
-from penstock.schemas.metrics import LAG_LABELS
+from penstock.schemas.metrics import LAG_LABELS, lag_label
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 
 _WORDS: dict[Status, tuple[str, str]] = {
@@ -181,8 +181,7 @@ def draw(report: ParityReport) -> Figure:
 
 def _lag_colour(lag: int) -> str:
     """-1 is an unknown lag."""
-    bucket = sum(lag >= int(label.rstrip("+").partition("-")[0]) for label in LAG_LABELS) - 1
-    return drawing.LAG_COLOURS[bucket] if bucket >= 0 else drawing.MUTED
+    return _colour_of(lag_label(lag)) if lag >= 0 else drawing.MUTED
 
 
 def _draw_scatter(ax: Axes, engine: np.ndarray, trainer: np.ndarray, colours: np.ndarray) -> None:

@@ -13,7 +13,7 @@ INK, MUTED, RULE, GRID = "#1f2937", "#6b7280", "#9ca3af", "#e5e7eb"
 BLUE, TEAL, AMBER, RED, VIOLET = "#2563eb", "#0d9488", "#d97706", "#dc2626", "#7c3aed"
 SERIES = (BLUE, TEAL, AMBER, VIOLET, "#db2777", "#65a30d", "#0891b2", "#92400e")
 LAG_SHADES = ("#dbeafe", "#a5c8fd", "#6fa3f8", "#3b7ae8", "#2257c0", "#183d8a", "#0f2657")
-LAG_COLOURS = ("#0d9488", "#2563eb", "#7c3aed", "#db2777", "#92400e")
+LAG_COLOURS = ("#0d9488", "#65a30d", "#2563eb", "#7c3aed", "#db2777", "#92400e")
 """One for each of `penstock.schemas.metrics.LAG_LABELS`, cold to warm."""
 MASKED_SHADE = "#ef4444"
 MAX_POINTS = 600

@@ -24,8 +24,9 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key
 
 @figure(
     "Mismatch against lag",
-    "The point at lag 0 is the gap between engine and trainer; what rises from there is drift, and calls for trust "
-    "that falls with lag.",
+    "The point at 0, of rows that met no update, is the gap between engine and trainer; what rises from there is "
+    "drift, and calls for trust that falls with lag. 0-mixed: tokens of lag 0 in rows that began under older weights, "
+    "whose keys and values they saw.",
 )
 def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     """Draws means over the whole run, a point for each lag bucket above 0 on a logarithmic axis."""
@@ -64,8 +65,8 @@ def ess_by_lag(telemetry: RunTelemetry, ratio_ax: Axes, applied_ax: Axes) -> boo
 
 @figure(
     "KL between engine and trainer by lag",
-    "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. k3 is never "
-    "negative.",
+    "Per token. The line of lag 0 must stay flat: if it rises, the engine computes something else. That of 0-mixed, "
+    "in rows that met an update, is drift already. k3 is never negative.",
     height_in=3.9,
 )
 def kl_by_lag(telemetry: RunTelemetry, kl_ax: Axes, k3_ax: Axes) -> bool:

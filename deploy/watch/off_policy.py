@@ -9,7 +9,7 @@ from rich.text import Text
 from penstock.deploy.report.telemetry import Update, mean_by_lag
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import NOTHING, bar, count, joined, number, percent, sparkline
-from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.metrics import LAG_LABELS, lag_key, lag_label
 
 LOW_ESS = 0.3
 """Below it a lag bucket hardly counts. As in the alert."""
@@ -62,19 +62,14 @@ def tokens_by_lag(updates: Sequence[Update]) -> dict[str, float]:
     for update in updates:
         if update.lag_histogram:
             for lag, num_tokens in update.lag_histogram.items():
-                found[_label(lag)] += num_tokens
+                found[lag_label(lag)] += num_tokens
+            mixed = min(update.metrics.get(lag_key("num_tokens", "0-mixed"), 0.0), update.lag_histogram.get(0, 0))
+            found["0"] -= mixed
+            found["0-mixed"] += mixed
         else:
             for label in LAG_LABELS:
                 found[label] += update.metrics.get(lag_key("num_tokens", label), 0.0)
     return found
-
-
-def _label(lag: int) -> str:
-    for label in LAG_LABELS[:-1]:
-        low, _, high = label.partition("-")
-        if int(low) <= lag <= int(high or low):
-            return label
-    return LAG_LABELS[-1]
 
 
 def _warns(key: str, value: float | None) -> str:

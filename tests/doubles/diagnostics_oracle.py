@@ -7,7 +7,7 @@ import math
 from statistics import fmean
 from typing import NamedTuple
 
-BUCKETS = {"0": (0, 0), "1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8+": (8, math.inf)}
+BUCKETS = {"0": (0, 0), "0-mixed": (0, 0), "1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8+": (8, math.inf)}
 
 
 class MismatchToken(NamedTuple):
@@ -42,11 +42,13 @@ def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "toke
     filled = [row for row in valid if row]
     found["kl_new_old"] = fmean(fmean(t.rho - _clamp(t.l, 20) - 1 for t in row) for row in filled)
     found["clamp_log_ratio_new_old_indicator"] = fmean(fmean(t.rho > threshold for t in row) for row in filled)
-    fresh = [t for row in rows if max((t.lag for t in row), default=0) == 0 for t in row if t.mask]
-    if fresh:
-        found["mismatch_lag0"] = fmean(abs(t.l) for t in fresh)
+    pure = [t for row in rows if max((t.lag for t in row), default=0) == 0 for t in row if t.mask]
+    mixed = [t for row in rows if max((t.lag for t in row), default=0) > 0 for t in row if t.mask and t.lag == 0]
+    if pure:
+        found["mismatch_lag0"] = fmean(abs(t.l) for t in pure)
+    of_lag_0 = {"0": pure, "0-mixed": mixed}
     for label, (low, high) in BUCKETS.items():
-        inside = [t for t in tokens if low <= t.lag <= high]
+        inside = of_lag_0.get(label, [t for t in tokens if low <= t.lag <= high])
         if inside:
             found |= {f"{name}/lag_{label}": value for name, value in _of_tokens(inside).items()}
     return found

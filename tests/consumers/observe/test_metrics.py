@@ -29,14 +29,14 @@ PROMTOOL = shutil.which("promtool")
 
 
 def diagnostics(lags: list[int], *, advantage: float = 1.0) -> dict[str, float]:
-    """Returns the diagnostics of one row with a token of each lag."""
+    """Returns the diagnostics of two rows, of the first lag and of the others, with a token of each."""
     lag = torch.tensor(lags)
     train = -torch.linspace(0.5, 1.5, len(lags))
     return MismatchSums.of_packed(
         train,
         train + 0.1 * (lag + 1),
         torch.ones_like(lag, dtype=torch.bool),
-        torch.zeros_like(lag),
+        (torch.arange(len(lags)) > 0).long(),
         weights=torch.ones_like(train),
         corrected_mask=lag > 4,
         lag=lag,
@@ -75,8 +75,8 @@ def metrics() -> TrainerMetrics:
 
 
 def test_every_number_of_the_diagnostics_has_its_gauge_and_reaches_it(metrics: TrainerMetrics) -> None:
-    found = diagnostics([0, 1, 2, 5, 9])
-    found |= diagnostics([0, 1, 2, 5, 9], advantage=-1.0)
+    found = diagnostics([0, 0, 1, 2, 5, 9])
+    found |= diagnostics([0, 0, 1, 2, 5, 9], advantage=-1.0)
     metrics.record(line(**found))
     value = metrics.registry.get_sample_value
     for key, number in found.items():
@@ -114,7 +114,7 @@ def test_a_number_that_a_batch_has_not_is_nan_and_not_that_of_the_batch_before(m
     assert math.isnan(value("penstock_ess_fraction"))
     metrics.record(line(**diagnostics([0, 5])))
     assert value("penstock_ess_fraction") < 1
-    assert value("penstock_mismatch_lag0_nats") is not None
+    assert value("penstock_mismatch_lag0_nats") > 0
     metrics.record(line(loss=None))
     for key in ("ess_fraction", "rollout_correction/kl", "loss", "mismatch_lag0"):
         assert math.isnan(value(TRAINER_GAUGES[key].name)), key

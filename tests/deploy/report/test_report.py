@@ -57,7 +57,7 @@ def diagnostics(tokens: list[int], chance: random.Random) -> dict[str, float]:
     counts = dict.fromkeys(LAG_LABELS, 0)
     for lag, count in enumerate(tokens):
         counts["0" if lag == 0 else "1" if lag == 1 else "2-3" if lag < 4 else "4-7"] += count
-    for label, variance in zip(LAG_LABELS, (1e-9, 1e-3, 2.5e-3, 6e-3, 2e-2), strict=True):
+    for label, variance in zip(LAG_LABELS, (1e-9, 1e-5, 1e-3, 2.5e-3, 6e-3, 2e-2), strict=True):
         if counts[label]:
             k3 = variance / 2 * chance.uniform(0.5, 1.5)
             values = {

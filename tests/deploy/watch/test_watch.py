@@ -69,7 +69,7 @@ def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **cha
         "policy_clipped_frac": 0.01, "rollout_correction/k3_kl": 1e-3, "mismatch_lag0": 2e-6, "ess_fraction": 0.97,
         "applied_ess_fraction": 0.98, "chi2": 0.03, "weight_mean": 0.99,
     }  # fmt: skip
-    for label, num_tokens in zip(LAG_LABELS, (100, 300, 40, 0, 0), strict=True):
+    for label, num_tokens in zip(LAG_LABELS, (60, 40, 300, 40, 0, 0), strict=True):
         fields[lag_key("num_tokens", label)] = float(num_tokens)
         if num_tokens:
             for name in ("ess_fraction", "applied_ess_fraction", "chi2", "k3_kl", "weight_mean", "masked_frac"):
@@ -174,7 +174,8 @@ def test_the_views_fit_the_width_they_have(width):
     assert max(map(len, text.splitlines())) <= width
     words = ("waited for", "busy", "updates/s", "producer-0", "2,500", "27 ms", "5,000 tokens/s", "credit", "24",
              "reward", "entropy", "KL to behavior", "clip fraction", "gradient norm", "learning rate", "0.3000",
-             "lag of sampled tokens", "2-3", "8+", "mismatch at lag 0", "2.0e-06", "1.0e-05", "within")  # fmt: skip
+             "lag of sampled tokens", "0-mixed", "2-3", "8+", "mismatch at lag 0", "2.0e-06", "1.0e-05",
+             "within")  # fmt: skip
     assert [word for word in words if word not in text] == []
 
 
