@@ -135,7 +135,7 @@ class Trainer:
             if self.gate.is_pending:
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
             took_s = time.monotonic()
-            batch = pack(groups, lag_of, self.config)
+            batch = pack(groups, lag_of, self.config, every_row=self.learner.trains_every_row)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts())

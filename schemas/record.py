@@ -55,7 +55,7 @@ MAX_UNPACKED_BYTES = 2**28
 """A group that claims to be larger is refused before it fills the memory."""
 _NAME = re.compile(r"(\d+)-(\d+)\.sqlite")
 
-Outcome = Literal["trained", "skipped", "dead"]
+Outcome = Literal["trained", "skipped", "dead", "spared"]
 Rows = list[tuple[Any, ...]]
 
 
@@ -111,7 +111,8 @@ Findings = tuple[tuple[SegmentFindings, ...], ...]
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A recorded group in short: what a list of groups shows.
 
-    outcome: `trained`, `skipped` (no reward variance) or `dead`, with the `reason` of its dead letter.
+    outcome: `trained`, `skipped` (no reward variance), `dead`, with the `reason` of its dead letter, or `spared`: its
+        step was not finite for the sake of another group, and a later batch has it again.
     min_version, max_version: of the policies that sampled it, without unknown ones; -1 if all are unknown.
     min_lag, max_lag: over its sampled tokens, in optimizer steps.
     num_masked: sampled tokens without weight in the loss: past the lag bound, or rejected by the correction; None for

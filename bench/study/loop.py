@@ -168,7 +168,7 @@ def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None
         batch_indexes = list(islice(indexes, config.groups_per_batch))
         groups = recorder.groups(batch_indexes, version, config.seed * _SEEDS_APART + update)
         lag = lag_of(version)
-        report = learner.step(pack(groups, lag_of, config))
+        report = learner.step(pack(groups, lag_of, config, every_row=learner.trains_every_row))
         if report.skipped_reason is None:
             policies.publish(learner.num_steps, learner.published_weights())
             lag_of.advance(learner.num_steps)

@@ -23,7 +23,7 @@ def group_advantages(rewards: np.ndarray, config: AdvantageConfig) -> np.ndarray
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     size = len(rewards)
-    if size < 2:
+    if size < 2 or (rewards == rewards[0]).all():  # not left to the rounding of their mean
         return np.zeros(size)
     advantages = rewards - rewards.mean()
     if config.leave_one_out:

@@ -1,6 +1,7 @@
 """A batch on its way through the learner: mini-batches of one optimizer step, micro-batches of one forward pass."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,12 @@ class MiniBatch:
     """Sampled tokens of every group, masked and skipped ones included: the token-level denominator."""
     num_rollouts: int
     """Rollouts of every group: the rollout-level denominator."""
+    skipped: tuple[MicroBatch, ...] = ()
+    """A rollout of each group that is not trained on, for the metrics: scored without gradient."""
+    skipped_scale: float = 1.0
+    """Unmasked tokens of all rollouts of those groups, for each one in `skipped`."""
+    alone: Callable[[], Iterator["MiniBatch"]] = field(default=lambda: iter(()), compare=False)
+    """Each group that is trained on as a mini-batch of its own, with the denominators of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +111,15 @@ class Batch:
 
     minibatches: tuple[MiniBatch, ...]
     num_tokens_trained: int
-    """Unmasked tokens of the groups with variance."""
+    """Unmasked tokens of the rows that are trained on."""
     num_tokens_masked_lag: int
-    """Their tokens older than the lag bound."""
+    """Tokens of every group that are older than the lag bound."""
     num_groups_trained: int
     num_groups_skipped: int
     """Groups without reward variance."""
     num_rows: int
     lag_histogram: dict[int, int]
-    """Tokens by lag, of the groups with variance, masked ones included, ascending."""
+    """Tokens of every group by lag, masked ones included, ascending."""
     reward_mean: float
     """Over every rollout of every group."""
 

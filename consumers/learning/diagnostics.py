@@ -161,6 +161,10 @@ class MismatchSums:
             maxima=torch.maximum(self.maxima, other.maxima),
         )
 
+    def scaled(self, factor: float) -> "MismatchSums":
+        """The sums of `factor` times as many rows like these."""
+        return replace(self, tokens=self.tokens * factor, rows=self.rows * factor)
+
     def metrics(self) -> dict[str, float]:
         """All names with their values, the sums fetched in one transfer.
 

@@ -59,13 +59,15 @@ class LossOutputs:
 class Objective(Protocol):
     """The loss of a policy update: a pure function of tensors. Constructed with the run file's keyword arguments.
 
-    Three attributes, of the class or of the object, tell the trainer about it. One that is left out is False:
+    Four attributes, of the class or of the object, tell the trainer about it. One that is left out is False:
 
     token_level: True promises that a token's part of the loss depends on that token's own inputs and on the batch-wide
         denominators only, so that its gradient can be taken while the head's logits are in memory.
     needs_reference: True asks for `LossInputs.reference_logprobs`.
     reads_behavior: True if the objective itself forms exp(current - behavior) or interpolates between the two. An
         importance weight would count one gap twice, so the trainer refuses a correction beside it.
+    trains_every_row: True if the loss has terms that are not 0 where every advantage is, such as a KL to the reference
+        or an entropy bonus: groups without reward variance are then trained on like the others.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...

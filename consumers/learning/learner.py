@@ -1,5 +1,6 @@
 """The trainer's model and optimizer: one batch in, its optimizer steps taken, weights out."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ class Learner:
         self.model.load(folder)
 
     @property
+    def trains_every_row(self) -> bool:
+        """Whether the objective asks for groups without reward variance too; `pack` must be told."""
+        return getattr(self.scorer.objective, "trains_every_row", False)
+
+    @property
     def vocabulary(self) -> int:
         """Token ids that can be trained are below this."""
         return self.model.vocabulary
@@ -142,26 +148,44 @@ class Learner:
     ) -> None:
         """Takes one optimizer step, unless there is a reason against it."""
         scored, sums = [], []
+        num_trained = len(minibatch.microbatches)
         self.optimizer.zero_grad()
-        for cpu_microbatch, microbatch_constants in zip(minibatch.microbatches, constants, strict=True):
-            microbatch = cpu_microbatch.to(self.device)
-            loss, part = self.scorer.score(microbatch, minibatch, microbatch_constants)
-            tally.end_phase("forward")
-            loss.backward()
-            tally.end_phase("backward")
-            scored.append(part)
+        for number, cpu_microbatch in enumerate((*minibatch.microbatches, *minibatch.skipped)):
+            is_trained, microbatch = number < num_trained, cpu_microbatch.to(self.device)
+            with torch.set_grad_enabled(is_trained):
+                loss, part = self.scorer.score(microbatch, minibatch, constants[number])
+            if is_trained:
+                tally.end_phase("forward")
+                loss.backward()
+                tally.end_phase("backward")
+                scored.append(part)
+            scale = None if is_trained else minibatch.skipped_scale
             if first_epoch:
-                tally.diagnose(place, microbatch, part)
-                tally.end_phase("diagnostics")
-            sums.append(metric_sums(microbatch, part, self.config, first_epoch=first_epoch))
-        grad_norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self.model.parameters() if p.grad is not None], foreach=True
-        )
+                tally.diagnose(place, microbatch, part, scale)
+            sums.append(metric_sums(microbatch, part, self.config, first_epoch=first_epoch, scale=scale))
+            tally.end_phase("diagnostics")
+        grad_norm = self._grad_norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm.item()):
             self._update(learning_rate, grad_norm)
             self.num_steps += 1
+        elif place in tally.failed:
+            tally.blame(place, self._is_finite, minibatch)
         self.optimizer.zero_grad()
         tally.end_phase("optimizer")
+
+    def _is_finite(self, minibatch: MiniBatch) -> bool:
+        """Whether loss and gradient of a mini-batch are finite, by the present weights as the proximal policy."""
+        self.optimizer.zero_grad()
+        constants, total = self.scorer.constants(minibatch.microbatches), 0.0
+        for microbatch, microbatch_constants in zip(minibatch.microbatches, constants, strict=True):
+            loss, _ = self.scorer.score(microbatch.to(self.device), minibatch, microbatch_constants)
+            loss.backward()
+            total += loss.item()
+        return math.isfinite(total + self._grad_norm().item())
+
+    def _grad_norm(self) -> Tensor:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
     def _learning_rate(self) -> float:
         trainer = self.config.trainer

@@ -1,8 +1,8 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -32,17 +32,18 @@ class _Row:
     rollout_tokens: int
 
 
-def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Batch:
+def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, every_row: bool = False) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
 
     They are split in their order into `trainer.num_minibatches` parts of one optimizer step each.
 
     Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
-    denominators. To the policy term that changes nothing but the cost; an objective's KL and entropy terms, and the
-    diagnostics, are of the groups with variance. Tokens older than the lag bound are masked; a row with nothing
-    else is left out likewise.
+    denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
+    (`MiniBatch.skipped`), by the group's index a different sibling each time. Tokens older than the lag bound are
+    masked; a row with nothing else is left out likewise.
 
     Args:
+        every_row: trains on groups without variance as well, for an objective whose loss is not 0 there.
         lag_of: the lag of a policy version. If it raises UnknownVersionError the token counts as the row's oldest
             known version, without one as the lag bound, and never as less than 1.
 
@@ -51,22 +52,21 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig) -> Bat
         RecordError: a row without context.
     """
     lags = known_lags(lag_of)
-    parts = [_rows_of(part, lags, config) for part in _parts(groups, config.trainer.num_minibatches)]
+    parts = [_rows_of(part, lags, config, every_row) for part in _parts(groups, config.trainer.num_minibatches)]
     rows = [row for part in parts for row in part.rows]
     histogram: dict[int, int] = {}
-    for row in rows:
+    for row in (*rows, *(row for part in parts for row in part.skipped)):
         for lag, count in row.lags:
             histogram[lag] = histogram.get(lag, 0) + count
-    masked = sum(count for lag, count in histogram.items() if lag > config.lag_bound)
     num_trained = sum(has_variance(group) for group in groups)
     rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
     return Batch(
         minibatches=tuple(_pack_part(part, config) for part in parts),
-        num_tokens_trained=sum(histogram.values()) - masked,
-        num_tokens_masked_lag=masked,
+        num_tokens_trained=_num_unmasked(rows, config.lag_bound),
+        num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
         num_groups_trained=num_trained,
         num_groups_skipped=len(groups) - num_trained,
-        num_rows=sum(_alive(row, config.lag_bound) for row in rows),
+        num_rows=sum(_num_unmasked([row], config.lag_bound) > 0 for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
     )
@@ -108,10 +108,11 @@ def pack_segments(
 
 @dataclass(frozen=True)
 class _Part:
-    """The groups of a mini-batch and the rows of those that have variance."""
+    """The groups of a mini-batch, the rows that are trained on, and the others."""
 
     groups: Sequence[RolloutGroup]
     rows: list[_Row]
+    skipped: list[_Row]
 
 
 def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[RolloutGroup]]:
@@ -120,26 +121,50 @@ def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[Roll
     return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 
 
-def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig) -> _Part:
-    trained = [group for group in groups if has_variance(group)]
-    return _Part(groups, [row for g, group in enumerate(trained) for row in _rows(g, group, lags, config)])
+def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig, every_row: bool) -> _Part:
+    part = _Part(groups, [], [])
+    for g, group in enumerate(groups):
+        rows = part.rows if every_row or has_variance(group) else part.skipped
+        rows += _rows(g, group, lags, config)
+    return part
 
 
 def _pack_part(part: _Part, config: RunConfig) -> MiniBatch:
-    alive = [row for row in part.rows if _alive(row, config.lag_bound)]
+    budget, bound = config.trainer.tokens_per_microbatch, config.lag_bound
+    alive, skipped = ([row for row in rows if _num_unmasked([row], bound)] for rows in (part.rows, part.skipped))
+    sample = _a_rollout_of_each_group(skipped)
     rollouts = [rollout for group in part.groups for rollout in group.rollouts]
-    split = [_longest_first(rows) for rows in _split(alive, config.trainer.tokens_per_microbatch)]
-    return MiniBatch(
-        microbatches=tuple(_pack_rows(rows, config.lag_bound) for rows in split),
+    split = [_longest_first(rows) for rows in _split(alive, budget)]
+    whole = MiniBatch(
+        microbatches=tuple(_pack_rows(rows, bound) for rows in split),
         places=tuple(tuple(row.place for row in rows) for rows in split),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
         num_rollouts=len(rollouts),
+        skipped=tuple(_pack_rows(_longest_first(rows), bound) for rows in _split(sample, budget)),
+        skipped_scale=_num_unmasked(skipped, bound) / _num_unmasked(sample, bound) if sample else 1.0,
     )
 
+    def alone() -> Iterator[MiniBatch]:
+        for index, rows in groupby(alive, key=lambda row: row.place.group):
+            own = tuple(_pack_rows(_longest_first(each), bound) for each in _split(list(rows), budget))
+            yield replace(whole, microbatches=own, places=(), indexes=(index,), skipped=())
 
-def _alive(row: _Row, lag_bound: int) -> bool:
-    return any(lag <= lag_bound for lag, _ in row.lags)
+    return replace(whole, alone=alone)
+
+
+def _num_unmasked(rows: list[_Row], lag_bound: int) -> int:
+    return sum(count for row in rows for lag, count in row.lags if lag <= lag_bound)
+
+
+def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
+    """Siblings are exchangeable, and which of them is chosen rests on the index alone: the sample is without bias."""
+    found: list[_Row] = []
+    for index, of_group in groupby(rows, key=lambda row: row.place.group):
+        own = list(of_group)
+        rollouts = sorted({row.place.rollout for row in own})
+        found += [row for row in own if row.place.rollout == rollouts[index % len(rollouts)]]
+    return found
 
 
 def _rows(g: int, group: RolloutGroup, lag: KnownLags, config: RunConfig) -> Iterator[_Row]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -80,13 +81,24 @@ class TokenScorer:
                     f"expected the model's {model.vocabulary}"
                 )
 
-    @torch.no_grad()
     def step_constants(self, batch: Batch) -> list[list[StepConstants]]:
-        """Computed before the first optimizer step; by mini-batch and micro-batch."""
+        """Computed before the first optimizer step; by mini-batch, its micro-batches and then those in `skipped`."""
+        trained = iter(self.constants(batch.microbatches))
+        skipped = iter(self.constants([each for minibatch in batch.minibatches for each in minibatch.skipped]))
+        return [
+            [*islice(trained, len(each.microbatches)), *islice(skipped, len(each.skipped))]
+            for each in batch.minibatches
+        ]
+
+    @torch.no_grad()
+    def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
+        """Of these micro-batches, which make up a batch for a correction that judges a batch as a whole."""
         config = self._correction
         needs_proximal = config.is_batch_level or self._steps_per_batch > 1
-        constants: list[StepConstants] = []
-        for cpu_microbatch in batch.microbatches if needs_proximal or self._reference else ():
+        if not microbatches or not (needs_proximal or self._reference):
+            return [StepConstants()] * len(microbatches)
+        constants = []
+        for cpu_microbatch in microbatches:
             microbatch = cpu_microbatch.to(self._device)
             constants.append(
                 StepConstants(
@@ -94,12 +106,7 @@ class TokenScorer:
                     self.logprobs(microbatch, self._reference)[0] if self._reference else None,
                 )
             )
-        if not constants:
-            return [[StepConstants()] * len(minibatch.microbatches) for minibatch in batch.minibatches]
-        if config.is_batch_level:
-            constants = self._corrected(batch.microbatches, constants)
-        remaining = iter(constants)
-        return [[next(remaining) for _ in minibatch.microbatches] for minibatch in batch.minibatches]
+        return self._corrected(microbatches, constants) if config.is_batch_level else constants
 
     def score(self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants) -> tuple[Tensor, Scored]:
         """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values."""

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,13 +43,16 @@ class StepReport:
 
     metrics: always reward, learning_rate, loss, grad_norm (means over the optimizer steps taken); with unmasked tokens
         also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the names of
-        `MismatchSums.metrics`, of the first epoch. Those of a skipped step may be NaN or infinite.
-    num_tokens_trained: unmasked ones, without those of `failed` groups.
+        `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained on by
+        a sample. Those of a skipped step may be NaN or infinite.
+    num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
     num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
     num_optimizer_steps: steps taken.
     skipped_reason: why no optimizer step was taken; None if one was.
     steps_skipped: how many were not taken, by reason.
-    failed: each group without an optimizer step because loss or gradient were not finite: its index, and the reason.
+    failed: each group whose loss or gradient is not finite, if it has no optimizer step: its index, and the reason.
+        Where no group of a mini-batch is found to be the cause, all that are trained on in it.
+    spared: the other groups that failed mini-batches would have been trained on; they can be trained yet.
     phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
         started them, and the phase that waits is charged.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
@@ -63,6 +67,7 @@ class StepReport:
     skipped_reason: str | None = None
     steps_skipped: dict[str, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    spared: frozenset[int] = frozenset()
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
 
@@ -78,6 +83,8 @@ class BatchTally:
     def __init__(self, config: RunConfig) -> None:
         self.failed: dict[int, str] = {}
         """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
+        self._failed_groups: dict[int, str] = {}
+        self._spared: set[int] = set()
         self._config = config
         self._trained: set[int] = set()
         self._losses: list[float] = []
@@ -97,8 +104,8 @@ class BatchTally:
         self._phase_s[name] = self._phase_s.get(name, 0.0) + now - self._phase_began_s
         self._phase_began_s = now
 
-    def diagnose(self, place: int, microbatch: MicroBatch, scored: Scored) -> None:
-        """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device."""
+    def diagnose(self, place: int, microbatch: MicroBatch, scored: Scored, scale: float | None) -> None:
+        """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device. scale: as in `metric_sums`."""
         correction = scored.correction
         found = MismatchSums.of_packed(
             scored.proximal_logprobs,
@@ -114,8 +121,10 @@ class BatchTally:
             advantages=microbatch.advantages,
             level=_judged_level(self._config.correction),
         )
+        if scale is not None:
+            found = found.scaled(scale)
         self._mismatch = found if self._mismatch is None else self._mismatch.merge(found)
-        if self._config.record:
+        if self._config.record and scale is None:
             weights = correction.weights.float()
             findings = TokenFindings(scored.proximal_logprobs.float(), weights, correction.keep_mask)
             self._findings.setdefault(place, []).append(findings)
@@ -142,14 +151,22 @@ class BatchTally:
                     self._sums[name] = self._sums[name] + value if name in self._sums else value
         return reason is None
 
+    def blame(self, place: int, is_finite: Callable[[MiniBatch], bool], minibatch: MiniBatch) -> None:
+        """Divides the groups of a failed mini-batch that has taken no step into failed and spared ones.
+
+        is_finite: whether loss and gradient of a mini-batch are.
+        """
+        if place in self._trained:
+            return
+        finite = {alone.indexes[0]: is_finite(alone) for alone in minibatch.alone()}
+        spared = {index for index, is_spared in finite.items() if is_spared}
+        if len(spared) == len(finite):
+            spared = set()  # each is finite alone: which of them it was cannot be told
+        self._spared |= spared
+        self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
+
     def report(self, batch: Batch, learning_rate: float) -> StepReport:
         """The report after the last step. Fetches the sums, for which it waits for the device."""
-        failed = {
-            index: reason
-            for place, reason in self.failed.items()
-            if place not in self._trained
-            for index in batch.minibatches[place].indexes
-        }
         metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **self._means()}
         sums = {name: value.item() for name, value in self._sums.items()}
         num_tokens = sums.pop("num_tokens", 0)
@@ -166,9 +183,10 @@ class BatchTally:
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
             num_tokens_rejected=num_rejected,
             num_optimizer_steps=sum(self._taken),
-            skipped_reason=None if self._trained else next(iter(failed.values()), NOTHING_TO_TRAIN),
+            skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
             steps_skipped=dict(self._skipped),
-            failed=failed,
+            failed=self._failed_groups,
+            spared=frozenset(self._spared),
             phase_s=self._phase_s,
             findings={place: [part.cpu() for part in parts] for place, parts in self._findings.items()},
         )
@@ -180,15 +198,19 @@ class BatchTally:
         return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
 
 
-def metric_sums(microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool) -> dict[str, Tensor]:
+def metric_sums(
+    microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool, scale: float | None
+) -> dict[str, Tensor]:
     """Sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
+
+    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens that each stands for.
 
     Raises:
         ConfigError: a metric of the objective has a name of the trainer's own.
     """
     mask = microbatch.loss_mask
     own = {"num_tokens": mask.sum(), "entropy": torch.where(mask, scored.entropy, 0.0).sum()}
-    if first_epoch:
+    if first_epoch and scale is None:
         own["num_tokens_trained"] = mask.sum()
         own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()
     if taken := (own.keys() | _OWN_METRICS) & scored.metrics.keys():
@@ -196,7 +218,8 @@ def metric_sums(microbatch: MicroBatch, scored: Scored, config: RunConfig, *, fi
             f"objective.path = {config.objective.path!r}: its metric {min(taken)!r} has a name of the trainer's own; "
             "expected another"
         )
-    return own | scored.metrics
+    sums = own | scored.metrics
+    return sums if scale is None else {name: value * scale for name, value in sums.items()}
 
 
 def _judged_level(correction: CorrectionConfig) -> Level:

@@ -149,10 +149,7 @@ def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[Recorde
         num_optimizer_steps=report.num_optimizer_steps,
         metrics=report.metrics,
         lag_histogram=report.lag_histogram,
-        groups=tuple(
-            _entry(group, each, report.failed.get(group.index), config)
-            for group, each in zip(groups, recorded, strict=True)
-        ),
+        groups=tuple(_entry(group, each, report, config) for group, each in zip(groups, recorded, strict=True)),
     )
     return head, recorded
 
@@ -194,7 +191,9 @@ def _recorded(group: RolloutGroup, scores: dict[Place, _Scores], lag: KnownLags,
     )
 
 
-def _entry(group: RolloutGroup, recorded: RecordedGroup, failure: str | None, config: RunConfig) -> GroupEntry:
+def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport, config: RunConfig) -> GroupEntry:
+    failure = report.failed.get(group.index, "")
+    settled = "trained" if has_variance(group) else "skipped"
     rewards = np.array([rollout.reward.value for rollout in group.rollouts])
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     findings = [found for of_rollout in recorded.findings for found in of_rollout]
@@ -202,8 +201,8 @@ def _entry(group: RolloutGroup, recorded: RecordedGroup, failure: str | None, co
     return group_entry(
         group,
         recorded.findings,
-        "dead" if failure else "trained" if has_variance(group) else "skipped",
-        reason=failure or "",
+        "dead" if failure else "spared" if group.index in report.spared else settled,
+        reason=failure,
         advantages=tuple(group_advantages(rewards, config.advantage).tolist()),
         num_masked=sum(segment.num_sampled_tokens for segment in segments) - kept.count(1) if kept else None,
         ess_fraction=_ess_fraction(segments, findings) if kept else None,

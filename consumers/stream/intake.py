@@ -77,20 +77,21 @@ class Intake:
         return [ready.group for ready in islice(self.reader.ready.values(), num_groups)]
 
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
-        """Settles the whole batch before it judges the step: what the optimizer trained must not be trained again.
+        """Settles the batch before it judges the step: what the optimizer trained must not be trained again.
 
-        If no optimizer step was taken, the groups that did not cause the failure stay ready.
+        Groups that a failed step has spared stay ready; without any optimizer step so do all that did not fail.
 
         Raises:
             RunFailedError: see `Settlement.count_step`.
         """
-        failed = [group for group in groups if group.index in report.failed]
-        self._settlement.mark_dead(failed, report.failed)
+        ready = self.reader.ready
+        self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
+        settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
         if report.counts_as_update:
-            self._settlement.settle_batch([group for group in groups if group.index not in report.failed])
+            self._settlement.settle_batch(settled)
             self._progress.num_batches += 1
-        for group in groups if report.counts_as_update else failed:
-            del self.reader.ready[group.index]
+        for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
+            del ready[index]
         self._settlement.count_step(None if report.counts_as_update else report.skipped_reason)
 
     def release(self) -> None:

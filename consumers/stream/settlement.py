@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.reader import Refused
-from penstock.schemas.rollout import RolloutGroup
+from penstock.consumers.stream.reader import ReadyGroup, Refused
+from penstock.schemas.rollout import RolloutGroup, encode_group
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,13 @@ class Settlement:
         for group in groups:
             self._ledger.settle(group.index, "trained" if has_variance(group) else "skipped")
 
-    def mark_dead(self, groups: list[RolloutGroup], reasons: Mapping[int, str]) -> None:
-        """Settles groups whose step was not finite, with the reason of each; they are not sampled again."""
-        for reason in sorted({reasons[group.index] for group in groups}):
-            indexes = [group.index for group in groups if reasons[group.index] == reason]
-            log.error("%s: groups %s are dead", reason, indexes)
-        for group in groups:
-            self._send_letter(group.index, reasons[group.index], b"", b"")
-            self._ledger.settle(group.index, "dead", reasons[group.index])
+    def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
+        """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""
+        for reason in sorted(set(reasons.values())):
+            log.error("%s: groups %s are dead", reason, [index for index in groups if reasons[index] == reason])
+        for index, ready in groups.items():
+            self._send_letter(index, reasons[index], encode_group(ready.group), ready.entry_id)
+            self._ledger.settle(index, "dead", reasons[index])
 
     def count_step(self, failure: str | None) -> None:
         """Counts failed batches, after the batch is settled. failure: why no optimizer step was taken; None if one was.

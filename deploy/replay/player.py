@@ -138,7 +138,9 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
             groups = [each.decode() for each in recorded]
         except RecordError as error:
             raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
-        yield _played(variant.name, head, learner.step(pack(groups, lag_of, config)))
+        yield _played(
+            variant.name, head, learner.step(pack(groups, lag_of, config, every_row=learner.trains_every_row))
+        )
 
 
 def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
+from penstock.schemas.rollout import decode_group
 from real_server import RealServer
 from scripted_learner import KilledError
 from trainer_bench import assert_balanced
@@ -211,7 +213,32 @@ def test_groups_of_a_mini_batch_that_is_not_finite_die_while_the_rest_of_their_b
     ledger = bench.ledger()
     assert (ledger["num_groups_trained"], ledger["num_groups_dead"]) == (45, 3)
     assert {6, 7, 20}.isdisjoint(trainer.learner.trained)
-    assert redis_client.xlen(Keys("test").dead) == 3
+    letters = [fields for _, fields in redis_client.xrange(Keys("test").dead)]
+    assert {decode_group(letter[Field.PAYLOAD]).index for letter in letters} == {6, 7, 20}
+    assert all(letter[b"entry"] for letter in letters)
+    assert_balanced(bench, trainer)
+
+
+def test_groups_that_a_failed_step_spares_are_trained_by_a_later_batch(bench, redis_client):
+    bench.producer()
+    trainer = bench.trainer()
+    train, spared = trainer.learner.step, []
+
+    def step(batch):
+        report = train(batch)
+        if spared or trainer.learner.num_steps < 3:
+            return report
+        spared.extend(batch.indexes[1:3])
+        dead = batch.indexes[0]
+        for index in (dead, *spared):
+            trainer.learner.trained.remove(index)
+        return replace(report, failed={dead: "loss is not finite"}, spared=frozenset(spared))
+
+    trainer.learner.step = step
+    assert trainer.run()
+    ledger = bench.ledger()
+    assert (ledger["num_groups_trained"], ledger["num_groups_dead"]) == (48 - 3, 1), "the batch had room for no others"
+    assert [trainer.learner.trained.count(index) for index in spared] == [1, 1]
     assert_balanced(bench, trainer)
 
 

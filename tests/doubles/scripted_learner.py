@@ -23,6 +23,7 @@ class ScriptedLearner:
     """
 
     vocabulary = 100
+    trains_every_row = False
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

@@ -4,6 +4,8 @@ Formula, over the sampled tokens t, with the gain g_t of the objective's own fil
 
     loss = aggregate(-w_t * g_t)  +  kl_coefficient * aggregate(kl_t)  -  entropy_coefficient * aggregate(H_t)
 
+The last two need no advantage: with either switched on, t runs over the groups without reward variance as well.
+
 An objective of your own needs none of this: it may be any callable LossInputs -> LossOutputs
 (`penstock.consumers.learning.interfaces`).
 
@@ -22,8 +24,16 @@ As a value each estimates KL(current || reference); as a loss term each gives a 
     k2 = x^2 / 2       gradient  -x * grad log p       in expectation that of KL(current || reference)
     k3 = e^x - x - 1   gradient  (1 - e^x) grad log p  in expectation that of KL(reference || current); GRPO's (eq. 4)
 
-These expectations are over the current policy; the term carries no importance weight, as in the peers. x is clamped to
-+-20, beyond which its gradient is 0. The entropy bonus is exact at each token, and unweighted likewise.
+These expectations are over the current policy, though behavior policies sampled the tokens; verl, ms-swift and, by
+default, TRL and slime leave it at that. `kl_importance_weighted` multiplies kl_t by an estimate of current / behavior::
+
+    w_t * current / proximal   the importance weight, detached, times the policy ratio, under gradient
+
+With a gradient through the ratio, k1 and k3 then both have that of KL(current || reference) in expectation over the
+sampling policy, as far as w_t is proximal / behavior; k2 stays biased. Source: DeepSeek-V3.2 (arXiv 2512.02556).
+TRL (`use_bias_correction_kl`) and slime (`use_unbiased_kl`) multiply by current / proximal alone, which is this with
+`correction.mode = "none"`. x is clamped to +-20, beyond which its gradient is 0. The entropy bonus is exact at each
+token, and unweighted.
 """
 
 import math
@@ -56,6 +66,8 @@ class PolicyObjective(ABC):
     """Weight of the KL to the reference model; 0 needs none."""
     kl_estimator: str = "k3"
     """"k1", "k2" or "k3"."""
+    kl_importance_weighted: bool = False
+    """Multiplies the KL by importance weight and policy ratio: the module's docstring."""
     entropy_coefficient: float = 0.0
     """Share of the token entropy that is subtracted from the loss."""
 
@@ -71,9 +83,15 @@ class PolicyObjective(ABC):
     def needs_reference(self) -> bool:
         return self.kl_coefficient > 0
 
+    @property
+    def trains_every_row(self) -> bool:
+        return self.kl_coefficient > 0 or self.entropy_coefficient > 0
+
     def __post_init__(self) -> None:
         self.require_choice("aggregation", AGGREGATIONS)
         self.require_choice("kl_estimator", KL_ESTIMATORS)
+        if not isinstance(self.kl_importance_weighted, bool):
+            raise self.refusal("kl_importance_weighted", "true or false")
         self.require_number("kl_coefficient", at_least=0)
         self.require_number("entropy_coefficient", at_least=0)
         if self.aggregation == "constant":
@@ -98,6 +116,8 @@ class PolicyObjective(ABC):
         loss = -self.aggregate(inputs.importance_weights * gain, inputs)
         if inputs.reference_logprobs is not None:
             divergence = reference_kl(inputs.current_logprobs, inputs.reference_logprobs, self.kl_estimator)
+            if self.kl_importance_weighted:
+                divergence = inputs.importance_weights * policy_ratio(inputs) * divergence
             metrics["reference_kl"] = divergence.detach().sum()
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * self.aggregate(divergence, inputs)

@@ -161,6 +161,39 @@ def test_groups_without_variance_are_left_out_but_counted() -> None:
     assert batch.indexes == (1, 2)
 
 
+def test_a_rollout_of_each_group_without_variance_is_kept_for_the_metrics() -> None:
+    def flat(index: int) -> RolloutGroup:
+        siblings = [segment([1, 2, 3, 4][: 2 + n], [(1, 2 + n)], [2] + [7] * n) for n in range(3)]
+        return group_of(index, [[sibling] for sibling in siblings], [0.1] * 3)
+
+    config = configuration("none", max_lag=4)
+    (minibatch,) = pack([_one_row(7), flat(1), flat(2), flat(3)], lag_from(7), config).minibatches
+    (sample,) = minibatch.skipped
+    # Of 1, 2 and 3 tokens, the first of each past the lag bound: nothing is left of sibling 0, so 1 and 2 take turns.
+    assert sorted(sample.row_ids.bincount().tolist()) == [2, 3, 3]
+    assert int(sample.loss_mask.sum()) * minibatch.skipped_scale == pytest.approx(3 * (1 + 2))
+    assert not sample.advantages.any()
+    assert len(minibatch.microbatches[0].targets) == 2
+
+
+def test_the_lag_histogram_is_of_every_group() -> None:
+    flat = group_of(2, [[segment([1, 2], [(1, 2)], [1])], [segment([1, 3], [(1, 2)], [6])]], [1.0, 1.0])
+    batch = pack([_one_row(7), flat], lag_from(7), CONFIG)
+    assert batch.lag_histogram == {0: 2, 1: 1, 6: 1}
+    assert (batch.num_tokens_trained, batch.num_tokens_masked_lag) == (2, 1)
+
+
+def test_every_row_is_trained_on_where_the_objective_asks_for_it() -> None:
+    flat = random_group(2, 0, rewards=[0.1] * 3, siblings=3)
+    batch = pack([_one_row(7, 7), flat], lag_from(7), CONFIG, every_row=True)
+    (minibatch,) = batch.minibatches
+    (microbatch,) = minibatch.microbatches
+    assert minibatch.skipped == () and len(microbatch.targets) == minibatch.num_tokens
+    assert batch.num_tokens_trained + batch.num_tokens_masked_lag == minibatch.num_tokens
+    of_flat = torch.tensor([minibatch.places[0][row].group == 2 for row in microbatch.row_ids.tolist()])
+    assert not microbatch.advantages[of_flat].any(), "0 to the bit, whatever the mean of 0.1 rounds to"
+
+
 def test_advantages_and_temperature_are_their_rollouts() -> None:
     group = group_of(
         1, [[segment([1, 2, 3], [(1, 3)], [7, 7])], [segment([1, 5], [(1, 2)], [7])]], [1.0, 0.0], temperature=0.5

@@ -3,7 +3,7 @@
 import math
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,41 @@ def test_a_mini_batch_that_is_not_finite_is_named_and_the_others_are_trained(fol
     assert all(torch.isfinite(p).all() for p in learner.model.parameters())
 
 
+MARK = -7.0
+"""The behavior logprob of the group that has no finite loss."""
+
+
+def _groups_with_a_culprit(index: int = 3):
+    ids, runs = [1, 2, 3], [(1, 3)]
+    rows = [[segment(ids, runs, [7, 7], [MARK, -1.0])], [segment(ids[:2], [(1, 2)], [7])]]
+    return [group_of(n, rows, [1.0, 0.0]) if n == index else random_group(n, 0) for n in range(1, 7)]
+
+
+@dataclass
+class Marked(Recorder):
+    """A loss of NaN wherever the mark is."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        loss = super().__call__(inputs).loss
+        return LossOutputs(loss=loss * float("nan") if (inputs.behavior_logprobs == MARK).any() else loss)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_only_the_group_that_is_not_finite_fails_and_the_rest_of_its_mini_batch_is_spared(folder, minibatches) -> None:
+    config = configuration(folder, trainer=_trainer(num_minibatches=minibatches, num_epochs=2))
+    learner = Learner(config)
+    learner.scorer.objective = Marked()
+    groups = _groups_with_a_culprit()
+    groups[1] = random_group(2, 0, rewards=[1.0] * 4)
+    report = learner.step(pack(groups, lag_from(7), config))
+    assert report.failed == {3: "loss is not finite"}
+    assert report.spared == ({1} if minibatches == 2 else {1, 4, 5, 6}), "a group without variance has no part in it"
+    assert report.skipped_reason == (None if minibatches == 2 else "loss is not finite")
+    assert report.num_optimizer_steps == 2 * (minibatches - 1)
+    assert all(torch.isfinite(p).all() for p in learner.model.parameters())
+    assert all(p.grad is None for p in learner.model.parameters())
+
+
 def test_a_mini_batch_that_fails_in_its_second_epoch_was_trained(folder) -> None:
     config = configuration(folder, trainer=_trainer(num_epochs=3, num_minibatches=2))
     learner, recorder = _recording(config, poison_at=(3,))
@@ -196,7 +231,7 @@ def test_mode_none_corrects_nothing_and_reports_everything(folder) -> None:
     none = learner.step(pack(_groups(), lag_from(7), config))
     assert torch.equal(recorder.seen[0].importance_weights, recorder.seen[0].loss_mask.float())
     truncated = Learner(configuration(folder)).step(pack(_groups(), lag_from(7), config))
-    for name in ("rollout_correction/k3_kl", "chi2", "ess_fraction", "ess_fraction/lag_0", "rollout_correction/ess"):
+    for name in ("rollout_correction/k3_kl", "chi2", "ess_fraction", "ess_fraction/lag_1", "rollout_correction/ess"):
         assert name in none.metrics and name in truncated.metrics
     assert none.metrics["chi2"] == pytest.approx(truncated.metrics["chi2"], rel=1e-6)
     assert none.metrics["weight_mean"] == 1
@@ -432,3 +467,108 @@ def test_truncated_sampling_without_its_masks_is_refused() -> None:
     bare = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, top_k=5))
     with pytest.raises(RecordError, match="top_k 5 and no sampling_mask"):
         check_trainable(bare, VOCABULARY)
+
+
+def _flat_groups(rewards: tuple[float, ...] = (1.0, 1.0)):
+    """Groups whose siblings are one text, so that any of them stands for all."""
+    found = []
+    for index in range(11, 15):
+        ids = random_group(index, 0).rollouts[0].segments[0]
+        found.append(group_of(index, [[ids]] * len(rewards), list(rewards)))
+    return found
+
+
+def _every_token(learner: Learner, groups) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, proximal and behavior logprob of every token within the lag bound."""
+    batch = pack(groups, lag_from(7), learner.config, every_row=True)
+    found = [[], [], []]
+    with torch.no_grad():
+        for part in batch.microbatches:
+            logprobs, entropy = learner.scorer.logprobs(part)
+            for column, values in zip(found, (entropy, logprobs, part.behavior_logprobs), strict=True):
+                column.append(values[part.loss_mask])
+    return tuple(torch.cat(column) for column in found)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_entropy_and_mismatch_are_of_all_sampled_tokens(folder, minibatches) -> None:
+    config = configuration(folder, trainer=_trainer(num_minibatches=minibatches))
+    groups = [*_groups(), *_flat_groups()]
+    if minibatches == 2:  # the second step is no update, so both halves see the same policy
+        groups = [*_flat_groups(), *_flat_groups(), *_groups(8)]
+    learner = Learner(config)
+    entropy, proximal, behavior = _every_token(learner, groups)
+    metrics = learner.step(pack(groups, lag_from(7), config)).metrics
+    assert metrics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-5)
+    assert metrics["rollout_correction/kl"] == pytest.approx((behavior - proximal).mean().item(), rel=1e-5)
+    counts = [value for name, value in metrics.items() if name.startswith("num_tokens/lag_")]
+    assert sum(counts) == pytest.approx(len(entropy))
+    trained = Learner(config).step(pack(_groups(), lag_from(7), config)).metrics
+    assert abs(trained["entropy"] - metrics["entropy"]) > 1e-3, "that of the groups with variance is another"
+
+
+def test_once_all_groups_have_collapsed_something_is_still_reported(folder) -> None:
+    config = configuration(folder)
+    learner = Learner(config)
+    before = _weights(learner)
+    entropy, _, _ = _every_token(learner, _flat_groups())
+    report = learner.step(pack(_flat_groups(), lag_from(7), config))
+    assert (report.skipped_reason, report.num_optimizer_steps, report.num_tokens_trained) == (NOTHING_TO_TRAIN, 0, 0)
+    assert report.metrics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-5)
+    assert {"ess_fraction", "rollout_correction/k3_kl", "policy_clipped_frac"} <= report.metrics.keys()
+    assert sum(report.lag_histogram.values()) > 0
+    assert all(torch.equal(p, before[name]) for name, p in _weights(learner).items())
+
+
+@pytest.mark.parametrize("correction", [CorrectionConfig(), CorrectionConfig(batch_normalize=True)])
+def test_what_is_scored_for_the_metrics_alone_leaves_the_training_as_it_is(folder, correction) -> None:
+    config = configuration(folder, correction=correction, trainer=_trainer(num_epochs=2, num_minibatches=2))
+    batch = pack([*_groups(), *_flat_groups()], lag_from(7), config)
+    without = replace(batch, minibatches=tuple(replace(each, skipped=()) for each in batch.minibatches))
+    learners = Learner(config), Learner(config)
+    reports = [learner.step(each) for learner, each in zip(learners, (batch, without), strict=True)]
+    assert all(torch.equal(p, _weights(learners[1])[name]) for name, p in _weights(learners[0]).items())
+    assert reports[0].metrics["loss"] == reports[1].metrics["loss"]
+
+
+def test_kl_and_entropy_act_on_every_row_in_full(folder, tmp_path) -> None:
+    tiny_model(tmp_path / "base", seed=9)
+    kwargs = {"kl_coefficient": 0.3, "entropy_coefficient": 0.2}
+    model = ModelConfig(path=str(folder), reference=str(tmp_path / "base"))
+    config = configuration(
+        folder,
+        model=model,
+        objective=Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs=kwargs),
+        correction=CorrectionConfig(mode="none"),
+        trainer=_trainer(),
+        max_lag=9,
+    )
+    learner = Learner(config)
+    assert learner.trains_every_row
+    groups = [random_group(1, 0, rewards=[1.0] * 4), random_group(2, 0, rewards=[0.0] * 4)]
+    rows = [(r.segments[0], g.sampling.temperature) for g in groups for r in g.rollouts]
+    models = [AutoModelForCausalLM.from_pretrained(path).double() for path in (folder, tmp_path / "base")]
+    kl = entropy = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for part, temperature in rows:
+        ids = torch.frombuffer(bytearray(part.token_ids), dtype=torch.int32).long()
+        own, reference = ((m(ids[None]).logits[0] / temperature).log_softmax(-1) for m in models)
+        for start, end in part.loss_mask:
+            for at in range(start, end):
+                x = reference[at - 1, ids[at]] - own[at - 1, ids[at]]
+                kl = kl + x.exp() - x - 1
+                entropy = entropy - (own[at - 1].exp() * own[at - 1]).sum()
+                count += 1
+    loss = (0.3 * kl - 0.2 * entropy) / count
+    loss.backward()
+    expected = dict(models[0].named_parameters())
+    gradients: dict[str, Tensor] = {}
+    learner.optimizer.step = lambda: gradients.update(
+        {name: p.grad.clone() for name, p in learner.model.module.named_parameters()}
+    )
+    report = learner.step(pack(groups, lag_from(7), config, every_row=learner.trains_every_row))
+    assert report.num_optimizer_steps == 1, "no group has variance, and the terms act all the same"
+    assert report.metrics["loss"] == pytest.approx(loss.item(), abs=2e-5)
+    assert report.metrics["reference_kl"] == pytest.approx(kl.item() / count, abs=2e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient.double(), expected[name].grad, atol=2e-5, rtol=1e-4)

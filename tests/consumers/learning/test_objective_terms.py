@@ -77,6 +77,34 @@ def test_the_gradients_of_the_kl_estimators_are_those_that_are_documented() -> N
     torch.testing.assert_close(_expected_kl_gradient("k3", theta, reference), of_reference)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_weighted_kl_has_the_gradient_of_the_current_policys_whoever_sampled_the_tokens(estimator) -> None:
+    generator = torch.Generator().manual_seed(5)
+    theta = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference, proximal, behavior = torch.randn(3, 6, generator=generator, dtype=torch.float64).log_softmax(1)
+    log_p = theta.log_softmax(0)
+    expected = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), theta, retain_graph=True)[0]
+    current = log_p.detach().requires_grad_()
+    inputs = changed(
+        packed_inputs(0, (6,)),
+        current_logprobs=current,
+        proximal_logprobs=proximal,
+        behavior_logprobs=behavior,
+        importance_weights=(proximal - behavior).exp(),
+        advantages=torch.zeros(6, dtype=torch.float64),
+        reference_logprobs=reference,
+        denominator=1.0,
+    )
+
+    def gradient(**arguments: Any) -> torch.Tensor:
+        loss = Grpo(kl_coefficient=1.0, kl_estimator=estimator, **arguments)(inputs).loss
+        by_logprob = torch.autograd.grad(loss, current)[0]
+        return torch.autograd.grad((behavior.exp() * by_logprob * log_p).sum(), theta, retain_graph=True)[0]
+
+    torch.testing.assert_close(gradient(kl_importance_weighted=True), expected)
+    assert (gradient() - expected).abs().max() > 0.05
+
+
 def test_k1_and_k3_estimate_the_kl_of_the_current_policy_without_bias() -> None:
     generator = torch.Generator().manual_seed(6)
     log_p, log_q = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
@@ -158,6 +186,7 @@ BAD: list[tuple[type, dict[str, Any]]] = [
             {"constant_denominator": 5.0},
             {"kl_coefficient": -0.1},
             {"kl_coefficient": float("nan")},
+            {"kl_importance_weighted": 1},
             {"kl_estimator": "k4"},
             {"entropy_coefficient": -1.0},
             {"entropy_coefficient": "0.1"},

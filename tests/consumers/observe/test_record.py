@@ -1,6 +1,7 @@
 """The record of a batch equals what a computation beside the trainer finds, token by token."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,13 @@ def test_an_unknown_version_is_recorded_with_the_lag_that_it_was_counted_with(mo
     group = group_of(1, [[part] for part in parts], [1.0, 0.0])
     _, (recorded,) = records_of(taken_of([group], config), config)
     assert [token.lag for token in sampled_tokens(parts[0], recorded.findings[0][0])] == [2, 2, 2]
+
+
+def test_a_group_that_a_failed_step_spares_is_recorded_as_that(model):
+    taken = taken_of([random_group(n, 1) for n in (1, 2, 3)], configuration(model, record=True))
+    report = replace(taken.report, failed={1: "loss is not finite"}, spared=frozenset({2}))
+    head, _ = records_of(taken._replace(report=report), configuration(model))
+    assert [(entry.index, entry.outcome) for entry in head.groups] == [(1, "dead"), (2, "spared"), (3, "trained")]
 
 
 def test_a_run_without_record_keeps_no_tokens(model):

@@ -97,7 +97,7 @@ def test_losses_that_are_not_the_runs_are_told_and_are_a_failure(training, capsy
     import penstock.deploy.replay.player as player
 
     pack = player.pack
-    monkeypatch.setattr(player, "pack", lambda groups, *rest: pack(groups[::-1], *rest))
+    monkeypatch.setattr(player, "pack", lambda groups, *rest, **options: pack(groups[::-1], *rest, **options))
     status, out, _ = replay(capsys, training)
     assert status == 1
     assert "differ at " in out and "bit for bit" not in out
