@@ -24,6 +24,7 @@ from penstock.schemas.record import (
     FOLDER,
     BatchHead,
     GroupEntry,
+    Outcome,
     RecordedGroup,
     RecordHeader,
     SegmentFindings,
@@ -193,7 +194,7 @@ def _recorded(group: RolloutGroup, scores: dict[Place, _Scores], lag: KnownLags,
 
 def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport, config: RunConfig) -> GroupEntry:
     failure = report.failed.get(group.index, "")
-    settled = "trained" if has_variance(group) else "skipped"
+    settled: Outcome = "trained" if has_variance(group) else "skipped"
     rewards = np.array([rollout.reward.value for rollout in group.rollouts])
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     findings = [found for of_rollout in recorded.findings for found in of_rollout]
