@@ -91,7 +91,8 @@ def bounds(meta: msgspec.Meta) -> str:
     if meta.gt is not None:
         return f", above {meta.gt}" + ("" if meta.le is None else f", at most {meta.le}")
     if meta.ge is not None:
-        return f", {meta.ge} or more" if meta.le is None else f", {meta.ge} to {meta.le}"
+        below = f", {meta.ge} or more" if meta.le is None else f", {meta.ge} to {meta.le}"
+        return below if meta.lt is None else f"{below}, below {meta.lt}"
     return ""
 
 

@@ -18,6 +18,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
@@ -129,21 +130,23 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: PositiveFloat = 1e-5
-    """AdamW's, after the warmup."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's, after the warm-up."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's."""
     warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises linearly to its value."""
+    """Optimizer steps over which the learning rate rises linearly to its value."""
     decay: Literal["constant", "linear"] = "constant"
-    """`linear` lets the learning rate fall to zero at the last update."""
+    """`linear` lets the learning rate fall from the end of the warm-up, to zero after `num_updates * num_epochs *
+    num_minibatches` optimizer steps. Batches that train nothing take none: a run with such batches ends above zero."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it."""
     num_epochs: Positive = 1
     """Times the groups of a batch are trained; the proximal policy stays that of the first read."""
     num_minibatches: Positive = 1
-    """Optimizer steps per epoch: a batch's groups are split, in order of arrival, into so many parts."""
+    """Optimizer steps per epoch: a batch's groups are split into so many parts, at random by `seed` in asynchronous
+    mode, where short answers arrive first, and by index in synchronous mode."""
     tokens_per_microbatch: Positive = 8192
     """Tokens (context and sampled) of one forward pass; a longer single segment makes a pass of its own."""
     num_threads: Positive = 1

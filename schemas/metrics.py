@@ -206,7 +206,9 @@ TRAINER_GAUGES: dict[str, Metric] = {
     "reward": Metric("penstock_reward", "Mean reward of the batch", unit="none"),
     "loss": Metric("penstock_loss", "Loss of the last batch", unit="none"),
     "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping", unit="none"),
-    "learning_rate": Metric("penstock_learning_rate", "Learning rate of the last step", unit="none"),
+    "learning_rate": Metric(
+        "penstock_learning_rate", "Learning rate of the last batch's first optimizer step", unit="none"
+    ),
     "entropy": Metric("penstock_entropy_nats", "Mean token entropy of the current policy"),
     "policy_clipped_frac": Metric(
         "penstock_policy_ratio_clipped_frac", "Share of tokens whose policy ratio was clipped"

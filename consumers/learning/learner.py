@@ -25,21 +25,15 @@ class Learner:
     masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`, and
     with `trainer.cpu_matmul` how the process multiplies matrices.
 
-    Args:
-        num_updates: batches over which the learning rate decays; None takes `config.num_updates`.
-
     Raises:
         ConfigError: no such model, a device that is missing, an objective that does not fit, settings that the
             trainer cannot reproduce or that would count one gap twice.
     """
 
-    def __init__(self, config: RunConfig, *, num_updates: int | None = None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.num_steps = 0
-        """Optimizer steps taken."""
-        self.num_batches = 0
-        """Batches seen, those with nothing left to train included, failed ones not: the learning rate follows it."""
-        self._num_updates = num_updates if num_updates is not None else config.num_updates
+        """Optimizer steps taken: the learning rate follows it."""
         trainer = config.trainer
         self.device = choose_device(trainer.device)
         if self.device.type == "cpu":
@@ -77,11 +71,8 @@ class Learner:
         for epoch in range(self.config.trainer.num_epochs):
             for place, minibatch in enumerate(batch.minibatches):
                 if place not in tally.failed:
-                    self._train(place, minibatch, constants[place], learning_rate, tally, first_epoch=epoch == 0)
-        report = tally.report(batch, learning_rate)
-        if report.counts_as_update:
-            self.num_batches += 1
-        return report
+                    self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
+        return tally.report(batch, learning_rate)
 
     @torch.no_grad()
     def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
@@ -103,7 +94,6 @@ class Learner:
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
-            "num_batches": self.num_batches,
             "rng": torch.get_rng_state(),
         }
         if self.device.type == "cuda":
@@ -111,9 +101,10 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Takes up a state: the optimizer's moments, under the settings of this learner's own configuration."""
+        own = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": own})
         self.num_steps = state["num_steps"]
-        self.num_batches = state["num_batches"]
         torch.set_rng_state(state["rng"].cpu())
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
@@ -141,7 +132,6 @@ class Learner:
         place: int,
         minibatch: MiniBatch,
         constants: list[StepConstants],
-        learning_rate: float,
         tally: BatchTally,
         *,
         first_epoch: bool,
@@ -166,7 +156,7 @@ class Learner:
             tally.end_phase("diagnostics")
         grad_norm = self._grad_norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm.item()):
-            self._update(learning_rate, grad_norm)
+            self._update(grad_norm)
             self.num_steps += 1
         elif place in tally.failed:
             tally.blame(place, self._is_finite, minibatch)
@@ -188,18 +178,21 @@ class Learner:
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
 
     def _learning_rate(self) -> float:
-        trainer = self.config.trainer
-        rate = trainer.learning_rate
-        if self.num_batches < trainer.warmup_steps:
-            rate *= (self.num_batches + 1) / trainer.warmup_steps
-        if trainer.decay == "linear":
-            rate *= max(0.0, 1 - self.num_batches / self._num_updates)
-        return rate
+        """The rate of the next step: linear up to the configured one, then, with a linear decay, down to zero at the
+        run's planned number of steps."""
+        config, trainer = self.config, self.config.trainer
+        if self.num_steps < trainer.warmup_steps:
+            return trainer.learning_rate * (self.num_steps + 1) / trainer.warmup_steps
+        if trainer.decay == "constant":
+            return trainer.learning_rate
+        num_planned = config.num_updates * config.steps_per_batch
+        left = (num_planned - self.num_steps) / max(1, num_planned - trainer.warmup_steps)
+        return trainer.learning_rate * max(0.0, left)
 
-    def _update(self, learning_rate: float, grad_norm: Tensor) -> None:
+    def _update(self, grad_norm: Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(
             self.model.parameters(), self.config.trainer.max_grad_norm, grad_norm, foreach=True
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = self._learning_rate()
         self.optimizer.step()

@@ -166,7 +166,10 @@ class BatchTally:
         self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
 
     def report(self, batch: Batch, learning_rate: float) -> StepReport:
-        """The report after the last step. Fetches the sums, for which it waits for the device."""
+        """The report after the last step. Fetches the sums, for which it waits for the device.
+
+        learning_rate: of the batch's first step.
+        """
         metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **self._means()}
         sums = {name: value.item() for name, value in self._sums.items()}
         num_tokens = sums.pop("num_tokens", 0)

@@ -10,8 +10,9 @@ import msgspec
 
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 
-SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates")
-"""The parts of a run file that a training step of a given batch depends on; `trainer.decay` reads `num_updates`."""
+SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates", "seed")
+"""The parts of a run file that a training step of a given batch depends on: `trainer.decay` reads `num_updates`, the
+split into mini-batches reads `seed`."""
 OWN = "own"
 RECORDED = "recorded"
 """The name of the run's own numbers, beside the variants."""
@@ -85,5 +86,5 @@ def _check_setting(setting: str) -> None:
     if _field(setting).partition(".")[0] not in SECTIONS:
         raise ConfigError(
             f"setting {setting!r}: a replay does not read {_field(setting)}; expected a field of "
-            f"{', '.join(SECTIONS[:-3])}, or {', '.join(SECTIONS[-3:])}"
+            f"{', '.join(SECTIONS[:-4])}, or {', '.join(SECTIONS[-4:])}"
         )

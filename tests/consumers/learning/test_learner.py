@@ -196,7 +196,7 @@ def test_a_batch_past_the_lag_bound_takes_no_step_and_says_so(folder) -> None:
     report = learner.step(pack(_groups(), lag_from(20), config))
     assert report.skipped_reason == NOTHING_TO_TRAIN
     assert report.metrics["loss"] == 0
-    assert (learner.num_steps, learner.num_batches) == (0, 1)
+    assert learner.num_steps == 0
     assert all(torch.equal(before[name], after) for name, after in _weights(learner).items())
 
 
@@ -227,7 +227,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(folder, monkeypatch
     monkeypatch.setattr(learner.scorer, "objective", {"Poisoned": Poisoned, "Steep": Steep}[objective]())
     report = learner.step(pack(_groups(seed=1), lag_from(7), config))
     assert report.skipped_reason == reason
-    assert (learner.num_steps, learner.num_batches) == (1, 1)
+    assert learner.num_steps == 1
     assert all(torch.equal(before[name], after) for name, after in _weights(learner).items())
     assert str(learner.optimizer.state_dict()) == str(state)
     # The next good batch trains as if nothing had happened.
@@ -274,20 +274,66 @@ def test_a_resumed_learner_continues_with_equal_bits(folder, tmp_path) -> None:
     resumed = Learner(config)
     resumed.load_model(tmp_path / "saved")
     resumed.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
-    assert (resumed.num_steps, resumed.num_batches) == (3, 3)
+    assert resumed.num_steps == 3
     reports = [each.step(pack(_groups(seed=3), lag_from(7), config)) for each in (learner, resumed)]
     assert reports[0].metrics == reports[1].metrics
     expected = _weights(learner)
     assert all(torch.equal(expected[name], after) for name, after in _weights(resumed).items())
 
 
-def test_the_learning_rate_warms_up_and_falls_to_0_at_the_last_update(folder) -> None:
-    trainer = TrainerConfig(device="cpu", learning_rate=1.0, warmup_steps=2, decay="linear")
-    learner = Learner(configuration(folder, trainer=trainer), num_updates=4)
-    rates = []
-    for learner.num_batches in range(5):
-        rates.append(learner._learning_rate())
-    assert rates == pytest.approx([0.5, 0.75, 0.5, 0.25, 0.0])
+def test_a_resumed_learner_goes_on_with_the_optimizer_settings_of_its_own_configuration(folder, tmp_path) -> None:
+    def trainer(**changes):
+        return configuration(folder, trainer=TrainerConfig(device="cpu", learning_rate=1e-2, **changes))
+
+    learner = Learner(trainer())
+    learner.step(pack(_groups(), lag_from(7), learner.config))
+    learner.save_model(tmp_path / "saved")
+    state = copy.deepcopy(learner.state_dict())
+    weights = []
+    for changes in ({}, {"betas": (0.5, 0.6)}, {"weight_decay": 0.5}):
+        resumed = Learner(trainer(**changes))
+        resumed.load_model(tmp_path / "saved")
+        resumed.load_state_dict(state)
+        optimizer = resumed.optimizer
+        assert str(optimizer.state_dict()["state"]) == str(state["optimizer"]["state"])
+        resumed.step(pack(_groups(seed=1), lag_from(7), resumed.config))
+        assert {name: optimizer.param_groups[0][name] for name in changes} == changes
+        weights.append(_weights(resumed)["model.norm.weight"])
+    assert len({str(each.tolist()) for each in weights}) == 3
+
+
+def test_the_learning_rate_warms_up_to_its_value_and_falls_to_0_at_the_last_step(folder) -> None:
+    trainer = TrainerConfig(
+        device="cpu", learning_rate=0.125, warmup_steps=2, decay="linear", num_epochs=2, num_minibatches=1
+    )
+    config = configuration(folder, trainer=trainer, num_updates=3)
+    learner = Learner(config)
+    rates, take = [], learner.optimizer.step
+
+    def step() -> None:
+        rates.append(learner.optimizer.param_groups[0]["lr"])
+        take()
+
+    learner.optimizer.step = step
+    reported = []
+    for seed in range(2):
+        reported.append(learner.step(pack(_groups(seed=seed), lag_from(7), config)).metrics["learning_rate"])
+        # No step is taken, so that none of the schedule is used up.
+        assert learner.step(pack([random_group(1, 0, rewards=[0.5] * 4)], lag_from(7), config)).skipped_reason
+    assert rates == [0.0625, 0.125, 0.125, 0.09375]
+    assert reported == [0.0625, 0.125]
+    learner.num_steps = 6
+    assert learner.step(pack(_groups(), lag_from(7), config)).metrics["learning_rate"] == 0
+
+
+@pytest.mark.parametrize("warmup_steps", [200, 1_000])
+def test_a_warm_up_as_long_as_the_run_has_no_decay(folder, warmup_steps) -> None:
+    trainer = TrainerConfig(device="cpu", learning_rate=1.0, warmup_steps=warmup_steps, decay="linear")
+    learner = Learner(configuration(folder, trainer=trainer, num_updates=200))
+    learner.num_steps = 199
+    assert learner._learning_rate() == 200 / warmup_steps
+    learner.num_steps = 1_000
+    assert learner._learning_rate() == 0
 
 
 def test_gradients_are_clipped_to_the_norm(folder) -> None:

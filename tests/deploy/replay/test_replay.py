@@ -79,10 +79,23 @@ def test_two_replays_in_processes_of_their_own_are_equal_to_the_last_byte(traini
 
 def test_a_run_that_was_continued_with_other_settings_is_played_with_them_from_there_on(training, model, capsys):
     other = TrainerConfig(device="cpu", learning_rate=1e-3, num_minibatches=1, decay="linear", max_grad_norm=0.5)
-    training.train(3, config=settings(model, trainer=other, num_updates=8))
+    training.train(3, config=settings(model, trainer=other, num_updates=20))
     status, out, _ = replay(capsys, training)
     assert status == 0 and "bit for bit, at all 7 updates" in out
     assert losses(training, "1", "own") == training.losses
+
+
+def test_a_variant_has_its_own_optimizer_settings_and_seed_from_a_checkpoint_on(training, capsys):
+    training.train(3)
+    settings = {"b": "trainer.betas=[0.1,0.2]", "w": "trainer.weight_decay=9", "s": "seed=5"}
+    argv = [part for name, setting in settings.items() for part in ("--variant", name, setting)]
+    assert replay(capsys, training, "--from", training.checkpoints[0], "--variant", "own", *argv)[0] == 0
+    own = losses(training, "1", "own")
+    assert own == training.losses[4:]
+    for name in "bw":
+        # The first loss is partly of the weights in the checkpoint, before the first step.
+        assert all(a != b for a, b in zip(losses(training, "1", name)[1:], own[1:], strict=True))
+    assert losses(training, "1", "s") != own
 
 
 def test_a_replay_from_a_checkpoint_goes_on_where_the_run_did(training, capsys):
