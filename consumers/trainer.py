@@ -7,7 +7,7 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     rollout      a producer claims the index, samples a group          waits for a prompt [release]
                  of siblings and appends it to the stream
                  producers/loop.py
-    take         the next groups in order of arrival, none stale       waits for `groups_per_batch` ready groups
+    take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
                  parity/gate.py, the first batch of new weights

@@ -125,7 +125,7 @@ class Batch:
 
     @property
     def indexes(self) -> tuple[int, ...]:
-        """The released task indexes, in order of arrival."""
+        """The released task indexes, in the order of the mini-batches."""
         return tuple(index for minibatch in self.minibatches for index in minibatch.indexes)
 
     @property

@@ -1,5 +1,6 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -35,7 +36,8 @@ class _Row:
 def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, every_row: bool = False) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
 
-    They are split in their order into `trainer.num_minibatches` parts of one optimizer step each.
+    They are split into `trainer.num_minibatches` parts of one optimizer step each: in their order in synchronous mode,
+    in asynchronous mode shuffled by `seed` and their indexes, because batches fill with short answers first.
 
     Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
     denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
@@ -52,7 +54,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, eve
         RecordError: a row without context.
     """
     lags = known_lags(lag_of)
-    parts = [_rows_of(part, lags, config, every_row) for part in _parts(groups, config.trainer.num_minibatches)]
+    parts = [_rows_of(part, lags, config, every_row) for part in _parts(groups, config)]
     rows = [row for part in parts for row in part.rows]
     histogram: dict[int, int] = {}
     for row in (*rows, *(row for part in parts for row in part.skipped)):
@@ -115,8 +117,12 @@ class _Part:
     skipped: list[_Row]
 
 
-def _parts(groups: Sequence[RolloutGroup], count: int) -> Iterator[Sequence[RolloutGroup]]:
-    """`count` consecutive parts whose sizes differ by one at most; fewer if there are fewer groups."""
+def _parts(groups: Sequence[RolloutGroup], config: RunConfig) -> Iterator[Sequence[RolloutGroup]]:
+    """The groups of each mini-batch. Sizes differ by one at most; there are fewer parts if there are fewer groups."""
+    count = config.trainer.num_minibatches
+    if count > 1 and config.mode == "asynchronous":
+        source = random.Random(f"{config.seed}:{[group.index for group in groups]}")
+        groups = source.sample(groups, len(groups))
     bounds = [len(groups) * n // count for n in range(count + 1)]
     return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 

@@ -16,7 +16,7 @@ from penstock.schemas.rollout import RolloutGroup
 
 
 class Intake:
-    """Keeps the credit released, and hands out ready groups in order of arrival until each is settled.
+    """Keeps the credit released, and hands out ready groups, those that arrived first, until each is settled.
 
     check: raises RecordError for a group that the trainer cannot reproduce.
     """
@@ -62,8 +62,8 @@ class Intake:
         return self.reader.read(self.lag_of, block=True)
 
     def batch(self, num_groups: int) -> list[RolloutGroup] | None:
-        """The next groups in order of arrival, none of them stale; None while there are too few. They stay ready until
-        they are settled. Settles what was refused, and releases what the credit allows.
+        """The groups that arrived first, by index, none of them stale; None while there are too few. They stay ready
+        until they are settled. Settles what was refused, and releases what the credit allows.
 
         Raises:
             RunFailedError: see `Settlement.settle_refused`.
@@ -74,7 +74,8 @@ class Intake:
         self.release()
         if self.num_ready < num_groups:
             return None
-        return [ready.group for ready in islice(self.reader.ready.values(), num_groups)]
+        first = islice(self.reader.ready.values(), num_groups)
+        return sorted((ready.group for ready in first), key=lambda group: group.index)
 
     def settle(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles the batch before it judges the step: what the optimizer trained must not be trained again.

@@ -266,6 +266,16 @@ def test_synchronous_mode_trains_every_token_at_lag_zero(bench):
     assert {lag for histogram in trainer.learner.lags for lag in histogram} == {0}
 
 
+def test_a_batch_is_in_the_order_of_its_indexes_whatever_the_order_of_arrival(bench):
+    bench.overrides = ["mode=synchronous"]
+    producer = bench.producer()
+    serve = producer._serve
+    producer._serve = lambda stream, entries: serve(stream, entries[::-1])
+    trainer = bench.trainer()
+    assert trainer.run()
+    assert trainer.learner.trained == list(range(1, 49))
+
+
 def test_a_run_name_that_exists_is_refused_without_resume(bench):
     bench.trainer()
     with pytest.raises(ConfigError, match="name = 'test': this run exists; continue it with --resume"):

@@ -240,12 +240,12 @@ def test_a_row_longer_than_the_budget_makes_a_micro_batch_of_its_own() -> None:
 
 def test_mini_batches_split_the_groups_in_their_order_with_denominators_of_their_own() -> None:
     groups = [random_group(i, 2) for i in range(1, 7)] + [random_group(7, 2, rewards=[1.0] * 4)]
-    config = configuration("none", max_lag=9, trainer=TrainerConfig(num_minibatches=3))
-    batch = pack(groups, lag_from(7), config)
+    config = configuration("none", mode="synchronous", trainer=TrainerConfig(num_minibatches=3))
+    batch = pack(groups, lambda version: 0, config)
     assert [minibatch.indexes for minibatch in batch.minibatches] == [(1, 2), (3, 4), (5, 6, 7)]
     for minibatch in batch.minibatches:
         own = [group for group in groups if group.index in minibatch.indexes]
-        alone = pack(own, lag_from(7), configuration("none", max_lag=9)).minibatches[0]
+        alone = pack(own, lambda version: 0, configuration("none", mode="synchronous")).minibatches[0]
         assert (minibatch.num_tokens, minibatch.num_rollouts) == (alone.num_tokens, alone.num_rollouts)
         for got, wanted in zip(minibatch.microbatches, alone.microbatches, strict=True):
             assert torch.equal(got.targets, wanted.targets)
@@ -257,7 +257,23 @@ def test_mini_batches_split_the_groups_in_their_order_with_denominators_of_their
 def test_fewer_groups_than_mini_batches_make_fewer_of_them() -> None:
     config = configuration("none", max_lag=9, trainer=TrainerConfig(num_minibatches=4))
     batch = pack([random_group(1, 2), random_group(2, 2)], lag_from(7), config)
-    assert [minibatch.indexes for minibatch in batch.minibatches] == [(1,), (2,)]
+    assert sorted(minibatch.indexes for minibatch in batch.minibatches) == [(1,), (2,)]
+
+
+def test_mini_batches_of_an_asynchronous_batch_are_drawn_by_seed_and_batch() -> None:
+    def split(seed: int, first: int = 1) -> list[tuple[int, ...]]:
+        groups = [random_group(i, 2) for i in range(first, first + 6)]
+        config = configuration("none", max_lag=9, seed=seed, trainer=TrainerConfig(num_minibatches=2))
+        batch = pack(groups, lag_from(7), config)
+        assert sorted(batch.indexes) == [group.index for group in groups]
+        return [minibatch.indexes for minibatch in batch.minibatches]
+
+    assert split(0) == split(0)
+    # By chance alone all of these would be equal once in 6 ** 5 times or less.
+    assert len({str(sorted(split(seed)[0])) for seed in range(6)}) > 1
+    assert len({str([index - first for index in split(0, first)[0]]) for first in range(1, 7)}) > 1
+    alone = pack([random_group(i, 2) for i in (1, 2, 3)], lag_from(7), configuration("none", max_lag=9))
+    assert alone.indexes == (1, 2, 3)
 
 
 def test_the_same_groups_pack_to_the_same_bits() -> None:

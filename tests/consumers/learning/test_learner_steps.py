@@ -180,9 +180,11 @@ def test_only_the_group_that_is_not_finite_fails_and_the_rest_of_its_mini_batch_
     learner.scorer.objective = Marked()
     groups = _groups_with_a_culprit()
     groups[1] = random_group(2, 0, rewards=[1.0] * 4)
-    report = learner.step(pack(groups, lag_from(7), config))
+    batch = pack(groups, lag_from(7), config)
+    beside = next({*minibatch.indexes} for minibatch in batch.minibatches if 3 in minibatch.indexes)
+    report = learner.step(batch)
     assert report.failed == {3: "loss is not finite"}
-    assert report.spared == ({1} if minibatches == 2 else {1, 4, 5, 6}), "a group without variance has no part in it"
+    assert report.spared == beside - {2, 3}, "a group without variance has no part in it"
     assert report.skipped_reason == (None if minibatches == 2 else "loss is not finite")
     assert report.num_optimizer_steps == 2 * (minibatches - 1)
     assert all(torch.isfinite(p).all() for p in learner.model.parameters())
@@ -492,10 +494,9 @@ def _every_token(learner: Learner, groups) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_entropy_and_mismatch_are_of_all_sampled_tokens(folder, minibatches) -> None:
-    config = configuration(folder, trainer=_trainer(num_minibatches=minibatches))
+    # Steps too small to change a weight: both halves see the same policy.
+    config = configuration(folder, trainer=_trainer(num_minibatches=minibatches, learning_rate=1e-30))
     groups = [*_groups(), *_flat_groups()]
-    if minibatches == 2:  # the second step is no update, so both halves see the same policy
-        groups = [*_flat_groups(), *_flat_groups(), *_groups(8)]
     learner = Learner(config)
     entropy, proximal, behavior = _every_token(learner, groups)
     metrics = learner.step(pack(groups, lag_from(7), config)).metrics
