@@ -14,11 +14,12 @@ from penstock.producers.endpoint.call_ledger import CallLedger
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.answers import Answers, PlainText
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat
-from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.endpoint.groups import AgentGroup
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.in_flight import Claim
+from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
@@ -112,6 +113,7 @@ class _ScriptedEngine:
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         text = self._topics.turn(self._num_tokens) + TURN_END
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -148,12 +150,12 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
         weights=weights,
         prompts=prompts,
         answers=Answers(tokenizer, PlainText()),
-        lag_bound=0,
+        config=RunConfig(name="encoding", model=ModelConfig(path=""), environment=Plug(path="")),
         metrics=ProducerMetrics(),
         count=lambda num_tokens: None,
     )
     claim = Claim(stream="", entry_id=b"", index=1, version=0)
-    rollout = AgentRollout("rollout", AgentGroup(claim, Prompt(text=""), 1, math.inf, sampling))
+    rollout = AgentGroup(claim, Prompt(text=""), 1, math.inf, sampling).open("bench")
     whole = CountingTokenizer(tokenizer)
     whole_s = 0.0
     messages: list[Json] = []

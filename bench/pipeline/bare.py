@@ -91,9 +91,10 @@ class Meter:
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         began = time.monotonic()
-        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id, stop)
+        completions = await self._engine.generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions

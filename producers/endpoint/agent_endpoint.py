@@ -60,7 +60,7 @@ class AgentEndpoint:
             weights=weights,
             prompts=Prompts(own, exact=endpoint.history == "token_exact", stop_token_ids=sampling.stop_token_ids),
             answers=Answers(own, parser or PlainText()),
-            lag_bound=config.lag_bound,
+            config=config,
             metrics=context.metrics,
             count=self._count,
         )

@@ -18,8 +18,9 @@ from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.producers.rollout.sampling import sample
+from penstock.producers.rollout.sampling import request_seed, sample
 from penstock.producers.weights.follower import WeightFollower
+from penstock.schemas.config import RunConfig
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
 
@@ -53,7 +54,7 @@ class Calls:
         weights: WeightFollower,
         prompts: Prompts,
         answers: Answers,
-        lag_bound: int,
+        config: RunConfig,
         metrics: ProducerMetrics,
         count: Callable[[int], None],
     ) -> None:
@@ -61,7 +62,7 @@ class Calls:
         self._weights = weights
         self._prompts = prompts
         self._answers = answers
-        self._lag_bound = lag_bound
+        self._config = config
         self._metrics = metrics
         self._count = count
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
@@ -118,12 +119,15 @@ class Calls:
     async def _sample(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
-        sampling = msgspec.structs.replace(rollout.group.sampling, max_tokens=self._room(request, prompt, rollout))
-        await self._weights.wait_for(rollout.group.claim.version, self._lag_bound)
+        group = rollout.group
+        sampling = msgspec.structs.replace(group.sampling, max_tokens=self._room(request, prompt, rollout))
+        await self._weights.wait_for(group.claim.version, self._config.lag_bound)
         number = rollout.ledger.next_number()
+        sibling = group.rollouts.index(rollout)
+        seed = request_seed(self._config, group.claim.index, group.claim.attempt, sibling, number)
         try:
             (completion,) = await sample(
-                self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}", request.stop
+                self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}", request.stop, seed
             )
         except ValueError as error:
             raise bad_request(str(error), "messages") from error

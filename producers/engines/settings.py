@@ -64,6 +64,14 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
         arguments["max_model_len"] = engine.max_model_len
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
+        if config.mode == "synchronous":
+            # Between the chunks of a prompt vLLM winds a request's generator back, which torch's cannot on CPU.
+            if engine.args.get("enable_chunked_prefill"):
+                raise EngineError(
+                    "engine.args.enable_chunked_prefill = True with mode = 'synchronous': the requests have seeds of "
+                    "their own, with which vLLM cannot compute a prompt in chunks; expected it to be left out"
+                )
+            arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     for name in engine.args:

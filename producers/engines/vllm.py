@@ -48,7 +48,7 @@ class VllmEngine:
         self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
         self._drained = config.engine.update == "drained"
         self._held: HeldFile | None = None
-        self._params: dict[tuple[SamplingSettings, int, tuple[str, ...]], SamplingParams] = {}
+        self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
     @classmethod
@@ -91,9 +91,12 @@ class VllmEngine:
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request. A completion ends
         after the token that completes one of the texts `stop`, special tokens spelled out.
+
+        seed: sibling n draws by `seed + n` alone; None draws from the engine's own generator.
 
         Raises:
             ValueError: vLLM refuses the request (an empty or too long prompt, an id outside the vocabulary).
@@ -101,21 +104,15 @@ class VllmEngine:
         """
         # A new request must not reuse KV that older weights computed.
         salt = str(self.policy_version) if self._salted else None
-        return await self._run(prompt_token_ids, sampling, num_siblings, request_id, salt, tuple(stop))
+        params = self._sampling_params(sampling, num_siblings, tuple(stop), seed)
+        return await self._run(prompt_token_ids, params, request_id, salt)
 
     async def _run(
-        self,
-        prompt_token_ids: list[int],
-        sampling: SamplingSettings,
-        num_siblings: int,
-        request_id: str,
-        salt: str | None,
-        stop: tuple[str, ...] = (),
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None
     ) -> list[Completion]:
         """`generate`, on cached KV of requests with the same `salt` only."""
         self._check_prompt(prompt_token_ids, request_id)
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
-        params = self._sampling_params(sampling, num_siblings, stop)
         final: RequestOutput | None = None
         try:
             async for output in self._llm.generate(prompt, params, request_id):
@@ -177,7 +174,8 @@ class VllmEngine:
         """Has the engine compute a sequence anew, bypassing its prefix cache."""
         name = f"replay-{uuid.uuid4()}"
         salt = name if self.fingerprint.prefix_caching else None
-        await self._run(token_ids, SamplingSettings(temperature=0, max_tokens=1), 1, name, salt)
+        params = self._sampling_params(SamplingSettings(temperature=0, max_tokens=1), 1)
+        await self._run(token_ids, params, name, salt)
 
     async def close(self) -> None:
         """Kills the engine process; requests in flight fail with EngineError."""
@@ -272,8 +270,10 @@ class VllmEngine:
                 f"{self._vocabulary - 1}"
             )
 
-    def _sampling_params(self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...]) -> SamplingParams:
-        key = (sampling, num_siblings, stop)
+    def _sampling_params(
+        self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...] = (), seed: int | None = None
+    ) -> SamplingParams:
+        key = (sampling, num_siblings, stop, seed)
         if key not in self._params:
             if len(self._params) == PARAMS_KEPT:
                 self._params.clear()
@@ -283,6 +283,7 @@ class VllmEngine:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
+                seed=seed,
                 stop_token_ids=list(sampling.stop_token_ids),
                 logprobs=0,
                 flat_logprobs=True,

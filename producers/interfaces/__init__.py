@@ -74,10 +74,13 @@ class Engine(Protocol):
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         """Samples `num_siblings` completions of one prompt; cancelling the call aborts the request.
 
-        A completion may end after the token that completes one of the texts `stop`, and need not.
+        stop: a completion may end after the token that completes one of these texts, and need not.
+        seed: decides together with the sibling's number what is drawn, whatever else is sampled; None draws from the
+            engine's own generator.
 
         A completion that the engine itself breaks off has the finish reason "abort" and the tokens sampled until then.
         """

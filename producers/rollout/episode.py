@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, Environment
 from penstock.producers.rollout.rewards import RewardError, RewardScorer
-from penstock.producers.rollout.sampling import evaluation_sampling, sample, training_sampling
+from penstock.producers.rollout.sampling import evaluation_sampling, request_seed, sample, training_sampling
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
@@ -46,7 +46,7 @@ class Episodes:
         engine: Engine,
         scorer: RewardScorer,
     ) -> None:
-        config = context.config
+        config = self._config = context.config
         self._environment = environment
         self._tokenizer = tokenizer
         self._engine = engine
@@ -108,7 +108,8 @@ class Episodes:
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         try:
-            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id)
+            seed = request_seed(self._config, claim.index, claim.attempt)
+            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id, seed=seed)
         except EngineError:
             raise
         except Exception as error:  # the engine refuses this request and serves on

@@ -1,6 +1,7 @@
 """Sampling the completions of one prompt; what the engine aborts is resumed."""
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Sequence
 
@@ -28,6 +29,17 @@ def evaluation_sampling(config: RunConfig) -> SamplingSettings:
     )
 
 
+def request_seed(config: RunConfig, *place: int) -> int | None:
+    """The seed of a request in synchronous mode, by the run's own and the request's place in the run: index, attempt
+    and so on. None in asynchronous mode, where what is sampled depends on when new weights arrive."""
+    return _seed(config.seed, *place) if config.mode == "synchronous" else None
+
+
+def _seed(*parts: int) -> int:
+    # 7 bytes: siblings count on from it, within 64 bits.
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
+
+
 async def sample(
     engine: Engine,
     prompt_ids: list[int],
@@ -35,20 +47,24 @@ async def sample(
     num_siblings: int,
     request_id: str,
     stop: Sequence[str] = (),
+    seed: int | None = None,
 ) -> list[Completion]:
     """Samples completions of one prompt; the engine may end one at a text of `stop`. One that the engine aborts is
-    resumed from its tokens so far, with the rest of its budget; version spans and logprobs of the parts are joined.
+    resumed from its tokens so far, with the rest of its budget and a seed of its own; version spans and logprobs of
+    the parts are joined.
 
     Raises:
         EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
             number of completions.
         ValueError: it refuses the prompt.
     """
-    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id, stop)
+    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id, stop, seed)
     if all(one.finish_reason != "abort" for one in completions):
         return completions
     tasks = [
-        asyncio.create_task(_finish(engine, prompt_ids, sampling, f"{request_id}-{n}", stop, one))
+        asyncio.create_task(
+            _finish(engine, prompt_ids, sampling, f"{request_id}-{n}", stop, None if seed is None else seed + n, one)
+        )
         for n, one in enumerate(completions)
     ]
     try:
@@ -63,6 +79,7 @@ async def _finish(
     sampling: SamplingSettings,
     request_id: str,
     stop: Sequence[str],
+    seed: int | None,
     part: Completion,
 ) -> Completion:
     parts: list[Completion] = []
@@ -82,7 +99,8 @@ async def _finish(
         context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
         left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
         # An id may be used once only.
-        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}", stop)
+        part_seed = None if seed is None else _seed(seed, attempt)
+        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}", stop, part_seed)
     raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
 
 
@@ -93,8 +111,9 @@ async def _generate(
     num_siblings: int,
     request_id: str,
     stop: Sequence[str],
+    seed: int | None,
 ) -> list[Completion]:
-    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id, stop)
+    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id, stop, seed)
     if len(completions) != num_siblings:
         raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
     return completions

@@ -49,9 +49,10 @@ class ChaosEngine(ScriptedEngine):
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         try:
-            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop)
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
         finally:
             if not isinstance(sys.exc_info()[1], ValueError):
                 self.requests.remove(request_id)

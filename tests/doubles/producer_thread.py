@@ -62,12 +62,14 @@ class ProducerThread(threading.Thread):
         producer_id: str = "producer-0",
         *,
         tasks: ScoredTasks | None = None,
+        engine: ScriptedEngine | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self._config, self._url, self._runs, self._id = config, url, runs, producer_id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
         self._tasks = tasks or ScoredTasks()
+        self._engine = engine
         self.problem: BaseException | None = None
 
     def run(self) -> None:
@@ -89,7 +91,7 @@ class ProducerThread(threading.Thread):
             context = ProducerContext(
                 self._config, runs=self._runs, producer_id=self._id, connection=connection, metrics=metrics
             )
-            producer = Producer(context, ScriptedEngine(), tasks, Characters(), stop=self._end)
+            producer = Producer(context, self._engine or ScriptedEngine(), tasks, Characters(), stop=self._end)
             await producer.open()
             await producer.serve()
         finally:

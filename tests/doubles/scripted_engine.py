@@ -34,7 +34,8 @@ FINGERPRINT = EngineFingerprint(
 
 
 class ScriptedEngine:
-    """A token depends on prompt, sibling and position alone; its version is the one held when it was sampled.
+    """A token depends on prompt, sibling, position and the request's seed alone; its version is the one held when it
+    was sampled.
 
     token_s: seconds per token; all siblings advance together. 0 finishes without waiting.
     num_tokens: length of a completion (at most the sampling's max_tokens).
@@ -74,6 +75,7 @@ class ScriptedEngine:
         self.loaded_versions: list[int] = []
         self.requests: list[str] = []
         self.samplings: list[SamplingSettings] = []
+        self.seeds: list[int | None] = []
         self.num_active = 0
         self.most_active = 0
         self.cancelled: list[str] = []
@@ -103,11 +105,13 @@ class ScriptedEngine:
         num_siblings: int,
         request_id: str,
         stop: Sequence[str] = (),
+        seed: int | None = None,
     ) -> list[Completion]:
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.requests.append(request_id)
         self.samplings.append(sampling)
+        self.seeds.append(seed)
         if self._die_after is not None and len(self.requests) > self._die_after:
             raise EngineError("the scripted engine has died")
         if _starts_with(prompt_token_ids, self._die_on_prompt):
@@ -121,15 +125,17 @@ class ScriptedEngine:
         try:
             if _starts_with(prompt_token_ids, self._hang_on_prompt):
                 await asyncio.Event().wait()
-            return await self._sample(prompt_token_ids, sampling, num_siblings)
+            return await self._sample(prompt_token_ids, sampling, num_siblings, seed)
         except asyncio.CancelledError:
             self.cancelled.append(request_id)
             raise
         finally:
             self.num_active -= 1
 
-    async def _sample(self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int) -> list[Completion]:
-        rows = [self._tokens(prompt_ids, sibling, sampling) for sibling in range(num_siblings)]
+    async def _sample(
+        self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, seed: int | None
+    ) -> list[Completion]:
+        rows = [self._tokens(prompt_ids, sibling, sampling, seed) for sibling in range(num_siblings)]
         versions: list[int] = []
         for _ in range(max(len(row) for row in rows)):
             if self._token_s:
@@ -146,11 +152,12 @@ class ScriptedEngine:
             for sibling, row in enumerate(rows)
         ]
 
-    def _tokens(self, prompt_ids: list[int], sibling: int, sampling: SamplingSettings) -> list[int]:
+    def _tokens(self, prompt_ids: list[int], sibling: int, sampling: SamplingSettings, seed: int | None) -> list[int]:
         if self._script is not None:
             return self._script(prompt_ids, sibling)[: sampling.max_tokens]
         key = 0 if sampling.temperature == 0 else sibling
-        noise = zlib.crc32(array("i", [*prompt_ids, key]).tobytes())
+        seeded = f"{seed}".encode() if seed is not None and sampling.temperature else b""
+        noise = zlib.crc32(array("i", [*prompt_ids, key]).tobytes() + seeded)
         length = min(self._num_tokens, sampling.max_tokens)
         return [self._first_token + (noise + 7 * t) % self._num_token_ids for t in range(length)]
 

@@ -95,8 +95,8 @@ async def test_from_the_second_attempt_on_a_prompt_runs_alone(run) -> None:
     active: dict[str, int] = {}
     sample = engine._sample
 
-    async def watched(prompt_ids, sampling, num_siblings):
-        completions = await sample(prompt_ids, sampling, num_siblings)
+    async def watched(prompt_ids, *rest):
+        completions = await sample(prompt_ids, *rest)
         active["".join("0123456789"[token - 2] for token in prompt_ids)] = engine.num_active
         return completions
 

@@ -52,6 +52,16 @@ def test_further_arguments_are_passed_as_they_stand_and_recorded():
     assert fingerprint(run, report(run), "0.32").other == {"block_size": "32", "hf_overrides": '{"rope_theta": 5.0}'}
 
 
+def test_prompts_of_seeded_requests_are_computed_whole_where_generators_cannot_be_wound_back():
+    synchronous = config(mode="synchronous")
+    assert arguments_of(synchronous)["enable_chunked_prefill"] is False
+    for run, cpu in ((synchronous, False), (config(), True)):
+        assert "enable_chunked_prefill" not in arguments_of(run, cpu=cpu)
+    asked = config(mode="synchronous", engine=EngineConfig(args={"enable_chunked_prefill": True}))
+    with pytest.raises(EngineError, match=r"engine\.args\.enable_chunked_prefill = True with mode = 'synchronous'"):
+        arguments_of(asked)
+
+
 @pytest.mark.parametrize("name", ["logprobs_mode", "max_num_seqs", "enable_prefix_caching", "seed"])
 def test_a_setting_with_a_field_of_its_own_is_refused_among_the_further_ones(name):
     with pytest.raises(EngineError, match=rf"engine\.args\.{name} = 1: expected .* instead"):

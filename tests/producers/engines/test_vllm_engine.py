@@ -63,6 +63,19 @@ async def test_siblings_come_back_packed_with_a_logprob_and_a_version_for_each_t
         assert completion.finish_reason == ("length" if len(ids) == 20 and ids[-1] != 1 else "stop")
 
 
+async def test_a_seeded_request_draws_the_same_bits_alone_and_beside_others(tied_engine):
+    engine, sampling = tied_engine.engine, SamplingSettings(max_tokens=20)
+    alone = await engine.generate(PROMPT, sampling, 4, "alone", seed=5)
+    beside, other, *_ = await asyncio.gather(
+        engine.generate(PROMPT, sampling, 4, "beside", seed=5),
+        engine.generate(PROMPT, sampling, 4, "another seed", seed=50),
+        engine.generate([7, 8], sampling, 16, "seeded", seed=6),
+        engine.generate([9], sampling, 16, "unseeded"),
+    )
+    assert beside == alone
+    assert len({completion.token_ids for completion in (*alone, *other)}) == 8
+
+
 async def test_a_stop_token_ends_a_completion_and_belongs_to_it(tied_engine):
     greedy = SamplingSettings(temperature=0, max_tokens=8)
     (free,) = await tied_engine.engine.generate(PROMPT, greedy, 1, "free")

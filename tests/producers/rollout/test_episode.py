@@ -111,6 +111,22 @@ async def test_an_evaluation_is_one_greedy_completion_of_the_held_out_prompt(epi
     encode_group(group)
 
 
+async def test_a_synchronous_run_seeds_each_request_by_its_place_in_the_run(episodes) -> None:
+    async def seeds(*claims: Claim, **changes) -> list[int | None]:
+        engine = ScriptedEngine()
+        built = episodes(engine=engine, **changes)
+        for one in claims:
+            await built.run(one)
+        return engine.seeds
+
+    places = [claim(7), claim(8), claim(7, attempt=2)]
+    found = await seeds(*places, mode="synchronous")
+    assert found == (await seeds(*places[::-1], mode="synchronous"))[::-1]
+    assert len({*found, *await seeds(*places, mode="synchronous", seed=1)}) == 6
+    assert all(seed is not None and 0 <= seed < 2**56 for seed in found)
+    assert await seeds(claim(7)) == [None]
+
+
 async def test_messages_go_through_the_chat_template_with_a_generation_prompt(episodes) -> None:
     prompt = Prompt(messages=(Message(role="user", content="1+1"),), answer="2")
     build = episodes(OneTask(prompt), text_engine("2", "3"))

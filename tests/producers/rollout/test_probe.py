@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -99,10 +100,10 @@ class DependsOnTheBatch(ScriptedEngine):
 
     parts = False
 
-    async def _sample(self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int) -> list[Completion]:
+    async def _sample(self, prompt_ids: list[int], sampling: SamplingSettings, *rest: Any) -> list[Completion]:
         await asyncio.sleep(0.01)
         beside = self.num_active - 1
-        (found,) = await super()._sample(prompt_ids, sampling, num_siblings)
+        (found,) = await super()._sample(prompt_ids, sampling, *rest)
         logprobs = [-1.0 - 0.25 * beside] * (len(found.token_ids) // 4)
         ids = bytearray(found.token_ids)
         if self.parts and beside:

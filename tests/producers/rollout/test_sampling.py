@@ -13,8 +13,10 @@ class BreakingEngine:
     def __init__(self, *parts: tuple[int, int, str]) -> None:
         self._parts = list(parts)
         self.requests: list[tuple[list[int], int, str]] = []
+        self.seeds: list[int | None] = []
 
-    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=()):
+    async def generate(self, prompt_token_ids, sampling, num_siblings, request_id, stop=(), seed=None):
+        self.seeds.append(seed)
         self.requests.append((prompt_token_ids, sampling.max_tokens, request_id))
         count, version, reason = self._parts.pop(0)
         first = 100 + sum(len(prompt) for prompt, _, _ in self.requests[:-1])
@@ -43,6 +45,16 @@ async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_
     ]
     assert [budget for _, budget, _ in engine.requests] == [8, 6, 6, 5]
     assert len({name for _, _, name in engine.requests}) == 4
+
+
+async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_each_time() -> None:
+    seeds = []
+    for seed in (5, 5, 6, None):
+        engine = BreakingEngine((1, 5, "abort"), (1, 5, "abort"), (1, 5, "stop"))
+        await sample(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call", seed=seed)
+        seeds.append(engine.seeds)
+    assert seeds[0] == seeds[1] and seeds[3] == [None] * 3
+    assert seeds[0][0] == 5 and len({*seeds[0], *seeds[2]}) == 6
 
 
 async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
