@@ -206,6 +206,8 @@ def test_what_images_install_is_what_the_project_asks_for(extra: str) -> None:
     for text in [*project["dependencies"], *project["optional-dependencies"][extra], *BUILD]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(versions[wanted.name].partition("+")[0]), text
+        if wanted.name.startswith("vllm"):  # its internals change with every release: what was not tried is not taken
+            assert not wanted.specifier.contains("0.33.0") and not wanted.specifier.contains("0.31.0")
     assert all(re.fullmatch(r"\S+==[\w.+]+( *;.*)?", line) for line in lines)
 
 
