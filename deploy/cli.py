@@ -1,7 +1,9 @@
 """The `penstock` command."""
 
 import argparse
+import difflib
 import os
+import re
 import shlex
 import socket
 import sys
@@ -9,6 +11,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -29,7 +32,7 @@ from penstock.deploy.prometheus import command as prometheus
 from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
 from penstock.deploy.watch import command as watch
-from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, RunConfig, load_config
+from penstock.schemas.config import ConfigError, ObjectivePlug, RunConfig, load_config, run_name
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 
@@ -67,8 +70,17 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     return (PartDied, ServerError, TelemetryError, EngineError, redis.ConnectionError, redis.TimeoutError)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says which command a misspelt one is like."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        similar = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
+        super().error(f"{message}; did you mean {similar[0]}?" if similar else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="penstock",
         description="Asynchronous RL post-training: vLLM producers, Redis streams, a correcting trainer.",
     )
@@ -155,21 +167,30 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load(arguments: argparse.Namespace) -> RunConfig:
+def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
+    """The configuration asked for. With `resume` what is changed is the run's own run file, if there is one."""
     overrides = list(arguments.set)
     if arguments.name is not None:
         # As TOML: a name such as 2024 would be read as a number.
         overrides.append(f"name = {msgspec.json.encode(arguments.name).decode()}")
-    return load_config(find_run_file(arguments.run_file), overrides)
+    file = find_run_file(arguments.run_file)
+    if resume:
+        from penstock.deploy.launch.run_folder import RUN_FILE
+
+        own = arguments.runs / run_name(file, overrides) / RUN_FILE
+        if own.is_file() and not own.samefile(file):
+            print(f"penstock: resumed with {own}; {file} is not read again, --set changes a setting", file=sys.stderr)
+            file = own
+    return load_config(file, overrides)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from penstock.deploy.launch.start_checks import check, check_objective, check_redis, resolved_toml
 
-    config, warnings = check(_load(arguments))
+    config, warnings = check(_load(arguments, resume=arguments.resume))
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    if config.objective != Plug(path=DEFAULT_OBJECTIVE) or config.model.reference is not None:
+    if config.objective != ObjectivePlug() or config.model.reference is not None:
         check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")
@@ -201,8 +222,6 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
     command = ["penstock", "run", str(arguments.run_file), "--name", config.name]
     if arguments.runs != DEFAULT_RUNS:
         command += ["--runs", str(arguments.runs)]
-    for override in arguments.set:
-        command += ["--set", override]
     return shlex.join([*command, "--resume"])
 
 

@@ -1,9 +1,10 @@
 """The run file: one TOML document, checked once, frozen afterwards."""
 
+import difflib
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -39,6 +40,11 @@ class Plug(Section, frozen=True, kw_only=True):
     """`package.module:Name`."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments it is called with."""
+
+
+class ObjectivePlug(Plug, frozen=True, kw_only=True):
+    path: str = DEFAULT_OBJECTIVE
+    """`package.module:Name`."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -386,9 +392,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     name: str
     """Name of the run: of its folder and its Redis keys. `--name` replaces it."""
     seed: int = 0
-    """Random seed of the environment and, with the producer's name, of each engine."""
+    """Random seed of the environment, of mini-batches and, with the producer's name, of each engine; in synchronous
+    mode of each request, with its place in the run."""
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
-    """`synchronous` generates, drains, trains and updates in turn: a lag bound of 0."""
+    """`synchronous` generates, drains, trains and updates in turn: a lag bound of 0. On CPU such a run gives the same
+    bits again (docs/operations.md)."""
     num_updates: Positive = 100
     """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
     group_size: Annotated[int, Meta(ge=2)] = 8
@@ -407,7 +415,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     producers: ProducersConfig = ProducersConfig()
     trainer: TrainerConfig = TrainerConfig()
-    objective: Plug = Plug(path=DEFAULT_OBJECTIVE)
+    objective: ObjectivePlug = ObjectivePlug()
     """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -452,13 +460,28 @@ def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: no such file, not TOML, an unknown or ill-typed field, or settings that contradict each other.
     """
+    return config_of(_read(file), file, overrides)
+
+
+def run_name(file: Path, overrides: Sequence[str] = ()) -> str:
+    """The run's name in a run file, whatever else is wrong with the file.
+
+    Raises:
+        ConfigError: no such file, or not TOML.
+    """
+    document = _read(file)
+    for override in overrides:
+        _apply_override(document, override)
+    return str(document.get("name"))
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
-    return config_of(document, file, overrides)
 
 
 def config_of(document: dict[str, Any], file: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -510,8 +533,10 @@ def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type
         where = f"{path + '.' if path else ''}{name}"
         if "unknown" not in text:
             return f"{where}: missing field"
+        meant = _similar(name, kind, root)
+        guess = f" (did you mean {meant}?)" if meant else ""
         known = f", expected one of {', '.join(_section(kind).__struct_fields__)}" if _section(kind) else ""
-        return f"{where}: unknown field{known}"
+        return f"{where}: unknown field{guess}{known}"
     value: Any = document
     for part in parts:
         try:
@@ -522,6 +547,22 @@ def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type
     if text.startswith("Invalid enum value") and choices:
         return f"{path} = {value!r}: expected one of {', '.join(map(repr, choices))}"
     return f"{path} = {value!r}: {text}"
+
+
+def _similar(name: str, kind: Any, root: type[msgspec.Struct]) -> str | None:
+    """The field of the section `kind` that `name` may be a misspelling of, else the path of one elsewhere in `root`."""
+    section = _section(kind)
+    found: list[str] = difflib.get_close_matches(name, section.__struct_fields__ if section else (), n=1)
+    found += (path for path in _paths(root) if path.rpartition(".")[2] == name)
+    return next(iter(found), None)
+
+
+def _paths(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of every field of a section, and of the sections in it."""
+    for name, kind in get_type_hints(section).items():
+        yield prefix + name
+        if _section(kind):
+            yield from _paths(_section(kind), f"{prefix}{name}.")
 
 
 def _inner(kind: Any, part: str) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from penstock.deploy import cli
 from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.operate import commands as operate
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
@@ -42,7 +42,7 @@ def refused(capsys, *argv: str) -> str:
     [
         (["absent.toml"], "absent.toml: no such file"),
         ([DEMO], "model.path = 'runs/models/demo': no such folder"),
-        ([DEMO, "--set", "sampling.max_toks=1"], "sampling.max_toks: unknown field"),
+        ([DEMO, "--set", "sampling.max_toks=1"], "sampling.max_toks: unknown field (did you mean max_tokens?)"),
         ([DEMO, "--set", "num_updates=many"], "num_updates = 'many': Expected `int`, got `str`"),
         ([DEMO, "--set", "trainer.learning_rate=-1"], "trainer.learning_rate = -1"),
         ([DEMO, "--set", "num_updates"], "expected dotted.path=value"),
@@ -51,6 +51,54 @@ def refused(capsys, *argv: str) -> str:
 )
 def test_unusable_input_is_one_line_and_status_2(capsys, arguments, message):
     assert message in refused(capsys, "run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu", "demo"], "invalid choice: 'rnu' (choose from 'run', "),
+        (["rnu", "demo"], "; did you mean run?\n"),
+        (["dead", "requeu", "demo"], "; did you mean requeue?\n"),
+        (["zzz"], "'inspect')\n"),
+    ],
+)
+def test_a_misspelt_command_is_told_what_it_is_like(capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_the_settings_that_it_was_started_with(capsys, model_folder):
+    own = Path("runs") / "demo" / "run.toml"
+    started = ["--set", f"model.path={model_folder}", "--set", "trainer.learning_rate=0.125", "--set", "num_updates=7"]
+    assert cli.main(["run", DEMO, "--dry-run", *started]) == 0
+    own.parent.mkdir(parents=True)
+    own.write_text(capsys.readouterr().out)
+    assert cli.main(["run", DEMO, "--dry-run", "--resume", "--set", "num_updates=9"]) == 0
+    shown = capsys.readouterr()
+    resumed = tomllib.loads(shown.out)
+    assert resumed == tomllib.loads(own.read_text()) | {"num_updates": 9}
+    assert f"penstock: resumed with {own}; {DEMO} is not read again, --set changes a setting" in shown.err
+
+
+def test_a_run_is_resumed_by_its_name_though_its_run_file_needs_what_set_gave_it(capsys, model_folder, tmp_path):
+    file = tmp_path / "lab.toml"
+    file.write_text(Path(DEMO).read_text().replace("num_updates = ", 'num_updates = "to be set" # '))
+    assert "num_updates = 'to be set'" in refused(capsys, "run", str(file), "--name", "b", "--resume")
+    own = tmp_path / "elsewhere" / "b" / "run.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(Path(DEMO).read_text().replace("runs/models/demo", str(model_folder)).replace('"demo"', '"b"', 1))
+    argv = ["run", str(file), "--name", "b", "--runs", str(tmp_path / "elsewhere"), "--dry-run"]
+    assert cli.main([*argv, "--resume"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["name"] == "b"
+    assert cli.main(argv) == 2
+
+
+def test_the_command_to_continue_a_run_needs_no_settings():
+    arguments = cli._parser().parse_args(["run", "lab.toml", "--set", "num_updates=7", "--runs", "elsewhere"])
+    config = RunConfig(name="b", model=ModelConfig(path="m"), environment=Plug(path="a:B"))
+    assert cli._resume_command(arguments, config) == "penstock run lab.toml --name b --runs elsewhere --resume"
 
 
 def test_a_number_is_a_name_too(capsys, model_folder):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from penstock.schemas.config import ConfigError, Plug, load_config
+from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, load_config
 from penstock.schemas.process.plugins import construct
 
 MINIMAL = """
@@ -29,6 +29,13 @@ def test_a_minimal_file_gets_every_default(run_file):
     assert config.engine.logprobs_mode == "processed_logprobs"
     assert config.engine.prefix_caching is False
     assert config.credit == (config.max_lag + 1) * config.groups_per_batch
+
+
+def test_settings_of_the_default_objective_need_no_path(run_file):
+    objective = load_config(run_file, ["objective.kwargs.clip_low=0.1"]).objective
+    assert (objective.path, objective.kwargs) == (DEFAULT_OBJECTIVE, {"clip_low": 0.1})
+    run_file.write_text(run_file.read_text() + "\n[objective.kwargs]\nclip_low = 0.1\n")
+    assert load_config(run_file).objective == objective
 
 
 def test_synchronous_mode_is_a_lag_bound_of_zero(run_file):
@@ -62,6 +69,10 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.learning_rate=fast", r"trainer.learning_rate = 'fast': Expected `float`, got `str`"),
         ("trainer.learning_rate=-1.0", r"trainer.learning_rate = -1.0: Expected `float` > 0"),
         ("trainer.lr=1.0", r"trainer.lr: unknown field, expected one of learning_rate, "),
+        ("trainr.betas=1", r"trainr: unknown field \(did you mean trainer\?\), expected one of name, "),
+        ("learning_rate=1", r"learning_rate: unknown field \(did you mean trainer.learning_rate\?\), expected one of"),
+        ("trainer.project=1", r"trainer.project: unknown field \(did you mean metrics.wandb.project\?\), expected"),
+        ("reward.kwargs.x=1", r"reward.path: missing field"),
         ("colour=1", r"colour: unknown field, expected one of name, "),
         ("checkpoint={every=3, colour=1}", r"checkpoint.colour: unknown field, expected one of every, keep"),
         ("sampling.min_p=0.1", r"sampling.min_p = 0.1: the trainer cannot reproduce the logprobs"),

@@ -160,7 +160,10 @@ BAD_INPUT = {
     "the record's own name": (["--variant", "recorded", "max_lag=1"], "'recorded': the name of what the run itself"),
     "that name in capitals": (["--variant", "Recorded"], "'Recorded': the name of what the run itself found; expected"),
     "an objective of that name": (["--objective", "a:Recorded"], "'recorded': the name of what the run itself found"),
-    "an unknown field": (["--set", "correction.mod=none"], "correction.mod: unknown field, expected one of mode"),
+    "an unknown field": (
+        ["--set", "correction.mod=none"],
+        "correction.mod: unknown field (did you mean mode?), expected one of mode",
+    ),
     "a value that does not fit": (["--set", "correction.mode=sometimes"], "correction.mode = 'sometimes'"),
     "a field that no step reads": (["--set", "sampling.temperature=0.5"], "a replay does not read sampling.temp"),
     "no value": (["--variant", "v", "correction.mode"], "expected FIELD=VALUE"),
