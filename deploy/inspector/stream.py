@@ -6,7 +6,7 @@ import redis
 
 from penstock.deploy.inspector.rows import InspectedRow
 from penstock.deploy.inspector.sources import Looked
-from penstock.deploy.operate.producer_list import steps_behind
+from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.schemas.keys import Commit, Field, Keys, Kind, number_in
 from penstock.schemas.record import Findings, GroupEntry, SegmentFindings, group_entry
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
@@ -156,7 +156,7 @@ def _findings(group: RolloutGroup, commit: dict[bytes, bytes]) -> Findings:
 
     def lag(version: int) -> int:
         if version not in known:
-            behind = steps_behind(version, current, commit)
+            behind = lag_by_commit(version, current, commit)
             known[version] = -1 if behind is None else behind
         return known[version]
 

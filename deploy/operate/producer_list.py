@@ -123,7 +123,7 @@ def _alive(
     return Alive(
         producer_id=heartbeat.producer_id,
         policy_version=heartbeat.policy_version,
-        lag=steps_behind(heartbeat.policy_version, newest, commit),
+        lag=lag_by_commit(heartbeat.policy_version, newest, commit),
         num_in_flight=len(heartbeat.in_flight),
         oldest_in_flight_s=max(ages, default=None),
         num_claims=num_claims,
@@ -141,7 +141,7 @@ def _alive(
     )
 
 
-def steps_behind(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
+def lag_by_commit(version: int, newest: int | None, commit: dict[bytes, bytes]) -> int | None:
     """The lag of a policy behind the newest, by the commit hash; None if it is not known."""
     if newest is None:
         return None

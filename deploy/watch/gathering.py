@@ -14,7 +14,7 @@ import redis
 from penstock.deploy.launch.producer_pool import read_heartbeats
 from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
-from penstock.deploy.operate.producer_list import steps_behind
+from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.deploy.operate.run_access import own_url
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
 from penstock.deploy.watch.endpoints import MetricsEndpoint, Scraped, scrape, targets
@@ -141,7 +141,7 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
         num_stream_entries=num_entries,
         newest_version=newest,
         lags={
-            producer: steps_behind(heartbeat.policy_version, newest, commit)
+            producer: lag_by_commit(heartbeat.policy_version, newest, commit)
             for producer, heartbeat in heartbeats.items()
         },
         finished=commit.get(Commit.FINISHED) == b"1",

@@ -40,7 +40,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-def steps_behind(held: int, wanted: int) -> float:
+def steps_between(held: int, wanted: int) -> float:
     """The optimizer steps from version `held` to `wanted`; infinite if `wanted` is of a later trainer epoch.
 
     Zero or less means that `held` is as new. Steps of different epochs do not compare, and the later epoch's first
@@ -88,7 +88,7 @@ class WeightFollower:
         """Optimizer steps between the engine's policy and the newest; infinite before the first load."""
         if not self.loaded or self.newest is None:
             return float("inf")
-        return steps_behind(self._engine.policy_version, self.newest.version)
+        return steps_between(self._engine.policy_version, self.newest.version)
 
     async def wait_until_current(self, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind the newest policy."""
@@ -97,7 +97,7 @@ class WeightFollower:
 
     async def wait_for(self, version: int, lag_bound: int) -> None:
         """Waits until the engine is at most `lag_bound` steps behind `version`."""
-        while not self.loaded or steps_behind(self._engine.policy_version, version) > lag_bound:
+        while not self.loaded or steps_between(self._engine.policy_version, version) > lag_bound:
             await self._next_change()
 
     async def follow(self) -> None:

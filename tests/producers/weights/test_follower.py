@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from penstock.producers.weights import follower as module
-from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_behind
+from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_between
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
 from scripted_engine import ScriptedEngine
@@ -30,7 +30,7 @@ KEYS = Keys("test")
     ],
 )
 def test_steps_are_counted_within_a_trainer_epoch_only(held: int, wanted: int, steps: float) -> None:
-    assert steps_behind(held, wanted) == steps
+    assert steps_between(held, wanted) == steps
 
 
 class Pickup:
