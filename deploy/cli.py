@@ -303,11 +303,16 @@ def _make_model(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--set {' '.join(arguments.set)}: {error}; expected NAME=VALUE with a TOML value") from None
     # One thread: sums are equal on any number of cores, and a model of this size gains nothing from more.
     limit_threads(1)
-    from penstock.deploy.demo.make_model import RECIPES, ModelRecipe, WarmStartError, make_model
+    from penstock.deploy.demo.model_recipe import RECIPES, ModelRecipe, WarmStartError, find_model
 
-    recipe = msgspec.structs.asdict(RECIPES[arguments.task]) | fields
     try:
-        make_model(arguments.folder, msgspec.convert(recipe, ModelRecipe))
+        recipe = msgspec.convert(msgspec.structs.asdict(RECIPES[arguments.task]) | fields, ModelRecipe)
+        if find_model(arguments.folder, recipe) is not None:
+            return 0
+        print(f"making the model of {arguments.folder}", flush=True)  # torch takes seconds to import
+        from penstock.deploy.demo.make_model import make_model
+
+        make_model(arguments.folder, recipe)
     except (msgspec.ValidationError, FileExistsError) as error:
         raise ConfigError(f"make-model: {error}") from None
     except WarmStartError as error:

@@ -16,11 +16,17 @@ from transformers.utils.logging import disable_progress_bar
 from penstock.deploy.demo.addition_lessons import AdditionLessons
 from penstock.deploy.demo.calculator_lessons import CalculatorLessons, build_calculator_tokenizer
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
-from penstock.deploy.demo.model_recipe import RECIPES, MadeModel, ModelRecipe, WarmStartError
+from penstock.deploy.demo.model_recipe import (
+    RECIPE_FILE,
+    RECIPES,
+    MadeModel,
+    ModelRecipe,
+    WarmStartError,
+    find_model,
+)
 
 __all__ = ["RECIPES", "MadeModel", "ModelRecipe", "WarmStartError", "build_model", "build_tokenizer", "make_model"]
 
-RECIPE_FILE = "recipe.json"
 _WARM_UP_STEPS = 20
 _LAST_LEARNING_RATE = 0.05
 """Share of the learning rate at which the schedule ends."""
@@ -39,8 +45,7 @@ def make_model(
     """
     folder, recipe = Path(folder), recipe or ModelRecipe()
     disable_progress_bar()  # transformers shows one even for a megabyte
-    if (found := _find_model(folder, recipe)) is not None:
-        progress(f"{folder} already holds this model")
+    if (found := find_model(folder, recipe, progress)) is not None:
         return found
     # Tests make several models in one process, whose own random state stays as it is.
     with torch.random.fork_rng(devices=[]):
@@ -141,20 +146,6 @@ def _step(
 def _schedule(step: int, num_steps: int) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / num_steps)))
     return min(1.0, step / _WARM_UP_STEPS) * max(_LAST_LEARNING_RATE, cosine)
-
-
-def _find_model(folder: Path, recipe: ModelRecipe) -> MadeModel | None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return None
-    try:
-        found = msgspec.json.decode((folder / RECIPE_FILE).read_bytes(), type=MadeModel)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise FileExistsError(f"{folder} holds something other than a model made here: {error}") from error
-    if found.recipe != recipe:
-        old, new = msgspec.structs.asdict(found.recipe), msgspec.structs.asdict(recipe)
-        changes = ", ".join(f"{name} {old[name]} (wanted {new[name]})" for name in new if old[name] != new[name])
-        raise FileExistsError(f"{folder} holds another model: {changes}; remove it or name another folder")
-    return found
 
 
 def _save(folder: Path, made: MadeModel, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,8 +1,12 @@
-"""The recipes of the models that `penstock make-model` makes."""
+"""The recipes of the models that `penstock make-model` makes, and the one that a folder holds. Imports no torch."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+RECIPE_FILE = "recipe.json"
 
 
 class ModelRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,3 +82,23 @@ class MadeModel(msgspec.Struct, frozen=True, kw_only=True):
 
 class WarmStartError(RuntimeError):
     """The warm start ended outside the band of accuracies."""
+
+
+def find_model(folder: Path, recipe: ModelRecipe, progress: Callable[[str], None] = print) -> MadeModel | None:
+    """The model that `folder` holds, which is reported; None without one.
+
+    Raises:
+        FileExistsError: `folder` holds something else.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    try:
+        found = msgspec.json.decode((folder / RECIPE_FILE).read_bytes(), type=MadeModel)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise FileExistsError(f"{folder} holds something other than a model made here: {error}") from error
+    if found.recipe != recipe:
+        old, new = msgspec.structs.asdict(found.recipe), msgspec.structs.asdict(recipe)
+        changes = ", ".join(f"{name} {old[name]} (wanted {new[name]})" for name in new if old[name] != new[name])
+        raise FileExistsError(f"{folder} holds another model: {changes}; remove it or name another folder")
+    progress(f"{folder} already holds this model")
+    return found

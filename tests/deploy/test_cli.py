@@ -274,6 +274,27 @@ def test_a_dry_run_imports_torch_for_an_objective_alone_and_transformers_never(m
     assert shown.stdout.splitlines() == ["[]", "['torch']"]
 
 
+def test_make_model_says_what_a_folder_holds_without_torch_and_what_it_makes_before_it(tmp_path):
+    made = {"recipe": {}, "num_parameters": 1}
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "recipe.json").write_text(json.dumps(made))
+    program = (
+        "import sys; from penstock.deploy import cli\n"
+        "print(cli.main(['make-model', 'there']), cli.main(['make-model', 'there', '--seed', '1']))\n"
+        "print('torch' in sys.modules)\n"
+        "sys.modules['torch'] = None\n"
+        "cli.main(['make-model', 'new'])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert shown.stdout.splitlines() == [
+        "there already holds this model",
+        "0 2",
+        "False",
+        "making the model of new",  # said before the import that fails here
+    ]
+    assert "import of torch halted" in shown.stderr
+
+
 def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
     def refuse(file, overrides):
         raise ConfigError("engine.head_dtype = 'x': expected 'float32'")
