@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from agent_client import tool_user
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError
+from penstock.producers.rollout.sampling import request_seed
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
@@ -36,6 +38,15 @@ async def test_an_environment_s_conversations_become_groups(serve) -> None:
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
     one.trainer.release(13, 13)
     assert (await one.groups(1))[0].index == 13
+
+
+async def test_calls_of_a_synchronous_run_are_seeded_by_their_place_in_the_run(serve) -> None:
+    one = await serve(environment=ToolCaller(), group_size=2, mode="synchronous", seed=3)
+    one.trainer.release(1, 2)
+    await one.groups(2)
+    config = one.producer._config
+    places = itertools.product((1, 2), (1,), range(2), range(3))  # index, attempt, sibling, call
+    assert sorted(one.engine.seeds) == sorted(request_seed(config, *place) for place in places)
 
 
 async def test_a_conversation_that_raises_ends_alone(serve) -> None:
