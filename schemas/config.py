@@ -312,6 +312,15 @@ class CorrectionConfig(Section, frozen=True):
         )
 
 
+class GoalConfig(Section, frozen=True, kw_only=True):
+    """What the held-out prompts are to reach: shown beside what they have, with the time that it took."""
+
+    value: Annotated[float, Meta(ge=-1e9, le=1e9)]
+    """The least value that reaches the goal."""
+    figure: Annotated[str, Meta(pattern="^reward(/.+)?$")] = "reward"
+    """`reward`, or one of its parts as `reward/exact`."""
+
+
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Positive = 25
     """Updates between evaluations; one more happens at the start and at the end."""
@@ -319,6 +328,12 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     """Held-out prompts per evaluation, at most what the environment has. None takes all, 0 evaluates nothing."""
     max_tokens: Positive | None = None
     """None takes sampling.max_tokens."""
+    goal: GoalConfig | None = None
+
+    @property
+    def figure(self) -> str:
+        """The figure that the run is headed by: the goal's."""
+        return self.goal.figure if self.goal is not None else "reward"
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):

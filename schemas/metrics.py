@@ -1,7 +1,11 @@
 """Names of every Prometheus metric, with its help text. Units are suffixes, by Prometheus' convention."""
 
 from bisect import bisect_right
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+REWARD = "reward"
+"""The key of the mean reward in updates.jsonl and evaluations.jsonl; those of its parts are by `part_key`."""
 
 
 class Metric(NamedTuple):
@@ -161,7 +165,11 @@ class TrainerMetric:
         values=("loss is not finite", "gradient norm is not finite", "nothing left to train"),
         unit="steps",
     )
-    ACCURACY = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts", unit="none")
+    REWARD_PART = Metric("penstock_reward_part", "Mean of a part of the reward over the batch", ("part",), unit="none")
+    EVALUATION_REWARD = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts", unit="none")
+    EVALUATION_REWARD_PART = Metric(
+        "penstock_evaluation_reward_part", "Mean of a part of the reward on held-out prompts", ("part",), unit="none"
+    )
     PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended", unit="groups")
     OBJECTIVE = Metric(
         "penstock_objective", "What the objective reports beyond the metrics named here", ("name",), unit="none"
@@ -204,6 +212,11 @@ TRAINER_GAUGES: dict[str, Metric] = {
     "policy_version": Metric("penstock_policy_version", "The trainer's policy version", unit="none"),
     "queue_depth": Metric("penstock_rollout_queue_groups", "Groups read and waiting for a batch"),
     "reward": Metric("penstock_reward", "Mean reward of the batch", unit="none"),
+    "reward_std": Metric(
+        "penstock_reward_std", "Standard deviation of a group's rewards, mean over the groups", unit="none"
+    ),
+    "completion_tokens": Metric("penstock_completion_tokens", "Sampled tokens of a rollout, mean", unit="tokens"),
+    "truncated_frac": Metric("penstock_truncated_frac", "Share of the rollouts that ended at the token limit"),
     "loss": Metric("penstock_loss", "Loss of the last batch", unit="none"),
     "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping", unit="none"),
     "learning_rate": Metric(
@@ -320,6 +333,19 @@ A bucket in which the batch has no token has no sample.
 def lag_label(lag: int) -> str:
     """The bucket of a lag; of 0, that of a row without an older token."""
     return LAG_LABELS[bisect_right(LAG_STARTS, lag) + (lag > 0)]
+
+
+def part_key(part: str) -> str:
+    """The key of the mean of a part of the reward in updates.jsonl and evaluations.jsonl."""
+    return f"{REWARD}/{part}"
+
+
+def parts_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of updates.jsonl or evaluations.jsonl has under `part_key`, by the part's name; nulls left out."""
+    start = part_key("")
+    return {
+        key.removeprefix(start): value for key, value in line.items() if key.startswith(start) and value is not None
+    }
 
 
 def lag_key(name: str, label: str) -> str:

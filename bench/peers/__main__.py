@@ -2,7 +2,7 @@
 
 Runs in an environment of its own (requirements.txt), on one torch thread unless told otherwise. TRL generates with
 transformers: with vLLM it can on GPUs alone. Its clock starts when training does and leaves evaluations out, so that
-they can be frequent; Penstock's `time_to_accuracy` starts at the first admitted prompt and includes them.
+they can be frequent; Penstock's `goal_reached_s` starts at the first admitted prompt and includes them.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def print_measurement(measurement: dict[str, Any], summary_file: Path | None) ->
     print(f"  processor time   {m['train_cpu_s']:.1f} s")
     print(f"  time             {shares}  (evaluations apart: {m['evaluation_s']:.1f} s)")
     if summary_file is not None:
-        ours = next(iter(json.loads(summary_file.read_text())["time_to_accuracy"].values()))
+        ours = json.loads(summary_file.read_text())["goal_reached_s"]
         shown = "not reached" if ours is None else f"{ours:.1f} s"
         ratio = f", {ours / reached:.2f} of TRL's time" if ours is not None and reached else ""
         print(f"  Penstock         {shown}{ratio}")

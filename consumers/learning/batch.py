@@ -120,8 +120,8 @@ class Batch:
     num_rows: int
     lag_histogram: dict[int, int]
     """Tokens of every group by lag, masked ones included, ascending."""
-    reward_mean: float
-    """Over every rollout of every group."""
+    outcome: dict[str, float]
+    """`penstock.consumers.learning.outcome.outcome` of every group."""
 
     @property
     def indexes(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from penstock.consumers.learning.advantages import group_advantages, has_varianc
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support
 from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
+from penstock.consumers.learning.outcome import outcome
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
 
@@ -61,7 +62,6 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, eve
         for lag, count in row.lags:
             histogram[lag] = histogram.get(lag, 0) + count
     num_trained = sum(has_variance(group) for group in groups)
-    rewards = [rollout.reward.value for group in groups for rollout in group.rollouts]
     return Batch(
         minibatches=tuple(_pack_part(part, config) for part in parts),
         num_tokens_trained=_num_unmasked(rows, config.lag_bound),
@@ -70,7 +70,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, eve
         num_groups_skipped=len(groups) - num_trained,
         num_rows=sum(_num_unmasked([row], config.lag_bound) > 0 for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
-        reward_mean=float(np.mean(rewards)) if rewards else 0.0,
+        outcome=outcome(groups),
     )
 
 

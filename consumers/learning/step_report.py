@@ -14,12 +14,15 @@ from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.diagnostics import Level, MismatchSums
 from penstock.consumers.learning.scoring import Scored
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
+from penstock.schemas.metrics import part_key
 
 log = logging.getLogger(__name__)
 
 NOTHING_TO_TRAIN = "nothing left to train"
 """The `skipped_reason` of a batch without an unmasked token; every other one is a failure."""
-_OWN_METRICS = frozenset(("reward", "learning_rate", "loss", "grad_norm"))
+_OWN_METRICS = frozenset(
+    ("reward", "reward_std", "completion_tokens", "truncated_frac", "learning_rate", "loss", "grad_norm")
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class TokenFindings:
 class StepReport:
     """The outcome of one batch.
 
-    metrics: always reward, learning_rate, loss, grad_norm (means over the optimizer steps taken); with unmasked tokens
-        also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the names of
-        `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained on by
+    metrics: always the batch's `outcome`, learning_rate, loss, grad_norm (means over the optimizer steps taken); with
+        unmasked tokens also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the
+        names of `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained on by
         a sample. Those of a skipped step may be NaN or infinite.
     num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
     num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
@@ -170,7 +173,7 @@ class BatchTally:
 
         learning_rate: of the batch's first step.
         """
-        metrics = {"reward": batch.reward_mean, "learning_rate": learning_rate, **self._means()}
+        metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
         sums = {name: value.item() for name, value in self._sums.items()}
         num_tokens = sums.pop("num_tokens", 0)
         num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
@@ -216,7 +219,8 @@ def metric_sums(
     if first_epoch and scale is None:
         own["num_tokens_trained"] = mask.sum()
         own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()
-    if taken := (own.keys() | _OWN_METRICS) & scored.metrics.keys():
+    parts = {name for name in scored.metrics if name.startswith(part_key(""))}
+    if taken := parts | (own.keys() | _OWN_METRICS) & scored.metrics.keys():
         raise ConfigError(
             f"objective.path = {config.objective.path!r}: its metric {min(taken)!r} has a name of the trainer's own; "
             "expected another"

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.schemas.config import MetricsConfig, RunConfig
-from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
+from penstock.schemas.metrics import (
+    LAG_LABELS,
+    REWARD,
+    TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_LAG,
+    lag_key,
+    part_key,
+    parts_of,
+)
 from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry
 
@@ -35,7 +44,6 @@ class TrainerMetrics:
         self._by_lag = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_LAG.items()}
         self._lag_keys = {lag_key(name, label) for name in self._by_lag for label in LAG_LABELS}
         self._objective = make(Gauge, M.OBJECTIVE)
-        self._objective_names: set[str] = set()
         self._lag = make(Histogram, M.TOKEN_LAG)
         self._tokens_trained = make(Counter, M.TOKENS_TRAINED)
         self._tokens_masked = make(Counter, M.TOKENS_MASKED)
@@ -46,8 +54,10 @@ class TrainerMetrics:
         self._optimizer_steps = make(Counter, M.OPTIMIZER_STEPS)
         self._steps_skipped = make(Counter, M.STEPS_SKIPPED)
         self._seconds = make(Histogram, M.STEP_SECONDS)
-        self.accuracy = make(Gauge, M.ACCURACY)
-        self.accuracy.set(math.nan)
+        self._parts = make(Gauge, M.REWARD_PART)
+        self._evaluation_reward = make(Gauge, M.EVALUATION_REWARD)
+        self._evaluation_reward.set(math.nan)
+        self._evaluation_parts = make(Gauge, M.EVALUATION_REWARD_PART)
         self._groups_settled = make(Counter, M.GROUPS_SETTLED)
         self._groups_released = make(Counter, M.GROUPS_RELEASED)
         self.groups_open = make(Gauge, M.GROUPS_OPEN)
@@ -121,13 +131,18 @@ class TrainerMetrics:
                     gauge.remove(label)
                 else:
                     gauge.labels(label).set(value)
-        known = self._gauges.keys() | self._lag_keys | _LINE_FLOATS
-        found = {key: value for key, value in line.items() if isinstance(value, float) and key not in known}
-        for key, value in found.items():
-            self._objective.labels(key).set(value)
-        for key in self._objective_names - found.keys():
-            self._objective.remove(key)
-        self._objective_names = set(found)
+        parts = parts_of(line)
+        _set_labelled(self._parts, parts)
+        known = self._gauges.keys() | self._lag_keys | _LINE_FLOATS | set(map(part_key, parts))
+        _set_labelled(
+            self._objective,
+            {key: value for key, value in line.items() if isinstance(value, float) and key not in known},
+        )
+
+    def evaluate(self, rewards: Mapping[str, float]) -> None:
+        """Sets the metrics of the last evaluation. rewards: `reward` and `reward/<part>`."""
+        self._evaluation_reward.set(rewards[REWARD])
+        _set_labelled(self._evaluation_parts, parts_of(rewards))
 
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
         """Serves `/metrics` until `close`; returns the port. See `LabelledRegistry.serve`."""
@@ -138,3 +153,12 @@ class TrainerMetrics:
     def close(self) -> None:
         """Stops serving, if `serve` was called."""
         self.registry.close()
+
+
+def _set_labelled(gauge: Any, values: Mapping[str, float]) -> None:
+    """Sets a gauge's samples, by its one label, to exactly these."""
+    for family in gauge.collect():
+        for gone in {label for sample in family.samples for label in sample.labels.values()} - values.keys():
+            gauge.remove(gone)
+    for label, value in values.items():
+        gauge.labels(label).set(value)

@@ -103,11 +103,16 @@ class RunLog:
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Logs a complete evaluation."""
-        self.metrics.accuracy.set(result.accuracy)
-        line = {"update": result.update, "time_s": time.time(), **result._asdict()}
+        self.metrics.evaluate(result.rewards)
+        fields = result._asdict()
+        line = {"time_s": time.time(), **fields.pop("rewards"), **fields}
         self._evaluations.write(**line)
         self._sinks.evaluation(line)
-        log.info("policy %d: held-out accuracy %.4f", result.policy_version, result.accuracy)
+        log.info(
+            "policy %d: held-out %s",
+            result.policy_version,
+            ", ".join(f"{name} {value:.4f}" for name, value in result.rewards.items()),
+        )
 
     def commit(self, policy_version: int, *, finished: bool, took_s: float | None = None) -> None:
         """Writes the ledger file. took_s: seconds that the checkpoint took; None at the end of the run."""

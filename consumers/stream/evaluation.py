@@ -1,28 +1,28 @@
 """Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
 
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from penstock.consumers.learning.outcome import mean_rewards, reward_table
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.keys import Field, Keys, Kind, number_in
-from penstock.schemas.prompt import Reward
+from penstock.schemas.metrics import REWARD
 from penstock.schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationResult(NamedTuple):
-    """The held-out accuracy of one policy: the reward's part `exact` if it has one, else its value.
-
-    A prompt whose evaluation failed counts as 0.
-    """
+    """The held-out rewards of one policy."""
 
     update: int
     """The update after which the policy was published."""
     policy_version: int
-    accuracy: float
+    rewards: dict[str, float]
+    """Means of `reward` and of each part, `reward/<part>`. A prompt whose evaluation failed counts as 0."""
     num_prompts: int
     num_failed: int
 
@@ -39,7 +39,8 @@ class Evaluator:
         self._epoch = epoch
         self._num_prompts = num_prompts
         self._cursor = START
-        self._pending: dict[int, dict[int, float | None]] = {}
+        self._pending: dict[int, dict[int, Mapping[str, float]]] = {}
+        """By version and prompt its mean rewards, empty if it failed."""
         self._update_of: dict[int, int] = {}
         self._last_requested = -1
 
@@ -92,23 +93,20 @@ class Evaluator:
         answers = self._pending.get(version)
         if answers is None or not 1 <= n <= self._num_prompts:
             return  # of an evaluation that is done, or of a trainer before this one
-        reward: float | None = None
+        rewards: Mapping[str, float] = {}
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
                 group = decode_group(fields.get(Field.PAYLOAD, b""))
-                reward = sum(_accuracy(rollout.reward) for rollout in group.rollouts) / len(group.rollouts)
+                rewards = mean_rewards([reward_table(rollout.reward) for rollout in group.rollouts])
             except RecordError as error:
                 log.warning("evaluation %d-%d: %s", version, n, error)
-        answers.setdefault(n, reward)
+        answers.setdefault(n, rewards)
 
     def _result(self, version: int) -> EvaluationResult:
-        rewards = list(self._pending.pop(version).values())
-        num_failed = sum(reward is None for reward in rewards)
+        answers = list(self._pending.pop(version).values())
+        answered = [rewards for rewards in answers if rewards]
+        num_failed = len(answers) - len(answered)
         if num_failed:
-            log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(rewards))
-        accuracy = sum(reward or 0.0 for reward in rewards) / len(rewards)
-        return EvaluationResult(self._update_of.pop(version), version, accuracy, len(rewards), num_failed)
-
-
-def _accuracy(reward: Reward) -> float:
-    return reward.parts.get("exact", reward.value)
+            log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(answers))
+        rewards = {REWARD: 0.0, **mean_rewards(answered, num_failed)}
+        return EvaluationResult(self._update_of.pop(version), version, rewards, len(answers), num_failed)

@@ -5,13 +5,32 @@ from penstock.deploy.grafana.panels import dashboard, last, rate, timeseries
 
 OUTCOME = [
     timeseries(
-        "Reward and held-out accuracy",
+        "Reward and held-out reward",
         "Mean reward of a batch, and of greedy answers to held-out prompts. They should rise together: a growing "
         "gap means a reward that pays for something else, a fall after a rise is a collapse.",
         {"reward": last("penstock_reward"), "held-out": last("penstock_evaluation_reward")},
         unit="short",
         minimum=None,
         width=12,
+    ),
+    timeseries(
+        "Parts of the reward",
+        "Mean of each part that the reward names: of a batch, and of greedy answers to held-out prompts.",
+        {
+            "{{part}}": last("penstock_reward_part", by="part"),
+            "held-out {{part}}": last("penstock_evaluation_reward_part", by="part"),
+        },
+        unit="short",
+        minimum=None,
+        width=12,
+    ),
+    timeseries(
+        "Spread of the reward",
+        "Standard deviation of the rewards of one group, mean over the groups: advantages are made of it. At 0 "
+        "nothing is left to learn from.",
+        {"spread": last("penstock_reward_std")},
+        unit="short",
+        width=6,
     ),
     timeseries(
         "Groups without variance",
@@ -26,7 +45,23 @@ OUTCOME = [
         unit="percentunit",
         limits={0.8: "red"},
         maximum=1,
-        width=12,
+        width=6,
+    ),
+    timeseries(
+        "Completion length",
+        "Sampled tokens of a rollout, mean over a batch. A steady rise is a reward that pays for length.",
+        {"tokens": last("penstock_completion_tokens")},
+        unit="suffix: tokens",
+        width=6,
+    ),
+    timeseries(
+        "Truncated completions",
+        "Share of the rollouts that ended at the token limit: answers that would have been right are scored as wrong.",
+        {"truncated": last("penstock_truncated_frac")},
+        unit="percentunit",
+        limits={0.2: "red"},
+        maximum=1,
+        width=6,
     ),
 ]
 POLICY = [

@@ -16,6 +16,7 @@ from rich.text import Text
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
+from penstock.schemas.metrics import part_key
 from penstock.schemas.policy import split_version
 
 _FRAME_S = 0.5
@@ -173,6 +174,7 @@ def figures(view: View) -> list[tuple[str, str]]:
     """Names and values of the figures shown, in order."""
     progress, num_updates = view.progress, view.config.num_updates
     update, evaluations = progress.update, progress.lines.evaluations
+    figure = view.config.evaluation.figure
     metrics = update.metrics if update else {}
     left = progress.left_s(num_updates)
     rate = progress.updates_per_s
@@ -182,12 +184,17 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("updates/s", _number(rate, ".2f")),
         ("left", _duration(left) if left is not None else "-"),
         ("reward", _number(metrics.get("reward"), ".3f")),
-        ("accuracy", _number(evaluations[-1].accuracy if evaluations else None, ".3f")),
+        (held_out_label(figure), _number(evaluations[-1].figures.get(figure) if evaluations else None, ".3f")),
         ("lag", _number(progress.mean_lag, ".2f")),
         ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),
         ("tokens/s", tokens or "-"),
     ]
+
+
+def held_out_label(figure: str) -> str:
+    """`held-out reward`, or `held-out exact` for `reward/exact`."""
+    return f"held-out {figure.removeprefix(part_key(''))}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -25,8 +25,8 @@ SMOOTHING = 0.04
 class FigureSpec(NamedTuple):
     """A figure of the report.
 
-    draw: fills its axes, one below the other, and returns False if there is nothing to draw.
-    optional: the report leaves it out if there is nothing to draw.
+    draw: fills its axes, one below the other, and returns False if there is nothing to draw; the report then leaves the
+        figure out.
     """
 
     name: str
@@ -34,8 +34,6 @@ class FigureSpec(NamedTuple):
     caption: str
     draw: Callable[..., bool]
     height_in: float = 3.1
-    source: str = "updates.jsonl"
-    optional: bool = False
 
     @property
     def num_axes(self) -> int:

@@ -51,6 +51,9 @@ STYLE: dict[Any, Any] = {
 FIGURES = (
     panels.learning_by_update,
     panels.learning_by_time,
+    panels.reward_parts,
+    panels.reward_spread,
+    panels.completions,
     panels.lag_histogram,
     panels.lag_by_update,
     panels.ess_chi2,
@@ -75,14 +78,15 @@ PICTURE = ("learning-by-update", "lag-by-update", "ess-chi2", "tokens-per-s")
 """The figures of the README's picture, row by row."""
 
 
-def figure_svg(spec: FigureSpec, telemetry: RunTelemetry) -> tuple[str, bool]:
-    """Renders a figure as an SVG element that refers to nothing outside it; False if it had no data."""
+def figure_svg(spec: FigureSpec, telemetry: RunTelemetry) -> str:
+    """Renders a figure as an SVG element that refers to nothing outside it; "" if it has no data."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, spec.height_in), layout="constrained")
-        has_data = draw(spec, figure, telemetry)
+        if not draw(spec, figure, telemetry):
+            return ""
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return _embeddable(buffer.getvalue(), spec), has_data
+    return _embeddable(buffer.getvalue(), spec)
 
 
 def write_png(telemetry: RunTelemetry, file: Path) -> None:
@@ -106,7 +110,7 @@ def draw(spec: FigureSpec, figure: Any, telemetry: RunTelemetry) -> bool:
         for ax in axes:
             ax.clear()
             ax.set_axis_off()
-        axes[0].text(0.5, 0.5, f"no data in {spec.source}", ha="center", va="center", color=drawing.MUTED)
+        axes[0].text(0.5, 0.5, "no data", ha="center", va="center", color=drawing.MUTED)
     return has_data
 
 

@@ -1,10 +1,11 @@
 """The figures of the mismatch by lag, with a line for each of `penstock.schemas.metrics.LAG_LABELS`."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from penstock.deploy.report.drawing import (
     AMBER,
@@ -25,21 +26,25 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key
 @figure(
     "Mismatch against lag",
     "The point at 0, of rows that met no update, is the gap between engine and trainer; what rises from there is "
-    "drift, and calls for trust that falls with lag. 0-mixed: tokens of lag 0 in rows that began under older weights, "
+    "drift, which a smaller lag or a correction keeps out of the gradient. 0-mixed: tokens of lag 0 in rows that began under older weights, "
     "whose keys and values they saw.",
 )
 def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     """Draws means over the whole run, a point for each lag bucket above 0 on a logarithmic axis."""
     found = mismatch_by_lag(telemetry.updates)
-    drawn = False
+    drawn: list[float] = []
     for name, colour, label, marker in (("k3_kl", BLUE, "k3 KL (nats per token)", "o"), ("chi2", AMBER, "χ²", "s")):
         points = {i: found.get(label_, {}).get(name, 0.0) for i, label_ in enumerate(LAG_LABELS)}
         above = {i: value for i, value in points.items() if value > 0}
         if above:
             ax.plot(list(above), list(above.values()), color=colour, marker=marker, markersize=5, label=label)
-            drawn = True
+            drawn += above.values()
     if drawn:
         ax.set_yscale("log")
+        # From a power of ten to another: however little the points differ, there are two ticks to read them by.
+        low, high = math.floor(math.log10(min(drawn))), math.floor(math.log10(max(drawn))) + 1
+        ax.set_ylim(10.0**low, 10.0**high)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high - low < 3 else (1.0,)))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.yaxis.set_minor_formatter(NullFormatter())
         legend_above(ax)
@@ -47,7 +52,7 @@ def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     ax.set_xlim(-0.4, len(LAG_LABELS) - 0.6)
     ax.set_xlabel("lag (optimizer steps between sampling and training)")
     ax.set_ylabel("mean over the run's tokens")
-    return drawn
+    return bool(drawn)
 
 
 @figure(
@@ -96,15 +101,15 @@ def weight_by_lag(telemetry: RunTelemetry, weight_ax: Axes, corrected_ax: Axes) 
 
 @figure(
     "Rejected tokens by lag and sign of the advantage",
-    "Share of the tokens of that sign that the correction gave no weight, none under truncation; a share that "
+    "Share of the tokens of that sign that the correction gave no weight; a share that "
     "differs much between the signs tilts what is learned.",
     height_in=3.9,
 )
 def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes) -> bool:
     series = {"masked_frac_positive": "advantage > 0", "masked_frac_negative": "advantage < 0"}
-    drawn = _lines(telemetry, (positive_ax, negative_ax), series)
+    _lines(telemetry, (positive_ax, negative_ax), series)
     _as_shares(positive_ax, negative_ax)
-    return drawn
+    return any(np.any(line.get_ydata() > 0) for ax in (positive_ax, negative_ax) for line in ax.lines)
 
 
 def _as_shares(*axes: Axes) -> None:

@@ -29,36 +29,39 @@ from penstock.deploy.report.drawing import (
     since_start,
     time_axis,
 )
-from penstock.deploy.report.summary import ACCURACY_GOALS, sampled_tokens
-from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded
+from penstock.deploy.report.summary import pauses_of, sampled_tokens
+from penstock.deploy.report.telemetry import RunTelemetry
+from penstock.schemas.config import EvaluationConfig
+from penstock.schemas.metrics import part_key, parts_of
 
 
-def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, accuracy_x: np.ndarray) -> bool:
-    points = telemetry.evaluations
-    drawn = noisy_line(ax, reward_x, column(telemetry.updates, "reward"), BLUE, "reward (training, sampled)")
-    if points:
-        accuracy = [point.accuracy for point in points]
-        ax.plot(accuracy_x, accuracy, color=AMBER, marker="o", markersize=4.5, label="accuracy (held out, greedy)")
-        ends = ((0, (-4, 6), "right"), (-1, (0, 9), "center")) if len(points) > 1 else ((0, (0, 9), "center"),)
+def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, held_out_x: np.ndarray) -> bool:
+    """Draws one figure, the goal's or else the reward: of the training batches and of the held-out prompts."""
+    evaluation = telemetry.config.evaluation if telemetry.config else EvaluationConfig()
+    name = evaluation.figure.removeprefix(part_key(""))
+    drawn = noisy_line(ax, reward_x, column(telemetry.updates, evaluation.figure), BLUE, f"{name} (training, sampled)")
+    held_out = np.array([point.figures.get(evaluation.figure, np.nan) for point in telemetry.evaluations])
+    there = np.flatnonzero(np.isfinite(held_out))
+    if len(there):
+        ax.plot(held_out_x, held_out, color=AMBER, marker="o", markersize=4.5, label=f"{name} (held out, greedy)")
+        ends = ((0, (-4, 6), "right"), (-1, (0, 9), "center")) if len(there) > 1 else ((0, (0, 9), "center"),)
         for i, offset, side in ends:
-            where = (accuracy_x[i], accuracy[i])
-            text = f"{accuracy[i]:.3f}"
+            where = (held_out_x[there[i]], held_out[there[i]])
+            text = f"{where[1]:.3f}"
             ax.annotate(text, where, xytext=offset, textcoords="offset points", ha=side, color=AMBER, fontsize=9)
-        ax.axhline(
-            ACCURACY_GOALS[0], color=MUTED, linestyle=(0, (4, 3)), linewidth=1, label=f"goal {ACCURACY_GOALS[0]}"
-        )
-    ax.set_ylabel("reward, accuracy")
-    ax.margins(x=0.1)
-    ax.set_ylim(top=max(1.06, ax.get_ylim()[1]))
-    if drawn or points:
-        ax.legend(loc="lower right")
-    return drawn or bool(points)
+    if evaluation.goal is not None:
+        value = evaluation.goal.value
+        ax.axhline(value, color=MUTED, linestyle=(0, (4, 3)), linewidth=1, label=f"goal {value:g}")
+    ax.set_ylabel(name)
+    ax.margins(x=0.1, y=0.12)
+    if drawn or len(there):
+        legend_above(ax, columns=3)
+    return drawn or bool(len(there))
 
 
 @figure(
-    "Reward and held-out accuracy by update",
-    "Accuracy should follow the reward up; a growing gap means a reward that pays for something else.",
-    source="updates.jsonl, evaluations.jsonl",
+    "Reward and held-out reward by update",
+    "Held out should follow training up; a growing gap is memorized tasks, or a reward that pays for something else.",
 )
 def learning_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     ax.set_xlabel("update")
@@ -68,15 +71,55 @@ def learning_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
 
 
 @figure(
-    "Reward and held-out accuracy by time",
+    "Reward and held-out reward by time",
     "The same against the clock: a flat stretch here that is none by update is time lost, not learning.",
-    source="updates.jsonl, evaluations.jsonl",
 )
 def learning_by_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     reward_s = since_start(telemetry, [line.time_s for line in telemetry.updates])
-    accuracy_s = since_start(telemetry, [point.time_s for point in telemetry.evaluations])
-    unit = time_axis(ax, max([*reward_s, *accuracy_s], default=0.0))
-    return _learning(telemetry, ax, reward_s / unit, accuracy_s / unit)
+    held_out_s = since_start(telemetry, [point.time_s for point in telemetry.evaluations])
+    unit = time_axis(ax, max([*reward_s, *held_out_s], default=0.0))
+    return _learning(telemetry, ax, reward_s / unit, held_out_s / unit)
+
+
+@figure(
+    "Parts of the reward by update",
+    "Means over a batch. The part that rises is the one that is learned; one that falls was traded for it.",
+)
+def reward_parts(telemetry: RunTelemetry, ax: Axes) -> bool:
+    names = sorted({name for line in telemetry.updates for name in parts_of(line.metrics)})[: len(SERIES)]
+    series = [(part_key(name), colour, name) for name, colour in zip(names, SERIES, strict=False)]
+    drawn = by_update(telemetry, ax, series, "mean of the part")
+    if drawn:
+        legend_above(ax)
+    return drawn
+
+
+@figure(
+    "Spread of the reward by update",
+    "Standard deviation of the rewards of one group, mean over the groups: advantages are made of it. At 0 nothing "
+    "is left to learn from.",
+)
+def reward_spread(telemetry: RunTelemetry, ax: Axes) -> bool:
+    has_data = by_update(telemetry, ax, [("reward_std", TEAL, "spread")], "standard deviation")
+    ax.set_ylim(bottom=0)
+    return has_data
+
+
+@figure(
+    "Completion length and truncated completions by update",
+    "Sampled tokens of a rollout, and the share cut off at the token limit: where that grows, answers that would have "
+    "been right are scored as wrong.",
+    height_in=3.7,
+)
+def completions(telemetry: RunTelemetry, length_ax: Axes, truncated_ax: Axes) -> bool:
+    has_length = by_update(telemetry, length_ax, [("completion_tokens", BLUE, "length")], "tokens a rollout")
+    has_truncated = by_update(telemetry, truncated_ax, [("truncated_frac", RED, "truncated")], "truncated")
+    length_ax.set_xlabel("")
+    for ax in (length_ax, truncated_ax):
+        ax.set_ylim(bottom=0)
+    truncated_ax.set_ylim(top=max(truncated_ax.get_ylim()[1], 0.01))
+    truncated_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))
+    return has_length or has_truncated
 
 
 @figure(
@@ -122,7 +165,7 @@ def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
     "Bands of steady height are a pipeline in balance; where darker bands grow, rollouts wait longer.",
 )
 def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
-    updates = telemetry.updates
+    updates = [line for line in telemetry.updates if line.lag_histogram]  # batches that trained nothing have no lag
     top = len(LAG_SHADES) - 1
     counts = np.zeros((top + 1, len(updates)))
     for i, line in enumerate(updates):
@@ -131,7 +174,7 @@ def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
     if not counts.sum():
         return False
     x, *rows = binned(numbers(updates), *counts)
-    stacked = np.array(rows)
+    stacked = np.array([running_mean(row) for row in rows])
     shares = stacked / np.maximum(stacked.sum(axis=0), 1)
     used = [lag for lag in range(top + 1) if shares[lag].any()]
     bound = telemetry.config.lag_bound if telemetry.config else top
@@ -195,7 +238,6 @@ def clip_fractions(telemetry: RunTelemetry, ax: Axes) -> bool:
 @figure(
     "KL to the reference model by update",
     "How far the policy has gone from where it began; a steep rise without reward is a policy gone astray.",
-    optional=True,
 )
 def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
     return by_update(telemetry, ax, [("reference_kl", VIOLET, "KL")], "KL (nats per token)")
@@ -203,7 +245,7 @@ def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
 
 @figure(
     "Entropy by update",
-    "It should fall slowly while accuracy rises; a plunge to 0 before that is a policy that stopped exploring.",
+    "It should fall slowly while the reward rises; a plunge to 0 before that is a policy that stopped exploring.",
 )
 def entropy(telemetry: RunTelemetry, ax: Axes) -> bool:
     has_data = by_update(telemetry, ax, [("entropy", TEAL, "entropy")], "entropy (nats per token)")
@@ -228,7 +270,6 @@ def grad_norm(telemetry: RunTelemetry, ax: Axes) -> bool:
 @figure(
     "Tokens per second over time",
     "Flat lines are steady work; the trainer lacks, of the producers' sum, what is skipped or evaluation.",
-    source="producers/*.jsonl",
 )
 def tokens_per_s(telemetry: RunTelemetry, ax: Axes) -> bool:
     start_s, end_s = telemetry.start_s, telemetry.end_s
@@ -264,14 +305,10 @@ def tokens_per_s(telemetry: RunTelemetry, ax: Axes) -> bool:
 @figure(
     "Pause per weight update",
     "How long sampling stood still for each load of weights: a narrow peak is good, a long tail is a busy machine.",
-    source="producers/*.jsonl",
 )
 def pauses(telemetry: RunTelemetry, ax: Axes) -> bool:
-    by_producer = {
-        producer: [event.pause_s * 1000 for event in events if isinstance(event, WeightsLoaded)]
-        for producer, events in telemetry.producers.items()
-    }
-    by_producer = {producer: values for producer, values in by_producer.items() if values}
+    pauses_s = {producer: values for producer, values in pauses_of(telemetry).items() if values}
+    by_producer = {producer: np.array(values) * 1000 for producer, values in pauses_s.items()}
     if not by_producer:
         return False
     everything = np.concatenate(list(by_producer.values()))
@@ -288,7 +325,7 @@ def pauses(telemetry: RunTelemetry, ax: Axes) -> bool:
     ax.set_ylabel("weight loads")
     ax.grid(axis="x", visible=False)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(loc="upper right")
+    legend_above(ax)
     return True
 
 

@@ -10,8 +10,11 @@ from typing import Any
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
+from penstock.schemas.metrics import part_key
 from penstock.schemas.process.files import write_whole
 
+MUCH_SKIPPED = 0.5
+"""From this share of the groups on, those without a learning signal are among the key figures."""
 TEMPLATE = Path(__file__).with_name("report_template.html")
 
 
@@ -52,25 +55,26 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     s = summary
     rates = s["producer_tokens_per_s"] or {"total": None, "by_producer": {}}
     num_producers = len(rates["by_producer"])
-    goal, goal_s = next(iter(s["time_to_accuracy"].items()))
-    dead, skipped = shown(s["num_groups_dead"], ",.0f"), shown(s["num_groups_skipped"], ",.0f")
+    held_out = (s["held_out"] or {}).get(s["figure"], {})
+    course = s["course"] or {}
+    lengths, truncated = course.get("completion_tokens", {}), course.get("truncated_frac", {})
     return [
         (
-            "Held-out accuracy",
-            f"{shown(s['initial_accuracy'], '.3f')} → {shown(s['final_accuracy'], '.3f')}",
-            f"greedy, {shown(s['num_evaluation_prompts'], ',.0f')} problems",
+            f"Held-out {s['figure'].removeprefix(part_key(''))}",
+            f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
+            f"greedy, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
         ),
-        (
-            f"Time to {goal}",
-            shown(goal_s, ",.0f", " s"),
-            "from the first prompt" if goal_s is not None else "not reached",
-        ),
+        _groups(s),
         (
             "Updates",
             shown(s["num_updates"], ",.0f"),
             f"{shown(s['updates_per_s'], '.2f')}/s in {shown(s['wall_s'], ',.0f')} s",
         ),
-        ("Groups trained", shown(s["num_groups_trained"], ",.0f"), f"{skipped} skipped, {dead} dead"),
+        (
+            "Completion length",
+            f"{shown(lengths.get('first'), ',.1f')} → {shown(lengths.get('last'), ',.1f')}",
+            f"tokens; {shown(truncated.get('last'), '.1%')} truncated at the end",
+        ),
         ("Sampled tokens/s", shown(rates["total"], ",.0f"), f"{num_producers} producer{'s' * (num_producers != 1)}"),
         (
             "Trained tokens/s",
@@ -88,6 +92,22 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{shown(s['paused_share'], '.1%')} of the time paused",
         ),
     ]
+
+
+def _groups(summary: dict[str, Any]) -> tuple[str, str, str]:
+    """The tile of the groups: headed by those that taught nothing where they are many."""
+    trained, skipped, dead = (summary[f"num_groups_{what}"] for what in ("trained", "skipped", "dead"))
+    if skipped and skipped >= MUCH_SKIPPED * (trained + skipped):
+        remark = f"their rewards are all equal; {trained:,} trained, {dead:,} dead"
+        return "Groups without a learning signal", f"{skipped / (trained + skipped):.0%}", remark
+    return "Groups trained", shown(trained, ",.0f"), f"{shown(skipped, ',.0f')} skipped, {shown(dead, ',.0f')} dead"
+
+
+def _goal(summary: dict[str, Any]) -> str:
+    if summary["goal"] is None:
+        return ""
+    reached_s = summary["goal_reached_s"]
+    return f"; goal {summary['goal']:g} " + (f"after {reached_s:,.0f} s" if reached_s is not None else "not reached")
 
 
 def _subtitle(telemetry: RunTelemetry, summary: dict[str, Any]) -> str:
@@ -121,8 +141,8 @@ def _key(label: str, value: str, remark: str) -> str:
 
 
 def _figure(spec: FigureSpec, telemetry: RunTelemetry) -> str:
-    svg, has_data = figure_svg(spec, telemetry)
-    if spec.optional and not has_data:
+    svg = figure_svg(spec, telemetry)
+    if not svg:
         return ""
     return (
         f'<figure id="{spec.name}"><h2 id="{spec.name}-title">{html.escape(spec.title)}</h2>{svg}'

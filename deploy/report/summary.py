@@ -1,6 +1,7 @@
 """The figures of a run: `summary.json`, and the table that `penstock run` ends with."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -23,11 +24,13 @@ from penstock.deploy.report.telemetry import (
     mean_by_lag,
     read_telemetry,
 )
-from penstock.schemas.metrics import LAG_LABELS, lag_key
+from penstock.schemas.config import RunConfig
+from penstock.schemas.metrics import LAG_LABELS, REWARD, lag_key, part_key, parts_of
 from penstock.schemas.process.files import write_whole
 
-ACCURACY_GOALS = (0.9,)
-"""Held-out accuracies whose time is reported."""
+COURSE_UPDATES = 20
+"""Batches at the run's begin, and at its end, that `course` takes means over; half of a shorter run's."""
+COURSE = ("reward", "reward_std", "completion_tokens", "truncated_frac")
 LEDGER_FIGURES = (
     "num_groups_released",
     "num_groups_trained",
@@ -74,11 +77,12 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "finished": telemetry.is_over,
         "as_of_s": None if telemetry.is_over else telemetry.read_s,
         "last_update_s": end_s,
-        "initial_accuracy": points[0].accuracy if points else None,
-        "final_accuracy": points[-1].accuracy if points else None,
-        "best_accuracy": max((point.accuracy for point in points), default=None),
+        "figure": config.evaluation.figure if config else REWARD,
+        "held_out": held_out(points),
         "num_evaluation_prompts": points[-1].num_prompts if points else None,
-        "time_to_accuracy": {str(goal): time_to_accuracy(points, goal, start_s) for goal in ACCURACY_GOALS},
+        "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
+        "goal_reached_s": goal_reached_s(points, config, start_s),
+        "course": course(telemetry.updates),
         "wall_s": wall_s,
         "num_updates": telemetry.updates[-1].update if telemetry.updates else None,
         "updates_per_s": _ratio(len(telemetry.updates), wall_s),
@@ -138,11 +142,40 @@ def _values(updates: Iterable[Update], name: str) -> list[float]:
     return [line.metrics[name] for line in updates if name in line.metrics]
 
 
-def time_to_accuracy(points: Iterable[EvaluationPoint], goal: float, start_s: float | None) -> float | None:
-    """Seconds from `start_s` to the first evaluation that reached `goal`; None if none did."""
-    if start_s is None:
+def held_out(points: Sequence[EvaluationPoint]) -> dict[str, dict[str, float]] | None:
+    """`initial`, `final` and `best` of `reward`, and of each part of it as `reward/<part>`; None without points."""
+    if not points:
         return None
-    return next((point.time_s - start_s for point in points if point.accuracy >= goal), None)
+    found: dict[str, list[float]] = {}
+    for point in points:
+        for name, value in point.figures.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: {"initial": values[0], "final": values[-1], "best": max(values)} for name, values in sorted(found.items())
+    }
+
+
+def goal_reached_s(points: Iterable[EvaluationPoint], config: RunConfig | None, start_s: float | None) -> float | None:
+    """Seconds from `start_s` to the first evaluation that reached the run's goal; None if there is none, or no goal."""
+    goal = config.evaluation.goal if config else None
+    if goal is None or start_s is None:
+        return None
+    reached = (point for point in points if point.figures.get(goal.figure, -np.inf) >= goal.value)
+    return next((point.time_s - start_s for point in reached), None)
+
+
+def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
+    """`first` and `last` of `COURSE` and of each part of the reward: means over so many batches; None without them."""
+    if not updates:
+        return None
+    count = max(1, min(COURSE_UPDATES, len(updates) // 2))
+    parts = {part_key(name) for update in updates for name in parts_of(update.metrics)}
+    found = {}
+    for name in (*COURSE, *sorted(parts)):
+        first, last = _values(updates[:count], name), _values(updates[-count:], name)
+        if first and last:
+            found[name] = {"first": float(np.mean(first)), "last": float(np.mean(last))}
+    return found
 
 
 def trainer_time_share(telemetry: RunTelemetry, wall_s: float | None) -> dict[str, float] | None:
@@ -187,9 +220,8 @@ def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
         return dict.fromkeys(("producer_tokens_per_s", "num_tokens_sampled", *pause_names))
     by_producer: dict[str, float | None] = {}
     total_tokens = total_s = 0.0
-    pauses: list[float] = []
+    pauses = [pause_s for of_producer in pauses_of(telemetry).values() for pause_s in of_producer]
     for producer, events in telemetry.producers.items():
-        pauses += [e.pause_s for e in events if isinstance(e, WeightsLoaded) and start_s <= e.time_s <= end_s]
         times, tokens = sampled_tokens(events)
         begin, end = (max(start_s, times[0]), min(end_s, times[-1])) if len(times) else (0.0, 0.0)
         if end <= begin:
@@ -207,6 +239,17 @@ def _producer_figures(telemetry: RunTelemetry) -> dict[str, Any]:
         "pause_s_max": max(pauses, default=None),
         "num_weight_loads": len(pauses),
         "paused_share": _ratio(sum(pauses), total_s),
+    }
+
+
+def pauses_of(telemetry: RunTelemetry) -> dict[str, list[float]]:
+    """By producer, the seconds of each of its pauses between the first prompt and the last update."""
+    start_s, end_s = telemetry.start_s or 0.0, telemetry.end_s or math.inf
+    return {
+        producer: [
+            event.pause_s for event in events if isinstance(event, WeightsLoaded) and start_s <= event.time_s <= end_s
+        ]
+        for producer, events in telemetry.producers.items()
     }
 
 
@@ -255,16 +298,16 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     by_producer = ", ".join(f"{name} {_count(rate)}" for name, rate in rates["by_producer"].items())
     share = s["trainer_time_share"] or {}
     time_shares = ", ".join(f"{phase} {value:.0%}" for phase, value in share.items())
-    goals = ", ".join(
-        f"{goal} after {shown(t, ',.1f', ' s')}" if t is not None else f"{goal} not reached"
-        for goal, t in s["time_to_accuracy"].items()
-    )
     engine = s["engine"] or {}
     rows = [
         *([("state", not_over(s))] if not s["finished"] else []),
+        ("held-out reward", _rewards(s["held_out"], "initial", "final")),
+        *([("goal", _goal(s))] if s["goal"] is not None else []),
+        ("reward", _rewards(s["course"], "first", "last")),
+        ("its spread", f"{_change(s, 'reward_std', '.3f')} standard deviation within a group"),
         (
-            "held-out accuracy",
-            f"{shown(s['initial_accuracy'], '.3f')} → {shown(s['final_accuracy'], '.3f')}   ({goals})",
+            "completions",
+            f"{_change(s, 'completion_tokens', ',.1f')} tokens, {_change(s, 'truncated_frac', '.1%')} truncated",
         ),
         (
             "updates",
@@ -291,6 +334,31 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if s["missing"]:
         rows.append(("missing", ", ".join(s["missing"])))
     return rows
+
+
+def _rewards(found: dict[str, dict[str, float]] | None, begin: str, end: str) -> str:
+    """`0.372 → 0.981 (exact 0.372 → 0.981)`."""
+    if not found or REWARD not in found:
+        return NOTHING
+    changes = {name: f"{of[begin]:.3f} → {of[end]:.3f}" for name, of in found.items()}
+    parts = ", ".join(f"{name} {change}" for name, change in parts_of(changes).items())
+    return changes[REWARD] + (f"  ({parts})" if parts else "")
+
+
+def _goal(summary: dict[str, Any]) -> str:
+    s, figure = summary, summary["figure"]
+    goal = f"{figure} {s['goal']:g} "
+    if s["goal_reached_s"] is not None:
+        return f"{goal}after {s['goal_reached_s']:,.1f} s"
+    if s["held_out"] and figure not in s["held_out"]:
+        return f"{goal}is never reached: evaluations have {', '.join(s['held_out'])}"
+    return f"{goal}not reached"
+
+
+def _change(summary: dict[str, Any], name: str, spec: str) -> str:
+    """`0.31 → 0.05`, of one number of `course`."""
+    found = (summary["course"] or {}).get(name)
+    return f"{found['first']:{spec}} → {found['last']:{spec}}" if found else NOTHING
 
 
 def not_over(summary: dict[str, Any]) -> str:
@@ -321,7 +389,3 @@ def shown(value: float | None, spec: str, unit: str = "", *, scale: float = 1.0)
 
 def _count(value: float | None) -> str:
     return shown(value, ",.0f")
-
-
-def _number(value: float | None) -> str:
-    return shown(value, ".3f")

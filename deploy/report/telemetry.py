@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import lag_key
+from penstock.schemas.metrics import REWARD, lag_key, part_key, parts_of
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.rollout import EngineFingerprint
 
@@ -50,13 +50,20 @@ _UPDATE_FIELDS = frozenset(Update.__struct_fields__) - {"metrics"}
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `evaluations.jsonl`: held-out accuracy of one policy."""
+    """One line of `evaluations.jsonl`: rewards of greedy answers to the held-out prompts, by one policy."""
 
     policy_version: int
     update: int
-    accuracy: float
+    reward: float
     num_prompts: int
     time_s: float
+    parts: dict[str, float] = {}
+    """Means of the reward's parts by name."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """`reward`, and `reward/<part>` of each part."""
+        return {REWARD: self.reward, **{part_key(name): value for name, value in self.parts.items()}}
 
 
 class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +249,8 @@ def to_record(line: Any, kind: type[Line] | Any) -> Line:
         others = {key: value for key, value in line.items() if key not in _UPDATE_FIELDS}
         numbers = {key: float(value) for key, value in others.items() if type(value) in (int, float)}
         line = {key: value for key, value in line.items() if key in _UPDATE_FIELDS} | {"metrics": numbers}
+    if kind is EvaluationPoint and isinstance(line, dict):
+        line = line | {"parts": parts_of(line)}
     record: Line = msgspec.convert(line, kind, str_keys=True)
     return record
 

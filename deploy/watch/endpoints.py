@@ -14,7 +14,8 @@ from urllib.request import ProxyHandler, build_opener
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
-from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key
+from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key, part_key
+from penstock.schemas.metrics import TrainerMetric as M
 
 _TIMEOUT_S = 2.0
 _MAX_BYTES = 8_000_000
@@ -43,6 +44,10 @@ class Samples:
             if labels.items() <= found.items():
                 return None if math.isnan(value) else value
         return None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The samples of this name by their `label`."""
+        return {labels[label]: value for labels, value in self._by_name.get(name, ()) if label in labels}
 
     def label(self, name: str, label: str) -> str | None:
         """The value of `label` on the first sample of this name that has it."""
@@ -131,10 +136,12 @@ class Scraped:
             before = _Counters()
         if now.num_updates > before.num_updates:
             self.updates.append(_update(samples, before, now, now_s))
-        accuracy = samples.get("penstock_evaluation_reward")
-        if accuracy is not None and (not self.evaluations or self.evaluations[-1].accuracy != accuracy):
+        reward = samples.get(M.EVALUATION_REWARD.name)
+        parts = samples.by_label(M.EVALUATION_REWARD_PART.name, "part")
+        newest = self.evaluations[-1] if self.evaluations else None
+        if reward is not None and (newest is None or (newest.reward, newest.parts) != (reward, parts)):
             point = EvaluationPoint(
-                policy_version=0, update=now.num_updates, accuracy=accuracy, num_prompts=0, time_s=now_s
+                policy_version=0, update=now.num_updates, reward=reward, parts=parts, num_prompts=0, time_s=now_s
             )
             self.evaluations.append(point)
 
@@ -158,6 +165,7 @@ def _counters(samples: Samples) -> _Counters:
 def _update(samples: Samples, before: _Counters, now: _Counters, now_s: float) -> Update:
     count = now.num_updates - before.num_updates
     metrics = {key: samples.get(metric.name) for key, metric in TRAINER_GAUGES.items()}
+    metrics |= {part_key(name): value for name, value in samples.by_label(M.REWARD_PART.name, "part").items()}
     for name, metric in TRAINER_GAUGES_BY_LAG.items():
         metrics |= {lag_key(name, label): samples.get(metric.name, lag=label) for label in LAG_LABELS}
     numbers = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}

@@ -1,14 +1,19 @@
-"""The view **Learning**: reward, accuracy, and the size of the steps."""
+"""The view **Learning**: rewards, completions, and the size of the steps."""
+
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from penstock.deploy.watch.snapshot import RunSnapshot
-from penstock.deploy.watch.text import number, sparkline
+from penstock.deploy.watch.text import number, safe, sparkline
+from penstock.schemas.metrics import REWARD, part_key, parts_of
 
 _ROWS = (
-    ("reward", "reward"),
+    ("reward's spread", "reward_std"),
+    ("tokens a rollout", "completion_tokens"),
+    ("truncated", "truncated_frac"),
     ("entropy (nats)", "entropy"),
     ("KL to behavior", "rollout_correction/k3_kl"),
     ("KL to reference", "reference_kl"),
@@ -17,8 +22,11 @@ _ROWS = (
     ("learning rate", "learning_rate"),
     ("loss", "loss"),
 )
-_BESIDE = 54
+_LABEL = 20
+_BESIDE = _LABEL + 38
 """Columns beside a sparkline: the name, the latest number, the range."""
+_PARTS = 6
+"""Parts of the reward that are shown."""
 
 
 def learning(seen: RunSnapshot, width: int) -> RenderableType:
@@ -32,10 +40,9 @@ def learning(seen: RunSnapshot, width: int) -> RenderableType:
     )
     for name in ("latest", "lowest", "highest"):
         table.add_column(name, justify="right", no_wrap=True)
-    accuracies = [point.accuracy for point in seen.evaluations]
-    for label, values in [("accuracy", accuracies), *((label, _course(seen, key)) for label, key in _ROWS)]:
+    for label, values in _courses(seen):
         if values:
-            course = Text(sparkline(values, room), style="green" if label in ("accuracy", "reward") else "cyan")
+            course = Text(sparkline(values, room), style="green" if "reward" in label else "cyan")
             table.add_row(Text(label, style="bold"), course, *map(number, (values[-1], min(values), max(values))))
     newest = seen.newest
     notes = []
@@ -49,5 +56,14 @@ def learning(seen: RunSnapshot, width: int) -> RenderableType:
     return Group(table, Text(), *notes)
 
 
-def _course(seen: RunSnapshot, key: str) -> list[float]:
-    return [update.metrics[key] for update in seen.updates if key in update.metrics]
+def _courses(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
+    """The values of each row by its label: held-out rewards, those of the batches with their parts, the rest."""
+    updates = [update.metrics for update in seen.updates]
+    points = [point.figures for point in seen.evaluations]
+    for where, lines in (("held-out ", points), ("", updates)):
+        parts = sorted({part_key(name) for line in lines for name in parts_of(line)})
+        for name in (REWARD, *parts[:_PARTS]):
+            label = safe(where + name.removeprefix(part_key("")), _LABEL)
+            yield label, [line[name] for line in lines if name in line]
+    for label, key in _ROWS:
+        yield label, [line[key] for line in updates if key in line]

@@ -260,7 +260,7 @@ def write_run(folder: Path) -> None:
     )
     (folder / "updates.jsonl").write_text("".join(line.format(number) for number in (1, 2, 3)))
     (folder / "evaluations.jsonl").write_text(
-        '{"policy_version": 3, "update": 3, "accuracy": 0.75, "num_prompts": 4, "time_s": 4}\n'
+        '{"policy_version": 3, "update": 3, "reward": 0.5, "reward/exact": 0.75, "num_prompts": 4, "time_s": 4}\n'
     )
     load = '{{"event": "weights", "time_s": {}, "policy_version": {}, "pause_s": 0.01}}\n'
     loads = {"producer-0": ((0.1, 0), (1.7, 1), (2.6, 2)), "producer-1": ((2.0, 1), (3.6, 3))}

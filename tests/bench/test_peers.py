@@ -82,7 +82,7 @@ def test_both_starts_are_measured_unless_models_are_named(run_file: Path, model:
 
 def test_a_measurement_is_shown_beside_penstocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = tmp_path / "summary.json"
-    summary.write_text(json.dumps({"time_to_accuracy": {"0.9": 8.0}}))
+    summary.write_text(json.dumps({"goal_reached_s": 8.0}))
     peers.print_measurement(MEASUREMENT, summary)
     text = capsys.readouterr().out
     for part in ("0.400 -> 0.912", "20.0 s of training", "60 in 20.0 s, 3.00/s", "generate 30%", "0.40 of TRL's time"):

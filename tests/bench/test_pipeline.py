@@ -68,7 +68,7 @@ def mode_run(
         )
         for n in range(1, num_updates + 1)
     )
-    points = (EvaluationPoint(policy_version=0, update=0, accuracy=0.4, num_prompts=8, time_s=100.0),)
+    points = (EvaluationPoint(policy_version=0, update=0, reward=0.4, num_prompts=8, time_s=100.0),)
     telemetry = RunTelemetry(
         name="b",
         config=None,

@@ -43,7 +43,7 @@ class ScriptedLearner:
             self.trained += [index for index in batch.indexes if index not in self.never_finite]
             self.lags.append(batch.lag_histogram)
         return StepReport(
-            metrics={"reward": batch.reward_mean, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
+            metrics={**batch.outcome, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0},
             lag_histogram=batch.lag_histogram,
             num_tokens_trained=batch.num_tokens_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,

@@ -15,7 +15,7 @@ def test_a_killed_demo_is_resumed_learns_and_balances_its_ledger(resumed_run: De
     assert summary["num_groups_released"] == settled
     assert summary["num_groups_dead"] == summary["num_groups_cancelled"] == 0
     assert summary["num_updates"] == updates[-1]["update"]
-    assert summary["final_accuracy"] > summary["initial_accuracy"] + 0.2
+    assert summary["held_out"]["reward/exact"]["final"] > summary["held_out"]["reward/exact"]["initial"] + 0.2
     assert summary["mismatch_lag0"] is None or summary["mismatch_lag0"] < 1e-5
     assert summary["engine"]["logprobs_mode"] == "processed_logprobs"
     assert (resumed_run.folder / "report.html").stat().st_size > 100_000

@@ -27,9 +27,9 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(live_run: WatchedRun, r
         assert "gone" not in shown and "does not answer" not in shown, shown
         terminal.press("2")
         shown = "\n".join(terminal.wait_for(lambda frame: any("gradient norm" in text for text in frame)))
-        assert all(word in shown for word in ("reward", "accuracy", "entropy", "KL to behavior", "learning rate")), (
-            shown
-        )
+        assert all(
+            word in shown for word in ("reward", "held-out reward", "entropy", "KL to behavior", "learning rate")
+        ), shown
         terminal.press("3")
         shown = "\n".join(terminal.wait_for(lambda frame: any("mismatch at lag 0" in text for text in frame)))
         assert "within" in shown and "ESS" in shown and "bound 2" in shown, shown

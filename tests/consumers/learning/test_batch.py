@@ -157,7 +157,7 @@ def test_groups_without_variance_are_left_out_but_counted() -> None:
     assert (batch.num_groups_trained, batch.num_groups_skipped) == (1, 1)
     assert batch.minibatches[0].num_tokens == 3 + sum(rollout.num_sampled_tokens for rollout in flat.rollouts)
     assert (batch.minibatches[0].num_rollouts, batch.num_tokens_trained, batch.num_rows) == (6, 3, 2)
-    assert batch.reward_mean == pytest.approx(5 / 6)
+    assert batch.outcome["reward"] == pytest.approx(5 / 6)
     assert batch.indexes == (1, 2)
 
 

@@ -121,6 +121,18 @@ def test_a_number_that_a_batch_has_not_is_nan_and_not_that_of_the_batch_before(m
     assert value("penstock_reward") == 0.5
 
 
+def test_the_parts_of_the_reward_are_served_by_name_while_batches_have_them(metrics: TrainerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    metrics.record(line(**{"reward/exact": 0.25, "reward/form": 0.75, "truncated_frac": 0.5, "reward_std": 0.1}))
+    metrics.evaluate({"reward": 0.5, "reward/exact": 0.375})
+    metrics.record(line(**{"reward/exact": 0.5}))
+    assert value("penstock_reward_part", {"part": "exact"}) == 0.5
+    assert value("penstock_reward_part", {"part": "form"}) is None
+    assert value("penstock_objective", {"name": "reward/exact"}) is None
+    assert value("penstock_evaluation_reward") == 0.5
+    assert value("penstock_evaluation_reward_part", {"part": "exact"}) == 0.375
+
+
 def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_reported(
     metrics: TrainerMetrics,
 ) -> None:

@@ -55,8 +55,8 @@ def line(update: int, reward: float) -> dict[str, Any]:
     }
 
 
-def evaluation(update: int, accuracy: float) -> dict[str, Any]:
-    return {"update": update, "time_s": 1000.0 + update, "policy_version": update, "accuracy": accuracy}
+def evaluation(update: int, reward: float) -> dict[str, Any]:
+    return {"update": update, "time_s": 1000.0 + update, "policy_version": update, "reward": reward}
 
 
 def wait_for_the_next_second() -> None:
@@ -126,7 +126,7 @@ def test_a_resumed_run_has_each_point_once_in_tensorboard(tmp_path, errors):
     assert [point[0] for point in points] == [step for step, _ in wanted]
     assert [point[1] for point in points] == pytest.approx([value for _, value in wanted])
     assert points[0][2] == 1001.0, "the time is that of the line"
-    accuracies = read_tensorboard(tmp_path / "tensorboard" / "evaluations", "accuracy")
+    accuracies = read_tensorboard(tmp_path / "tensorboard" / "evaluations", "reward")
     assert [(step, pytest.approx(value)) for step, value, _ in accuracies] == [(0, 0.1), (5, 0.5), (8, 0.9)]
     assert errors == []
 
@@ -144,11 +144,11 @@ def test_wandb_gets_the_numbers_by_update_and_a_resumed_run_keeps_its_id(tmp_pat
     assert first_id == second_id == json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert [step for step, _ in first] == [0, 1, 2, 3] and [step for step, _ in second] == [3, 4, 5, 6]
     first = dict(first)
-    assert first[0] == {"evaluation/accuracy": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
+    assert first[0] == {"evaluation/reward": 0.25, "evaluation/policy_version": 0, "evaluation/update": 0}
     assert first[2] == {"reward": 0.25, "num_tokens_trained": 7, "phase_s/forward": 0.5}
     assert first[3] == {
         **first[2], "reward": 0.375,
-        "evaluation/accuracy": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
+        "evaluation/reward": 0.75, "evaluation/policy_version": 2, "evaluation/update": 2,
     }  # fmt: skip
     assert errors == []
 
@@ -166,7 +166,7 @@ def test_a_run_resumed_at_wandb_loses_no_evaluation_and_repeats_no_update(monkey
             if update > start:
                 run.write(SinkPoint("updates", update, 0.0, {"reward": update / 8}))
             for evaluated in evaluations.get(update, []):
-                run.write(SinkPoint("evaluations", evaluated, 0.0, {"accuracy": 0.5}))
+                run.write(SinkPoint("evaluations", evaluated, 0.0, {"reward": 0.5}))
         run.finish()
 
     session(0, range(1, 8), {0: [0], 7: [5]})
@@ -367,11 +367,11 @@ def test_one_tensorboard_file_that_cannot_be_written_leaves_the_other_its_last_p
         monkeypatch.setattr(tensorboard.SummaryWriter, "close", fail_for(failing))
         sink = tensorboard.TensorBoard(sinks / failing, 0)
         for kind in ("updates", "evaluations"):
-            sink.write(SinkPoint(kind, 3, 1003.0, {"accuracy": 0.5}))
+            sink.write(SinkPoint(kind, 3, 1003.0, {"reward": 0.5}))
         with pytest.raises(OSError, match="no room"):
             sink.close()
         for kind in ("updates", "evaluations"):
-            assert read_tensorboard(sinks / failing / kind, "accuracy") == [(3, 0.5, 1003.0)]
+            assert read_tensorboard(sinks / failing / kind, "reward") == [(3, 0.5, 1003.0)]
 
 
 def test_a_sink_that_hangs_holds_up_neither_training_nor_its_end_for_long(tmp_path, monkeypatch, caplog, errors):
@@ -408,7 +408,7 @@ def test_a_trainer_killed_and_resumed_leaves_each_update_once_and_offline_what_i
     points = read_tensorboard(bench.folder / "tensorboard" / "updates", "reward")
     assert {step: pytest.approx(value) for step, value, _ in points} == updates
     assert [step for step, _, _ in points] == list(range(1, 13))
-    steps = [step for step, *_ in read_tensorboard(bench.folder / "tensorboard" / "evaluations", "accuracy")]
+    steps = [step for step, *_ in read_tensorboard(bench.folder / "tensorboard" / "evaluations", "reward")]
     assert steps == sorted(set(steps)) and {0, 5, 10, 12} <= set(steps)
     sessions = read_wandb(bench.folder)
     assert len({run_id for run_id, _ in sessions}) == 1 and len(sessions) == 2

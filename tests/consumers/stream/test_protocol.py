@@ -20,6 +20,7 @@ from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import WeightManifest, make_version
 from penstock.schemas.process.outage import RedisGoneError
+from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import encode_group
 
 pytestmark = pytest.mark.redis
@@ -245,8 +246,10 @@ def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scr
     assert announced_of(commit) == {0: 1, 1: make_version(1, 0)}
 
 
-def result(version: int, n: int, reward: float) -> dict:
+def result(version: int, n: int, reward: float, **parts: float) -> dict:
     group = make_group(0, version, rewards=(reward,), evaluation_id=f"{version}-{n}")
+    rollout = msgspec.structs.replace(group.rollouts[0], reward=Reward(value=reward, parts=parts))
+    group = msgspec.structs.replace(group, rollouts=(rollout,))
     return {Field.EVALUATION: f"{version}-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
 
 
@@ -264,9 +267,27 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
     )
     (done,) = evaluator.collect()
     assert done.policy_version == 5
-    assert done.accuracy == pytest.approx(2 / 3)
+    assert done.rewards["reward"] == pytest.approx(2 / 3)
     assert (done.num_prompts, done.num_failed) == (3, 1)
     assert evaluator.pending == []
+
+
+def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=4)
+    evaluator.request(5, update=5)
+    for n, (reward, exact) in enumerate([(0.7, 0.0), (0.7, 0.0), (1.0, 1.0)], start=1):
+        redis_client.xadd(KEYS.evaluation_results, result(5, n, reward, exact=exact))
+    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-4", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
+    (done,) = evaluator.collect()
+    assert done.rewards == pytest.approx({"reward": 2.4 / 4, "reward/exact": 1 / 4})
+
+
+def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=1)
+    evaluator.request(5, update=5)
+    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-1", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
+    (done,) = evaluator.collect()
+    assert (done.rewards, done.num_failed) == ({"reward": 0.0}, 1)
 
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):

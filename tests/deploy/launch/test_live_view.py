@@ -4,12 +4,13 @@ import io
 import json
 import time
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EvaluationConfig, GoalConfig, ModelConfig, Plug, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.policy import make_version
 from wire_examples import FINGERPRINT
@@ -57,12 +58,13 @@ def append_update(folder, number: int, **fields: object) -> None:
     append(folder / "updates.jsonl", **{**line, **fields})
 
 
-def append_evaluation(folder, update: int, accuracy: float) -> None:
+def append_evaluation(folder, update: int, reward: float, **parts: float) -> None:
     append(
         folder / "evaluations.jsonl",
         policy_version=update,
         update=update,
-        accuracy=accuracy,
+        reward=reward,
+        **{f"reward/{name}": value for name, value in parts.items()},
         num_prompts=9,
         time_s=0.0,
     )
@@ -92,9 +94,22 @@ def test_live_view_shows_every_figure_on_a_terminal(tmp_path):
     shown = console.file.getvalue()
     for wanted in ("4/10", "0.625", "0.375", "0.75", "0.987", "12", "5,123+5,123", "producer-0", "2:3", "23 ms", "7"):
         assert wanted in shown, wanted
-    assert any("updates/s" in line and "accuracy" in line for line in shown.splitlines()), "the headings are cropped"
+    assert any("updates/s" in line and "held-out reward" in line for line in shown.splitlines()), (
+        "the headings are cropped"
+    )
     assert "serving elsewhere" in shown  # a producer of another machine
     assert "producer-0: serving" in shown
+
+
+@pytest.mark.parametrize(
+    ("goal", "shown"),
+    [(None, "held-out reward 0.500"), (GoalConfig(figure="reward/exact", value=0.9), "held-out exact 0.250")],
+)
+def test_the_figure_of_the_goal_is_shown_under_its_own_name(goal, shown, tmp_path, capsys):
+    config = msgspec.structs.replace(CONFIG, evaluation=EvaluationConfig(goal=goal))
+    with open_view(config, tmp_path, Console(file=io.StringIO())):
+        append_evaluation(tmp_path / "r", 3, 0.5, exact=0.25)
+    assert shown in capsys.readouterr().out
 
 
 def test_live_view_fits_a_narrow_terminal_without_failing(tmp_path):
@@ -138,7 +153,7 @@ def test_plain_view_prints_progress_now_and_then_and_each_evaluation(plain, tmp_
     append_evaluation(tmp_path / "r", 3, 0.5)
     plain.refresh({})
     (line,) = capsys.readouterr().out.splitlines()
-    assert "update 3/10" in line and "accuracy 0.500" in line
+    assert "update 3/10" in line and "held-out reward 0.500" in line
     plain.refresh({})
     assert capsys.readouterr().out == ""
 

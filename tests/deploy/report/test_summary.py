@@ -5,15 +5,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import print_table, write_summary
+from penstock.deploy.report.summary import print_table, table_rows, write_summary
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
 
 START_S = 1000.0
-RUN_FILE = """
+GOAL = 'evaluation.goal = { figure = "reward/exact", value = 0.9 }'
+RUN_FILE = f"""
 name = "demo"
 seed = 3
 num_updates = 3
+{GOAL}
 [model]
 path = "models/demo"
 [environment]
@@ -52,9 +54,10 @@ def update_line(k: int, *, epoch: int = 0, time_s: float | None = None, **fields
     return line | fields
 
 
-def evaluation_line(version: int, accuracy: float, time_s: float, update: int | None = None) -> dict:
+def evaluation_line(version: int, exact: float, time_s: float, update: int | None = None) -> dict:
     update = version if update is None else update
-    return {"policy_version": version, "update": update, "accuracy": accuracy, "num_prompts": 64, "time_s": time_s}
+    line = {"num_prompts": 64, "time_s": time_s}
+    return {"policy_version": version, "update": update, "reward": exact / 2, "reward/exact": exact, **line}
 
 
 def rate(time_s: float, num_tokens: int) -> dict:
@@ -117,10 +120,13 @@ def test_the_summary_holds_what_the_files_add_up_to(run_folder: Path) -> None:
         "name": "demo",
         "seed": 3,
         "finished": True,
-        "initial_accuracy": 0.4,
-        "final_accuracy": 0.89,
-        "best_accuracy": 0.91,
-        "time_to_accuracy": {"0.9": 14.0},
+        "figure": "reward/exact",
+        "held_out": {
+            "reward": {"initial": 0.2, "final": 0.445, "best": 0.455},
+            "reward/exact": {"initial": 0.4, "final": 0.89, "best": 0.91},
+        },
+        "goal": 0.9,
+        "goal_reached_s": 14.0,
         "wall_s": 30.0,
         "num_updates": 3,
         "updates_per_s": 0.1,
@@ -168,9 +174,44 @@ def test_pauses_before_the_first_prompt_do_not_count(run_folder: Path) -> None:
     assert summary["paused_share"] == pytest.approx(0.09 / (30 + 20))
 
 
-def test_an_accuracy_that_was_not_reached_has_no_time(run_folder: Path) -> None:
+def test_a_goal_that_was_not_reached_has_no_time(run_folder: Path) -> None:
     write_lines(run_folder / "evaluations.jsonl", [evaluation_line(0, 0.4, 1001.0), evaluation_line(3, 0.8, 1031.0)])
-    assert write_summary(run_folder)["time_to_accuracy"] == {"0.9": None}
+    summary = write_summary(run_folder)
+    assert (summary["goal"], summary["goal_reached_s"]) == (0.9, None)
+    assert dict(table_rows(summary))["goal"] == "reward/exact 0.9 not reached"
+
+
+def test_without_a_goal_no_line_is_about_one(run_folder: Path) -> None:
+    (run_folder / "run.toml").write_text(RUN_FILE.replace(GOAL, ""))
+    summary = write_summary(run_folder)
+    assert (summary["figure"], summary["goal"], summary["goal_reached_s"]) == ("reward", None, None)
+    rows = dict(table_rows(summary))
+    assert "goal" not in rows and "accuracy" not in str(rows)
+    assert rows["held-out reward"] == "0.200 → 0.445  (exact 0.400 → 0.890)"
+
+
+def test_a_goal_of_a_part_that_no_evaluation_has_says_which_there_are(run_folder: Path) -> None:
+    (run_folder / "run.toml").write_text(RUN_FILE.replace("reward/exact", "reward/exakt"))
+    goal = dict(table_rows(write_summary(run_folder)))["goal"]
+    assert goal == "reward/exakt 0.9 is never reached: evaluations have reward, reward/exact"
+
+
+def test_the_course_of_rewards_and_completions_is_in_summary_and_table(run_folder: Path) -> None:
+    fields = {"reward_std": 0.5, "completion_tokens": 3.0, "truncated_frac": 0.25, "reward/exact": 0.4}
+    last = {"reward": 0.9, "reward_std": 0.1, "completion_tokens": 40.0, "truncated_frac": 0.0, "reward/exact": 0.8}
+    write_lines(run_folder / "updates.jsonl", [update_line(1, **fields), update_line(2), update_line(3, **last)])
+    summary = write_summary(run_folder)
+    assert summary["course"] == {
+        "reward": {"first": 0.5, "last": 0.9},
+        "reward_std": {"first": 0.5, "last": 0.1},
+        "completion_tokens": {"first": 3.0, "last": 40.0},
+        "truncated_frac": {"first": 0.25, "last": 0.0},
+        "reward/exact": {"first": 0.4, "last": 0.8},
+    }
+    rows = dict(table_rows(summary))
+    assert rows["reward"] == "0.500 → 0.900  (exact 0.400 → 0.800)"
+    assert rows["its spread"].startswith("0.500 → 0.100 ")
+    assert rows["completions"] == "3.0 → 40.0 tokens, 25.0% → 0.0% truncated"
 
 
 def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> None:
@@ -187,9 +228,9 @@ def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> No
     assert summary["num_updates"] == 3
     assert summary["num_tokens_trained"] == 40 + 40 + 25
     assert summary["lag_histogram"] == {"0": 45, "1": 60}
-    assert summary["time_to_accuracy"] == {"0.9": None}
+    assert summary["goal_reached_s"] is None
     points = read_telemetry(run_folder).evaluations
-    assert [(point.update, point.accuracy) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
+    assert [(point.update, point.parts["exact"]) for point in points] == [(0, 0.4), (2, 0.52), (3, 0.6)]
 
 
 def test_a_batch_without_an_optimizer_step_does_not_replace_the_update_before_it(run_folder: Path) -> None:
@@ -212,7 +253,7 @@ def test_an_evaluation_belongs_to_the_update_that_made_its_policy(run_folder: Pa
     [
         ("run.toml", "seed"),
         ("updates.jsonl", "lag_histogram"),
-        ("evaluations.jsonl", "initial_accuracy"),
+        ("evaluations.jsonl", "held_out"),
         ("trainer.json", "num_groups_released"),
     ],
 )

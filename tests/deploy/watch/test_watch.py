@@ -229,14 +229,14 @@ def test_a_trainer_without_its_folder_is_told_by_its_metrics(trainer_endpoint):
     look()
     for n in (2, 3):
         metrics.record(line(n, wait_s=0.5))
-    metrics.accuracy.set(0.75)
+    metrics.evaluate({"reward": 0.75, "reward/exact": 0.5})
     look()
     first, last = scraped.updates
     assert (first.update, last.update, last.policy_version, last.queue_depth) == (1, 3, 3, 5)
     assert (first.wait_s, last.wait_s, last.step_s) == pytest.approx((0.3, 0.5, 0.6))
     assert last.num_tokens_trained == 440 and last.metrics["reward"] == 0.03
     assert last.metrics["ess_fraction/lag_2-3"] == 0.25 and "ess_fraction/lag_8+" not in last.metrics
-    assert [point.accuracy for point in scraped.evaluations] == [0.75]
+    assert [point.figures for point in scraped.evaluations] == [{"reward": 0.75, "reward/exact": 0.5}]
     text = shown(snapshot(updates=tuple(scraped.updates), evaluations=tuple(scraped.evaluations)))
     assert "0.7500" in text and "wait" in text
 
@@ -324,7 +324,7 @@ def write_run(runs: Path, *, finished: bool, num_updates: int = 30) -> Path:
     now_s = time.time()
     rows = [line(n, time_s=now_s - 7200 + n) for n in range(1, num_updates + 1)]
     (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"update": 31, "tor')
-    point = {"policy_version": 20, "update": 20, "accuracy": 0.875, "num_prompts": 8, "time_s": now_s - 7100}
+    point = {"policy_version": 20, "update": 20, "reward": 0.875, "num_prompts": 8, "time_s": now_s - 7100}
     (folder / "evaluations.jsonl").write_text(json.dumps(point) + "\n")
     pause = {"event": "weights", "time_s": now_s - 7175, "policy_version": 20, "pause_s": 0.017}
     (folder / "producers" / "producer-0.jsonl").write_text(json.dumps(pause) + "\nnot json\n")
@@ -418,7 +418,7 @@ def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_
         assert seen.redis.has_trainer and seen.is_running and not seen.is_over
         assert seen.credit == run.config.credit and seen.shares and seen.trainer is not None
         assert 0 <= seen.redis.num_claimed <= seen.redis.num_prompts <= run.config.credit
-        assert seen.evaluations[0].accuracy is not None
+        assert seen.evaluations[0].reward is not None
         # From elsewhere: no folder, the trainer's endpoint named by hand.
         far = Gatherer("test", None, None, [f"127.0.0.1:{port}"])
         seen = wait_for(far.gather, lambda seen: len(seen.updates) > 2)
