@@ -32,10 +32,6 @@ LAG_STARTS = (1, 2, 4, 8)
 TOKEN_LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 PAUSE_BUCKETS = (0.005, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-MAX_PARTS = 32
-"""Parts of the reward that a line or an endpoint has at most."""
-MAX_PART_CHARACTERS = 64
-"""Parts of a longer name are left out of lines and endpoints."""
 
 
 class ProducerMetric:

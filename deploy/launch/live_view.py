@@ -163,7 +163,7 @@ class LiveView(View):
                     shown_version(heartbeat.policy_version),
                     f"{heartbeat.tokens_per_s:,.0f}",
                     str(len(heartbeat.in_flight)),
-                    str(len(pauses)) if pauses else "",
+                    f"{self.progress.lines.num_pauses[part]:,}" if pauses else "",
                     f"{median(pauses) * 1e3:.0f} ms" if pauses else "",
                 ]
             table.add_row(*cells)

@@ -1,7 +1,7 @@
 """A run's progress, read from the lines that its processes append to the run folder."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,14 @@ class RunLines:
     """The lines that the processes of a run have appended to its folder so far.
 
     updates: the newest `_UPDATES_KEPT`. evaluations: all, oldest first.
-    pauses: by producer id, the newest pauses for new weights as (unix time, seconds).
+    pauses: by producer id, the newest `_PAUSES_KEPT` pauses for new weights as (unix time, seconds). num_pauses: all.
     """
 
     def __init__(self, run_folder: Path) -> None:
         self.updates: deque[Update] = deque(maxlen=_UPDATES_KEPT)
         self.evaluations: list[EvaluationPoint] = []
         self.pauses: dict[str, deque[tuple[float, float]]] = {}
+        self.num_pauses: Counter[str] = Counter()
         self._folder = run_folder
         self._update_lines = Tail(run_folder / "updates.jsonl", Update)
         self._evaluation_lines = Tail(run_folder / "evaluations.jsonl", EvaluationPoint)
@@ -65,7 +66,9 @@ class RunLines:
         for file in sorted((self._folder / "producers").glob("*.jsonl")):
             lines = self._producer_lines.setdefault(file.stem, Tail(file, ProducerEvent))
             pauses = self.pauses.setdefault(file.stem, deque(maxlen=_PAUSES_KEPT))
-            pauses.extend((event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded))
+            found = [(event.time_s, event.pause_s) for event in lines.read() if isinstance(event, WeightsLoaded)]
+            pauses.extend(found)
+            self.num_pauses[file.stem] += len(found)
 
 
 class Progress:

@@ -109,7 +109,9 @@ def masked_by_lag(telemetry: RunTelemetry, positive_ax: Axes, negative_ax: Axes)
     series = {"masked_frac_positive": "advantage > 0", "masked_frac_negative": "advantage < 0"}
     _lines(telemetry, (positive_ax, negative_ax), series)
     _as_shares(positive_ax, negative_ax)
-    return any(np.any(line.get_ydata() > 0) for ax in (positive_ax, negative_ax) for line in ax.lines)
+    return any(
+        np.any(np.asarray(line.get_ydata(), dtype=float) > 0) for ax in (positive_ax, negative_ax) for line in ax.lines
+    )
 
 
 def _as_shares(*axes: Axes) -> None:

@@ -16,6 +16,8 @@ PAUSED = 0.3
 """Producers that are paused for this share of their time are held up by weight updates."""
 FULL = 0.8
 """A queue filled to this share of the credit keeps producers waiting."""
+_NAME = 48
+"""Characters of a producer's name, folded where the columns beside it need the room."""
 _COLOURS = {"wait": "yellow", "step": "green", "publish": "cyan"}
 
 
@@ -83,21 +85,24 @@ def _groups(seen: RunSnapshot) -> RenderableType:
 
 def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("producer", "policy", "lag", "tokens/s", "in flight", "pauses/min", "p50", "longest", "paused"):
-        table.add_column(name, justify="left" if name == "producer" else "right", no_wrap=name != "producer")
+    table.add_column("producer", overflow="fold", min_width=len("producer-0"))
+    for name in ("policy", "lag", "tokens/s", "in flight", "pauses", "p50", "longest", "paused"):
+        table.add_column(name, justify="right", no_wrap=True)
     heartbeats = seen.redis.heartbeats if seen.redis is not None else {}
     lags = seen.redis.lags if seen.redis is not None else {}
     for producer in sorted({*seen.producers, *heartbeats}, key=lambda name: (len(name), name)):
         heartbeat, pauses = heartbeats.get(producer), seen.pauses.get(producer, Pauses())
         paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
         if heartbeat is None:
-            state = "ended" if seen.is_over else "gone" if seen.redis is not None else "unknown"
-            style = "dim" if seen.is_over or not seen.is_running else "red"
-            table.add_row(safe(producer, 24), state, "", "", "", *paused, percent(pauses.share), style=style)
+            is_starting = producer in seen.starting
+            state = "starting" if is_starting else "gone" if seen.redis is not None else "unknown"
+            state, style = ("ended", "dim") if seen.is_over else (state, "yellow" if is_starting else "red")
+            style = style if seen.is_running else "dim"
+            table.add_row(safe(producer, _NAME), state, "", "", "", *paused, percent(pauses.share), style=style)
             continue
         lag = lags.get(producer)
         table.add_row(
-            safe(producer, 24),
+            safe(producer, _NAME),
             shown_version(heartbeat.policy_version),
             NOTHING if lag is None else str(lag),
             f"{heartbeat.tokens_per_s:,.0f}",
@@ -148,7 +153,7 @@ def _missing(seen: RunSnapshot) -> tuple[str, str] | None:
     if seen.redis is None and seen.without_redis:
         return "Redis", "it does not answer"
     if seen.redis is not None and not seen.redis.heartbeats:
-        return "producers", "none is alive"
+        return ("start", "the producers are starting") if seen.starting else ("producers", "none is alive")
     if seen.redis is not None and not seen.redis.has_trainer and seen.trainer is None:
         return "trainer", "none is alive"
     if seen.silent_s is not None:

@@ -60,6 +60,7 @@ class Gatherer:
             trainer=trainer.samples if trainer is not None else None,
             without_trainer=trainer.problem if trainer is not None else "no endpoint of it is known",
             producers=tuple(self._known),
+            starting=frozenset(filter(None, map(_starting, endpoints))),
             pauses={producer: self._pauses(producer, until_s) for producer in self._known},
             updates=tuple(updates),
             evaluations=tuple(evaluations),
@@ -84,7 +85,8 @@ class Gatherer:
         return seen, ""
 
     def _look_at_endpoints(self, seen: RedisSeen | None) -> list[MetricsEndpoint]:
-        """Scrapes the trainer, the producers without lines here, and the addresses that the caller named."""
+        """Scrapes the trainer, the producers without lines here or without a heartbeat, and the addresses that the
+        caller named."""
         by_role = targets(self._folder) if self._folder is not None else {}
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
         if self._files is not None:
@@ -92,8 +94,9 @@ class Gatherer:
         for producer, heartbeat in (seen.heartbeats if seen is not None else {}).items():
             host = "127.0.0.1" if heartbeat.host == socket.gethostname() else heartbeat.host
             by_role.setdefault(producer, f"{host}:{heartbeat.metrics_port}")
-        with_lines = self._files.pauses if self._files is not None else {}
-        wanted = [(role, address) for role, address in by_role.items() if role not in with_lines]
+        alive = seen.heartbeats if seen is not None else {}
+        told = alive.keys() & self._files.pauses.keys() if self._files is not None else ()
+        wanted = [(role, address) for role, address in by_role.items() if role not in told]
         found = scrape([*wanted, *(("", address) for address in self._addresses)])
         return [_with_role(each) for each in found]
 
@@ -164,6 +167,12 @@ def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
     if endpoint.samples.get("penstock_updates_total") is not None:
         return endpoint._replace(role="trainer")
     return endpoint._replace(role=endpoint.samples.label("penstock_tokens_generated_total", "producer") or "producer")
+
+
+def _starting(endpoint: MetricsEndpoint) -> str | None:
+    """The producer behind an endpoint that has sampled nothing yet; None for any other."""
+    sampled = endpoint.samples.get("penstock_tokens_generated_total") if endpoint.samples is not None else None
+    return endpoint.role if sampled == 0 else None
 
 
 def _ledger(folder: Path) -> dict[str, Any]:

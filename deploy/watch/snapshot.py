@@ -61,7 +61,8 @@ class RunSnapshot:
     """redis, trainer: None if they do not answer; `without_redis`, `without_trainer` then say why.
 
     updates, evaluations: those that led to the present policy, oldest first.
-    producers: the ids of all seen so far, with a heartbeat or without.
+    producers: the ids of all seen so far, with a heartbeat or without. starting: those of them that answer and have
+        sampled nothing yet.
     is_over: the run is finished.
     """
 
@@ -72,6 +73,7 @@ class RunSnapshot:
     trainer: Samples | None = None
     without_trainer: str = ""
     producers: tuple[str, ...] = ()
+    starting: frozenset[str] = frozenset()
     pauses: Mapping[str, Pauses] = field(default_factory=dict)
     updates: tuple[Update, ...] = ()
     evaluations: tuple[EvaluationPoint, ...] = ()
@@ -90,7 +92,11 @@ class RunSnapshot:
     def is_running(self) -> bool:
         """True while a trainer or a producer is alive."""
         seen = self.redis
-        return self.trainer is not None or (seen is not None and bool(seen.has_trainer or seen.heartbeats))
+        return (
+            self.trainer is not None
+            or bool(self.starting)
+            or (seen is not None and bool(seen.has_trainer or seen.heartbeats))
+        )
 
     @property
     def silent_s(self) -> float | None:

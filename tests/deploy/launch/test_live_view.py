@@ -112,6 +112,17 @@ def test_the_figure_of_the_goal_is_shown_under_its_own_name(goal, shown, tmp_pat
     assert shown in capsys.readouterr().out
 
 
+def test_pauses_are_counted_beyond_those_that_are_kept(tmp_path):
+    console = terminal()
+    file = tmp_path / "r" / "producers" / "producer-0.jsonl"
+    file.parent.mkdir(parents=True)
+    pause = {"event": "weights", "time_s": 0, "policy_version": 3, "pause_s": 0.0234}
+    file.write_text((json.dumps(pause) + "\n") * 2001)
+    with open_view(CONFIG, tmp_path, console) as view:
+        view.refresh({"producer-0": heartbeat("producer-0")})
+    assert "2,001" in console.file.getvalue()
+
+
 def test_live_view_fits_a_narrow_terminal_without_failing(tmp_path):
     console = terminal(width=30)
     with open_view(CONFIG, tmp_path, console) as view:

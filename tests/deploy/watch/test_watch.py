@@ -179,6 +179,38 @@ def test_the_views_fit_the_width_they_have(width):
     assert [word for word in words if word not in text] == []
 
 
+@pytest.mark.parametrize("name", ["producer-0", "producer-of-some-far-pod-a1b2c3"])
+def test_a_producers_name_and_its_numbers_are_whole_in_80_columns(name):
+    long = heartbeat(name, tokens_per_s=123456.0)
+    pauses = {name: Pauses(((0.0, 1.234),) * 120)}
+    seen = snapshot(redis=redis_seen(heartbeats={name: long}), producers=(name,), pauses=pauses)
+    rows = shown(seen).partition("producer ")[2].splitlines()
+    assert "…" not in "".join(rows) and max(map(len, rows)) <= 80
+    assert name in "".join(row[:11].strip() for row in rows[1:5])
+    assert all(word in rows[1] for word in ("123,456", "1,234 ms"))
+
+
+def test_a_producer_that_boots_is_not_called_gone():
+    seen = snapshot(redis=redis_seen(heartbeats={}), starting=frozenset({"producer-1"}), updates=())
+    rows = {text.split()[0]: text.split()[1] for text in shown(seen).splitlines() if text.startswith("producer-")}
+    assert rows == {"producer-0": "gone", "producer-1": "starting"}
+    assert bottleneck(seen) == ("start", "the producers are starting")
+
+
+def test_a_producer_that_answers_without_a_token_sampled_is_starting(tmp_path, monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    folder = write_run(tmp_path, finished=False)  # producer-0 has lines of before its restart
+    metrics = ProducerMetrics(run="r", producer="producer-0")
+    gatherer = Gatherer("r", folder, CONFIG)
+    port = metrics.registry.serve(MetricsConfig(port=0), folder, "producer-0")
+    try:
+        assert port and gatherer.gather().starting == {"producer-0"} and gatherer.gather().is_running
+        metrics.tokens_generated.inc(5)
+        assert not gatherer.gather().starting
+    finally:
+        metrics.registry.close()
+
+
 def test_a_lag_bucket_that_hardly_counts_and_a_mismatch_out_of_its_band_stand_out():
     seen = snapshot(updates=updates(mismatch_lag0=3e-5))
     assert "ABOVE ITS BAND" in shown(seen)
