@@ -3,7 +3,7 @@
 Tensors in, tensors out; nothing here imports streams or files of a run. Imported by
 
 - the loop and the stream through `learner.Learner`, `packing.pack`, `trainable.check_trainable`, `lag.LagTable`,
-  `step_report.StepReport` and `advantages.has_variance`;
+  `step_report.StepReport` and `advantages.has_variance`; the evaluation through `outcome`;
 - the start checks through `device.choose_device` and `interfaces`;
 - the record and the run log through `batch.Batch` as well;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
