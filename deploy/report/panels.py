@@ -165,7 +165,7 @@ def lag_histogram(telemetry: RunTelemetry, ax: Axes) -> bool:
     "Bands of steady height are a pipeline in balance; where darker bands grow, rollouts wait longer.",
 )
 def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
-    updates = [line for line in telemetry.updates if line.lag_histogram]  # batches that trained nothing have no lag
+    updates = [line for line in telemetry.updates if line.lag_histogram]  # the others would be gaps
     top = len(LAG_SHADES) - 1
     counts = np.zeros((top + 1, len(updates)))
     for i, line in enumerate(updates):
