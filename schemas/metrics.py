@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 REWARD = "reward"
 """The key of the mean reward in updates.jsonl and evaluations.jsonl; those of its parts are by `part_key`."""
+MAX_PARTS = 32
+"""Parts of the reward that a line or an endpoint has at most."""
+MAX_PART_CHARACTERS = 64
+"""Parts of a longer name are left out of lines and endpoints."""
 
 
 class Metric(NamedTuple):

@@ -46,8 +46,8 @@ class StepReport:
 
     metrics: always the batch's `outcome`, learning_rate, loss, grad_norm (means over the optimizer steps taken); with
         unmasked tokens also entropy, the objective's own (`policy_clipped_frac`, per token of every step), and the
-        names of `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained on by
-        a sample. Those of a skipped step may be NaN or infinite.
+        names of `MismatchSums.metrics`, of the first epoch: over the tokens of every group, those that are not trained
+        on by a sample. Those of a skipped step may be NaN or infinite.
     num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
     num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
     num_optimizer_steps: steps taken.

@@ -26,8 +26,8 @@ from penstock.schemas.metrics import LAG_LABELS, lag_key
 @figure(
     "Mismatch against lag",
     "The point at 0, of rows that met no update, is the gap between engine and trainer; what rises from there is "
-    "drift, which a smaller lag or a correction keeps out of the gradient. 0-mixed: tokens of lag 0 in rows that began under older weights, "
-    "whose keys and values they saw.",
+    "drift, which a smaller lag or a correction keeps out of the gradient. 0-mixed: tokens of lag 0 in rows that began "
+    "under older weights, whose keys and values they saw.",
 )
 def mismatch_against_lag(telemetry: RunTelemetry, ax: Axes) -> bool:
     """Draws means over the whole run, a point for each lag bucket above 0 on a logarithmic axis."""
