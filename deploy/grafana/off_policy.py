@@ -77,7 +77,8 @@ BY_LAG = [
     ),
     by_lag(
         "χ² by lag",
-        "Above 1 a token of that age brings more noise than signal: shorten the lag or tighten the schedule.",
+        "Above 1 a token of that age brings more noise than signal: shorten the lag, or clip against the behavior "
+        "policy.",
         "penstock_chi2_by_lag",
         unit="short",
         minimum=None,

@@ -3,12 +3,12 @@
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
 
-from penstock.deploy.inspector.content import group_fields, row_fields, searched_text
+from penstock.deploy.inspector.content import beginning, group_fields, row_fields, searched_text
 from penstock.deploy.inspector.rows import InspectedRow, RowQuery, facets, select
 from penstock.deploy.inspector.searching import TextSearch
 from penstock.deploy.inspector.sources import Source
@@ -17,19 +17,21 @@ from penstock.schemas.record import RecordReadError
 
 _LOOK_S = 0.5
 _SEARCH_S = 1.0
+_KEPT_BEGINNINGS = 20_000
 
 
 class Catalogue:
-    """texts: None if tokens are shown as ids; `without_texts` then says why."""
+    """texts: None if tokens are shown as ids. remarks: what a reader should know, one line each."""
 
-    def __init__(self, name: str, source: Source, texts: TokenTexts | None, without_texts: str = "") -> None:
+    def __init__(self, name: str, source: Source, texts: TokenTexts | None, remarks: Sequence[str] = ()) -> None:
         self.name = name
         self._source = source
         self._texts = texts
-        self._without_texts = without_texts
+        self._remarks = remarks
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
         self._problem = ""
+        self._beginnings: dict[str, str] = {}
         self._search = TextSearch(self._text_of)
         self._facets: tuple[int, dict[str, list[str]]] = -1, {}
 
@@ -40,7 +42,7 @@ class Catalogue:
             source = self._source
             if self._facets[0] != source.revision:
                 self._facets = source.revision, facets(source.rows)
-            notes = [self._problem, self._without_texts, *source.notes]
+            notes = [self._problem, *self._remarks, *source.notes]
             return {
                 "name": self.name,
                 "kind": source.kind,
@@ -57,7 +59,7 @@ class Catalogue:
         found, searched, to_search = self._select(query, _SEARCH_S)
         start = (query.page - 1) * query.size
         return {
-            "rows": [row_fields(row) for row in found[start : start + query.size]],
+            "rows": [row_fields(row) | self._beginning_of(row) for row in found[start : start + query.size]],
             "num_found": len(found),
             "num_pages": max(1, -(-len(found) // query.size)),
             "searched": searched,
@@ -98,6 +100,21 @@ class Catalogue:
             return found, 0, 0
         matching, searched = self._search.matching(found, query.q, limit_s)
         return matching, searched, len(found)
+
+    def _beginning_of(self, row: InspectedRow) -> dict[str, str]:
+        """The beginning of a group's prompt, kept for the pages that were looked at last."""
+        with self._lock:
+            text = self._beginnings.pop(row.key, None)
+        if text is None:
+            try:
+                text = beginning(self._source.look(row.key).group)
+            except (KeyError, RecordReadError):
+                text = ""
+        with self._lock:
+            self._beginnings[row.key] = text
+            if len(self._beginnings) > _KEPT_BEGINNINGS:
+                del self._beginnings[next(iter(self._beginnings))]
+        return {"prompt_beginning": text}
 
     def _text_of(self, row: InspectedRow) -> str:
         try:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642
+WITHOUT_RECORD = (
+    "the run has no record: only groups that are on its live stream now are shown; "
+    "record = true in the run file keeps every group"
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +41,26 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.inspector.catalogue import Catalogue
-    from penstock.deploy.inspector.server import InspectorServer
     from penstock.deploy.operate.run_access import find_run
 
     signal.signal(signal.SIGTERM, _interrupt)
     with ExitStack() as closing:
         try:
             name, folder, config = find_run(arguments.run, arguments.runs)
+            print(f"{name}: reading its rollouts, loading its tokenizer ...", flush=True)
+            from penstock.deploy.inspector.catalogue import Catalogue
+            from penstock.deploy.inspector.server import InspectorServer
+
             record = None if arguments.stream else _record(folder)
             source: Source = record or _stream(arguments, closing)
             texts, why = _texts(config)
-            catalogue = Catalogue(name, source, texts, why)
+            is_kept = arguments.stream or record is not None or (config is not None and config.record)
+            remarks = [remark for remark in (why, "" if is_kept else WITHOUT_RECORD) if remark]
+            catalogue = Catalogue(name, source, texts, remarks)
             server = closing.enter_context(InspectorServer(catalogue, arguments.port, arguments.host))
             print(f"{name}: {len(source.rows):,} groups of its {source.kind}", flush=True)
+            for remark in remarks:
+                print(remark, flush=True)
             print(f"{server.url}  (Ctrl-C ends)", flush=True)
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:

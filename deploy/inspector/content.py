@@ -11,6 +11,7 @@ from penstock.deploy.inspector.tokens import TokenTexts
 from penstock.schemas.record import SegmentFindings, sampled_tokens
 from penstock.schemas.rollout import RolloutGroup, Segment, unpack_ids
 
+_BEGINNING = 80
 _SHOWN_METRICS = ("loss", "reward", "ess_fraction", "chi2", "mismatch_lag0")
 
 
@@ -78,6 +79,14 @@ def group_fields(looked: Looked, texts: TokenTexts | None) -> dict[str, Any]:
             for r, rollout in enumerate(group.rollouts)
         ],
     }
+
+
+def beginning(group: RolloutGroup | None) -> str:
+    """Of the prompt, or of its last message: `_BEGINNING` characters, in one line."""
+    if group is None:
+        return ""
+    text = group.prompt.messages[-1].content if group.prompt.messages else group.prompt.text or ""
+    return " ".join(text[: 4 * _BEGINNING].split())[:_BEGINNING]
 
 
 def searched_text(group: RolloutGroup | None) -> str:

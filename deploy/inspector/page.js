@@ -3,9 +3,9 @@
 const FILTERS = ["outcome", "finish", "producer", "version", "reward_min", "reward_max", "lag_min", "lag_max",
   "ess_min", "ess_max", "q"];
 const COLUMNS = [
-  ["Update", "newest", "right"], ["Index", "index", "right"], ["Outcome", "", "text"], ["Reward", "reward", "right"],
-  ["Lag", "lag", "right"], ["ESS", "ess", "right"], ["Max weight", "weight", "right"], ["Masked", "masked", "right"],
-  ["Tokens", "tokens", "right"], ["Version", "version", "right"], ["Finish", "", "text"], ["Producer", "", "text"],
+  ["Update", "newest", ""], ["Index", "index", ""], ["Prompt", "", "text prompt"], ["Outcome", "", "text"], ["Reward", "reward", ""],
+  ["Lag", "lag", ""], ["Tokens", "tokens", ""], ["Finish", "", "text"], ["ESS", "ess", ""], ["Max weight", "weight", "wide"],
+  ["Masked", "masked", "wide"], ["Version", "version", "wide"], ["Producer", "", "text wide"],
 ];
 const POLL_MS = 2000;
 const TOKENS_AT_ONCE = 4000;
@@ -192,13 +192,13 @@ function rowOf(row) {
   const made = element("tr");
   made.dataset.key = row.key;
   const cells = [
-    number(row.update), row.index === null ? "–" : String(row.index), row.outcome,
-    row.rewards.length ? number(mean(row.rewards)) : "–", range(row.lags), number(row.ess_fraction),
-    number(row.max_weight), number(row.num_masked),
+    number(row.update), row.index === null ? "–" : String(row.index), row.prompt_beginning || "–", row.outcome,
+    row.rewards.length ? number(mean(row.rewards)) : "–", range(row.lags),
     row.num_sampled_tokens.length ? number(row.num_sampled_tokens.reduce((a, b) => a + b, 0)) : "–",
-    range(row.versions, version), counted(row.finish_reasons), row.producer_id,
+    counted(row.finish_reasons), number(row.ess_fraction), number(row.max_weight), number(row.num_masked),
+    range(row.versions, version), row.producer_id,
   ];
-  COLUMNS.forEach(([, , align], n) => made.append(element("td", align === "text" ? "text value" : "", cells[n])));
+  COLUMNS.forEach(([, , kind], n) => made.append(element("td", kind.startsWith("text") ? `${kind} value` : kind, cells[n])));
   made.firstChild.title = row.reason ? `${row.outcome}: ${row.reason}`.replace(CONTROLS, "�") : "";
   return made;
 }
@@ -305,7 +305,9 @@ function showPrompt(group) {
 }
 
 function showFacts(group) {
-  const facts = [["reason", group.reason], ["producer", group.producer_id], ["lags", group.remark]];
+  const facts = [["reason", group.reason], ["producer", group.producer_id], ["lags", group.remark],
+    ["versions", group.versions ? range(group.versions, version) : ""],
+    ["largest weight", number(group.max_weight)], ["masked tokens", number(group.num_masked)]];
   facts.push(...(group.missing ?? []).map((text) => ["missing", text]));
   facts.push(...Object.entries(group.metadata ?? {}).map(([name, value]) => [`metadata ${name}`, value]));
   if (group.batch) {
@@ -557,8 +559,8 @@ async function poll() {
 }
 
 function build() {
-  $("columns").replaceChildren(...COLUMNS.map(([title, sort, align]) => {
-    const made = element("th", align === "text" ? "text" : "");
+  $("columns").replaceChildren(...COLUMNS.map(([title, sort, kind]) => {
+    const made = element("th", kind);
     made.scope = "col";
     const inner = element(sort ? "button" : "span", "", title);
     made.append(inner);

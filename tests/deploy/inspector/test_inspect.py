@@ -23,6 +23,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import wire_examples
 from inspected_run import (
     DEAD,
     HOSTILE,
@@ -45,7 +46,8 @@ from inspected_run import (
 from mini_producer import dead_fields, group_fields, make_group
 from penstock.deploy import cli
 from penstock.deploy.inspector.catalogue import Catalogue
-from penstock.deploy.inspector.command import _texts
+from penstock.deploy.inspector.command import WITHOUT_RECORD, _texts
+from penstock.deploy.inspector.content import beginning
 from penstock.deploy.inspector.rows import InspectedRow, QueryError, RowQuery, parse_query, select
 from penstock.deploy.inspector.searching import TextSearch
 from penstock.deploy.inspector.server import InspectorServer
@@ -56,6 +58,7 @@ from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import ModelConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.policy import make_version
+from penstock.schemas.prompt import Message, Prompt
 from penstock.schemas.record import GroupEntry, RecordReadError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
@@ -162,6 +165,25 @@ def test_a_sorted_list_has_groups_without_the_number_last(catalogue, sort, order
     assert listed[: len(first)] == first
     if sort in ("ess", "weight", "masked"):
         assert set(listed[-3:]) == {SKIPPED, DEAD, HOSTILE}
+
+
+def test_a_prompt_begins_in_one_short_line():
+    def line(**prompt: Any) -> str:
+        return beginning(msgspec.structs.replace(wire_examples.group(1), prompt=Prompt(**prompt)))
+
+    turns = (Message(role="system", content="Be brief."), Message(role="user", content="Capital of\n  Norway?"))
+    assert line(messages=turns) == "Capital of Norway?"
+    assert line(text="a b " * 1000) == ("a b " * 20)
+    assert line(messages=()) == beginning(None) == ""
+
+
+def test_a_group_is_listed_with_the_beginning_of_its_prompt(catalogue):
+    rows = catalogue.page(RowQuery(size=200))["rows"]
+    assert all(row["prompt_beginning"] for row in rows if row["outcome"] == "trained")
+    (known,) = [row for row in rows if row["key"] == KNOWN_KEY]
+    prompt = catalogue.group(KNOWN_KEY)["prompt"]
+    text = prompt["text"] or prompt["messages"][-1]["content"]
+    assert text.startswith(known["prompt_beginning"])
 
 
 def test_pages_follow_each_other_and_stay_where_they_are_while_more_comes_in(tmp_path):
@@ -369,7 +391,7 @@ def test_without_its_tokenizer_a_group_has_ids_and_says_so(run, tmp_path):
     config = msgspec.structs.replace(settings(tmp_path), model=ModelConfig(path=str(tmp_path)))
     texts, why = _texts(config)
     assert texts is None and why.startswith("tokens are shown as ids: model.path = ")
-    catalogue = Catalogue(NAME, RecordSource(Record(run)), texts, why)
+    catalogue = Catalogue(NAME, RecordSource(Record(run)), texts, [why])
     assert why in catalogue.run()["notes"]
     segment = catalogue.group(KNOWN_KEY)["rollouts"][0]["segments"][0]
     assert "texts" not in segment and bytes(segment["token_ids"]) == b"2+2=abcdef"
@@ -667,8 +689,10 @@ def test_a_redis_that_goes_away_leaves_what_was_read_and_a_note(server_binary, k
 
 
 @contextmanager
-def started(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], http.client.HTTPConnection]]:
-    """The process and a connection to the URL that it printed."""
+def started(
+    *arguments: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], http.client.HTTPConnection, list[str]]]:
+    """The process, a connection to the URL that it printed, and the lines up to that."""
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.deploy.cli", "inspect", *arguments],
         cwd=ROOT,
@@ -680,10 +704,12 @@ def started(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     with process:
         try:
             assert process.stdout is not None
-            lines = [process.stdout.readline(), process.stdout.readline()]
-            assert lines[1].startswith("http://127.0.0.1:"), "".join(lines)
-            connection = http.client.HTTPConnection(lines[1].split("/")[2], timeout=30)
-            yield process, connection
+            lines = [process.stdout.readline()]
+            while lines[-1] and not lines[-1].startswith("http://127.0.0.1:"):
+                lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+            connection = http.client.HTTPConnection(lines[-1].split("/")[2], timeout=30)
+            yield process, connection, lines
             connection.close()
         finally:
             process.kill()
@@ -691,8 +717,10 @@ def started(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_prints_its_url_and_ends_cleanly(run, number):
-    with started(NAME, "--runs", str(run.parent), "--port", "0") as (process, connection):
+    with started(NAME, "--runs", str(run.parent), "--port", "0") as (process, connection, lines):
+        assert lines[0] == f"{NAME}: reading its rollouts, loading its tokenizer ...\n"
         told = asked(connection, "/api/run")
+        assert told["notes"] == [] and len(lines) == 3
         assert (told["name"], told["kind"], told["num_groups"]) == (NAME, "record", NUM_PLAIN + 5)
         process.send_signal(number)  # with a connection that is kept open
         _, errors = process.communicate(timeout=60)
@@ -723,7 +751,8 @@ def test_a_run_without_a_record_is_looked_at_on_its_stream(redis_client, redis_u
     save_run_file(config, tmp_path / NAME)
     redis_client.hset(keys.commit, mapping={Commit.VERSION: 3})
     redis_client.xadd(keys.rollouts, group_fields(5, 2))
-    with started(NAME, "--runs", str(tmp_path), "--port", "0", REDIS_URL=redis_url) as (process, connection):
+    with started(NAME, "--runs", str(tmp_path), "--port", "0", REDIS_URL=redis_url) as (process, connection, lines):
+        assert f"{WITHOUT_RECORD}\n" in lines and WITHOUT_RECORD in asked(connection, "/api/run")["notes"]
         (row,) = asked(connection, "/api/groups")["rows"]
         assert (row["index"], row["lags"]) == (5, [1, 1])
         redis_client.xadd(keys.rollouts, group_fields(6, 3))

@@ -133,6 +133,19 @@ def test_the_list_opens_filters_by_field_and_says_so_in_its_link(page):
     page.check()
 
 
+@pytest.mark.parametrize("width", [1440, 1920])
+def test_the_table_is_whole_beside_an_open_group(page, width):
+    browser = page.open(f"?group={KNOWN_KEY}")
+    group_is(browser, KNOWN)
+    browser.wait_for(INDEXES, lambda found: KNOWN in found)
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    room = f"innerWidth === {width} && (({{scrollWidth, clientWidth}}) => [scrollWidth, clientWidth])"
+    needed, there = browser.wait_for(f"{room}(document.querySelector('.scroll'))")
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    assert needed <= there
+    assert browser.evaluate("document.querySelector('#rows tr[aria-current] .prompt').innerText") == "2+2="
+
+
 def test_a_filter_that_is_none_is_named_and_the_page_goes_on(page):
     browser = page.open("?lag_min=x")
     assert browser.wait_for("document.getElementById('problem').innerText") == "lag_min = 'x': expected a whole number"
