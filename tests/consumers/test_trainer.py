@@ -242,6 +242,17 @@ def test_groups_that_a_failed_step_spares_are_trained_by_a_later_batch(bench, re
     assert_balanced(bench, trainer)
 
 
+@pytest.mark.parametrize("trains_every_row", [False, True])
+def test_groups_without_variance_reach_an_objective_that_asks_for_them(bench, trains_every_row):
+    bench.producer(lambda index, version: group_fields(index, version, rewards=(1.0, 1.0)))
+    trainer = bench.trainer()
+    trainer.learner.trains_every_row = trains_every_row
+    assert trainer.run()
+    assert bench.ledger()["num_groups_skipped"] == 48
+    assert trainer.learner.num_steps == trainer.policy.version == (12 if trains_every_row else 0)
+    assert_balanced(bench, trainer)
+
+
 def test_a_run_in_which_every_step_fails_stops_and_keeps_what_it_had_trained(bench):
     bench.producer()
     trainer = bench.trainer()

@@ -172,6 +172,9 @@ def test_what_the_trainer_reads_off_an_objective() -> None:
     }
     assert attributes == {name: (name != "Gspo", False, False) for name in attributes}
     assert DecoupledPpo(proximal="linear", total_weight_cap=2.0).reads_behavior
+    for kind in EVERY_CLASS:
+        assert not kind().trains_every_row
+        assert kind(kl_coefficient=0.1).trains_every_row and kind(entropy_coefficient=0.1).trains_every_row
     for objective in OBJECTIVES.values():
         assert objective.needs_reference == (objective.kl_coefficient > 0)
 
