@@ -49,11 +49,13 @@ class ObjectivePlug(Plug, frozen=True, kw_only=True):
 
 class ModelConfig(Section, frozen=True, kw_only=True):
     path: str
-    """Folder of a transformers model and its tokenizer; relative to the working directory."""
+    """Folder of a transformers model and its tokenizer; relative to the working directory. [models.md](models.md) lists
+    the architectures tried."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
     reference: str | None = None
-    """Folder of the frozen model that an objective's KL term measures against; None takes `path`, the base model."""
+    """Folder of the frozen model that an objective's KL term measures against; None takes `path`, the base model. It is
+    held in `dtype`."""
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -56,13 +56,6 @@ class OwnAttention(Protocol):
         """[N, num_heads * head_dim] of query, key and value, [N, heads * head_dim] each."""
 
 
-class AttentionCalls:
-    """Counts attention calls of one forward pass: a model that goes around the interface would leak between rows."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 def make_layout(
     prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray, num_packed: int
 ) -> PackedLayout:
@@ -117,8 +110,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    layout: PackedLayout | OwnAttention,
-    calls: AttentionCalls,
+    layout: PackedLayout | OwnAttention | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -130,17 +122,21 @@ def packed_attention(
 
     Args:
         query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].
-        layout, calls: passed through the model's keyword arguments.
+        layout: passed through the model's keyword arguments.
 
     Returns:
         ([1, N, num_heads, head_dim], None)
 
     Raises:
-        NotImplementedError: logit soft-capping or attention sinks.
+        NotImplementedError: logit soft-capping, attention sinks, values of another width than the queries, or a model
+            that does not pass its keyword arguments on.
     """
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("packed attention: logit soft-capping and attention sinks are not supported")
-    calls.count += 1
+        raise NotImplementedError("logit soft-capping and attention sinks are not supported")
+    if value.shape[3] != query.shape[3]:
+        raise NotImplementedError(f"values of width {value.shape[3]} beside queries of {query.shape[3]} (MLA)")
+    if layout is None:
+        raise NotImplementedError("it does not pass the layout of the rows on to its attention")
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     if not isinstance(layout, PackedLayout):
         layer: Any = module.layer_idx

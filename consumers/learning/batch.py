@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -61,19 +62,32 @@ class Support:
     def to(self, device: torch.device) -> "Support":
         return Support(self.kept.to(device), self.counts.to(device))
 
-    def part(self, tokens: slice) -> "Support":
-        """The support of a slice of the sampled tokens."""
-        ends = self.counts.cumsum(0)
+    def mask(self, tokens: slice, vocabulary: slice) -> Tensor:
+        """[n, v] bool of a tile of tokens by vocabulary, True where the token could be sampled."""
+        start, stop, _ = tokens.indices(len(self.counts))
         counts = self.counts[tokens]
-        first = int(ends[tokens][0] - counts[0]) if len(counts) else 0
-        return Support(self.kept[first : first + int(counts.sum())], counts)
+        kept = self.kept[self._bounds[start] : self._bounds[stop]] - vocabulary.start
+        width = vocabulary.stop - vocabulary.start
+        mask = (counts == 0)[:, None].repeat(1, width + 1)
+        # Ids outside the tile go to a column behind it: selecting those inside would make the host wait for a GPU.
+        mask[_rows(counts, kept), torch.where((kept >= 0) & (kept < width), kept, width)] = True
+        return mask[:, :width]
 
-    def mask(self, vocabulary: int) -> Tensor:
-        """[M, vocabulary] bool, True where the token could be sampled."""
-        mask = (self.counts == 0)[:, None].repeat(1, vocabulary)
-        rows = torch.arange(len(self.counts), device=mask.device).repeat_interleave(self.counts)
-        mask[rows, self.kept] = True
-        return mask
+    def holds(self, targets: Tensor) -> Tensor:
+        """[M] bool, True where the token of `targets` [M] could be sampled."""
+        rows = _rows(self.counts, self.kept)
+        hits = torch.zeros_like(self.counts).index_add_(0, rows, (self.kept == targets[rows]).long())
+        return (self.counts == 0) | (hits > 0)
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """[M + 1]: where the ids of each token begin and end in `kept`."""
+        return [0, *self.counts.cumsum(0).tolist()]
+
+
+def _rows(counts: Tensor, kept: Tensor) -> Tensor:
+    """For each of the kept ids the token that it belongs to."""
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(kept))
 
 
 class Place(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.head_kernels import Grads, Head, Results, TokenGrads
 
 GREEDY_TEMPERATURE = 1e-5
@@ -17,7 +18,7 @@ def selected_logprobs(
     targets: Tensor,
     temperature: float | Tensor = 1.0,
     *,
-    support: Tensor | None = None,
+    support: Support | None = None,
     token_grads: TokenGrads | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
@@ -44,8 +45,7 @@ def selected_logprobs(
         weight: [V, H], any float type; the head's own or the tied embedding's.
         targets: [N] int64 in [0, V).
         temperature: scalar or [N], finite and >= 0, without gradient; below 1e-5 counts as 1, as in vLLM.
-        support: [N, V] bool, True where the token could be sampled; None means everywhere. Normalizer and entropy are
-            over the support. Rows may be expanded views.
+        support: the ids that could be sampled, of N tokens; None means all. Normalizer and entropy are over them.
         token_grads: called with (slice of tokens, their logprobs, their entropies), detached, for slices in ascending
             order that cover [0, N); returns d loss / d logprobs and d loss / d entropy (or None), of the slice's shape.
             Not called if no gradient is wanted.
@@ -68,7 +68,7 @@ def selected_logprobs(
         )
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Tensor | None) -> None:
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Support | None) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"selected_logprobs: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets "
@@ -81,13 +81,11 @@ def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor, support: Tens
             raise ValueError(f"selected_logprobs: {name} is {tensor.dtype}, expected a float type")
     if targets.dtype != torch.int64:
         raise ValueError(f"selected_logprobs: targets is {targets.dtype}, expected torch.int64")
-    if support is not None and (support.dtype != torch.bool or support.shape != (len(hidden), len(weight))):
-        raise ValueError(
-            f"selected_logprobs: support is {support.dtype} {tuple(support.shape)}, expected torch.bool "
-            f"{(len(hidden), len(weight))}"
-        )
-    for name, other in (("weight", weight), ("targets", targets), ("support", support)):
-        if other is not None and other.device != hidden.device:
+    if support is not None and support.counts.shape != targets.shape:
+        raise ValueError(f"selected_logprobs: support is of {len(support.counts)} tokens, expected {len(targets)}")
+    others = [("weight", weight), ("targets", targets)]
+    for name, other in others if support is None else [*others, ("support", support.kept)]:
+        if other.device != hidden.device:
             raise ValueError(f"selected_logprobs: {name} is on {other.device}, expected hidden's {hidden.device}")
 
 
@@ -105,15 +103,14 @@ def _check_temperature(temperature: float | Tensor, targets: Tensor, dtype: torc
     return scale
 
 
-def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Tensor | None) -> bool:
+def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Support | None) -> bool:
     """Raises ValueError if a value cannot be used; returns whether every temperature is 1. Waits for CUDA once."""
     vocabulary = len(weight)
     outside = (targets < 0) | (targets >= vocabulary)
     bad_scale = ~(torch.isfinite(scale) & (scale >= 0))
     findings = [outside.any(), bad_scale.any(), ((scale == 1) | (scale < GREEDY_TEMPERATURE)).all()]
     if support is not None:
-        # A supported target is at once the proof that the row is not empty.
-        unsupported = ~support.gather(1, targets.clamp(0, vocabulary - 1)[:, None])[:, 0]
+        unsupported = ~support.holds(targets)
         findings.append(unsupported.any())
     has_outside, has_bad_scale, is_one, *has_unsupported = torch.stack(findings).tolist()
     if has_outside:
@@ -127,8 +124,8 @@ def _check_values(weight: Tensor, targets: Tensor, scale: Tensor, support: Tenso
     if any(has_unsupported):
         row = int(unsupported.nonzero()[0])
         raise ValueError(
-            f"selected_logprobs: support[{row}] is False at its target {int(targets[row])} (or everywhere), expected "
-            "every target inside the support"
+            f"selected_logprobs: the support of token {row} lacks its target {int(targets[row])}, expected every "
+            "target inside the support"
         )
     return is_one
 
@@ -141,7 +138,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         inverse_temperature: Tensor | None,
-        support: Tensor | None,
+        support: Support | None,
         token_grads: TokenGrads | None,
     ) -> tuple[Tensor, Tensor]:
         head = Head(hidden, weight, targets, inverse_temperature, support)
@@ -151,14 +148,16 @@ class _SelectedLogprobs(torch.autograd.Function):
             results, ctx.promise = head.forward_with_gradients(token_grads, needs)
         else:
             results = head.forward()
-        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, support, *results)
+        ctx.support = support
+        ctx.save_for_backward(hidden, weight, targets, inverse_temperature, *results)
         ctx.set_materialize_grads(False)
         return results.logprobs, results.entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, logprobs, entropy, log_normalizer = ctx.saved_tensors
+        *tensors, logprobs, entropy, log_normalizer = ctx.saved_tensors
+        inputs = [*tensors, ctx.support]
         # Kept for one backward only: its gradients are returned as they are, a second backward computes its own.
         promise, ctx.promise = ctx.promise, None
         nothing = (None,) * 4

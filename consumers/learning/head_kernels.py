@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.consumers.learning.batch import Support
+
 _TILE = (1024, 4096)
 """Tokens by vocabulary of one tile on CPU: 16 MB. Smaller ones make slower matmuls, larger ones no faster ones."""
 _BLOCK_ELEMENTS = 1 << 17
@@ -50,7 +52,7 @@ class Head:
     """One call's tensors, and the loops over their tiles.
 
     hidden: [N, H]. weight: [V, H]. targets: [N]. inverse_temperature: [N] in the results' dtype, None if all are 1.
-    support: [N, V] bool or None. The results are float64 if hidden or weight is, float32 otherwise.
+    support: of [N] tokens, or None. The results are float64 if hidden or weight is, float32 otherwise.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Head:
         weight: Tensor,
         targets: Tensor,
         inverse_temperature: Tensor | None,
-        support: Tensor | None,
+        support: Support | None,
     ) -> None:
         self._dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
         self._hidden, self._weight, self._targets, self._support = hidden, weight, targets, support
@@ -147,7 +149,7 @@ class Head:
     def _fill(self, logits: Tensor, tokens: slice, vocabulary: slice, weight: Tensor) -> None:
         self._operands.logits(tokens, weight, logits)
         if self._support is not None:
-            logits.masked_fill_(~self._support[tokens, vocabulary], _MASKED)
+            logits.masked_fill_(~self._support.mask(tokens, vocabulary), _MASKED)
 
     def _to_grad_logits(
         self, logits: Tensor, scratch: Tensor, tokens: slice, start: int, grads: Grads, results: Results

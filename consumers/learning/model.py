@@ -1,5 +1,6 @@
 """The trained model: a transformers model run over packed rows, on the values that are published."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging as transformers_logging
 
-from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, OwnAttention, PackedLayout
+from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, PackedLayout
 from penstock.consumers.learning.batch import MicroBatch
+from penstock.consumers.learning.model_check import ModelCheckError, check_model
 from penstock.schemas.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,14 +31,24 @@ class PackedModel:
     Args:
         path: folder of a transformers model.
         dtype: "float32" or "bfloat16", of the published weights and of the body's arithmetic.
+        frozen: the model is not trained: it is held in `dtype`, without masters.
 
     Raises:
-        ConfigError: no such model, incomplete weights, or a head that is not one linear map.
+        ConfigError: no such model, incomplete weights, a head that is not one linear map, or an architecture that is
+            computed wrongly over packed rows (see `model_check`).
     """
 
-    def __init__(self, path: str, dtype: str, device: torch.device, *, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: str,
+        device: torch.device,
+        *,
+        gradient_checkpointing: bool = False,
+        frozen: bool = False,
+    ) -> None:
         self._path = path
-        self._dtype = DTYPES[dtype]
+        self._dtype = torch.float32  # until the check is over
         self._rounded: dict[str, Tensor] = {}
         """The body's parameters in `dtype` during a forward pass."""
         # Without dropout: the trainer must reproduce the policy that sampled.
@@ -48,7 +60,15 @@ class PackedModel:
             raise ConfigError(f"model.path = {path!r}: expected a linear language-model head without bias")
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
-        self._num_layers: int = self.module.config.get_text_config().num_hidden_layers
+        self._logit_scale: float = _logit_scale(self.module.config.get_text_config())
+        try:
+            check_model(self.module, self.forward)
+        except ModelCheckError as error:
+            raise ConfigError(f"model.path = {path!r}: {type(self.module).__name__} {error}") from error
+        self._dtype = DTYPES[dtype]
+        if frozen:
+            for parameter in self.module.parameters():
+                parameter.requires_grad_(False).data = parameter.data.to(self._dtype)
 
     def _checkpoint_layers(self) -> None:
         try:
@@ -69,31 +89,29 @@ class PackedModel:
     @property
     def body(self) -> nn.Module:
         """The model without its head."""
-        return getattr(self.module, self.module.base_model_prefix)
+        body = self.module.get_decoder()
+        if body is self.module:
+            raise NotImplementedError("transformers does not tell its body from its head")
+        return body
 
     def parameters(self) -> list[nn.Parameter]:
         """The masters, tied ones once."""
         return list(self.module.parameters())
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, H] and the head's weight [V, H], both in `dtype`: the published values.
-
-        Raises:
-            ConfigError: some layer goes around the packed attention, so that rows would see each other.
-        """
-        return self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+        """Hidden states [N, H], `scaled`, and the head's weight [V, H], both in `dtype`: the published values."""
+        hidden, head = self.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+        return self.scaled(hidden), head
 
     def run(
         self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
     ) -> tuple[Tensor, Tensor]:
-        """`forward` of [N] tokens over any layout."""
-        calls = AttentionCalls()
+        """The body over [N] tokens in any layout, and the head; `scaled` makes of the hidden states what it takes."""
         arguments = {
             "input_ids": token_ids[None],
             "position_ids": position_ids[None],
             "use_cache": False,
             "layout": layout,
-            "calls": calls,
         }
         head: Tensor = self.module.get_output_embeddings().weight
         if self._dtype is torch.float32:
@@ -103,12 +121,15 @@ class PackedModel:
             outputs = torch.func.functional_call(self.body, self._rounded, kwargs=arguments)
             self._rounded = {}
             head = head.to(self._dtype)
-        if calls.count < self._num_layers:
-            raise ConfigError(
-                f"model.path = {self._path!r}: {type(self.module).__name__} has {self._num_layers} layers and called "
-                f"the packed attention {calls.count} times; expected softmax attention in every layer"
-            )
         return outputs.last_hidden_state[0], head
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        """The body's last hidden states [N, H] times the model's factor on its logits, which `head` does not hold."""
+        if self._logit_scale == 1.0:
+            return hidden
+        # A power of two moves the exponent alone; another factor would be rounded in bfloat16.
+        is_exact = abs(math.frexp(self._logit_scale)[0]) == 0.5
+        return (hidden if is_exact else hidden.float()) * self._logit_scale
 
     def published_weights(self) -> dict[str, Tensor]:
         """Copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory."""
@@ -139,6 +160,12 @@ class PackedModel:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
 
 
+def _logit_scale(config: Any) -> float:
+    """The model's factor on its logits: Cohere's architectures multiply by theirs, Granite's divide."""
+    factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
+    return (factor if isinstance(factor, float | int) else 1.0) / (divisor or 1.0)
+
+
 def _load(path: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: expected a folder with a transformers model (no config.json there)")
@@ -149,7 +176,8 @@ def _load(path: str) -> Any:
             path, dtype=torch.float32, attn_implementation=IMPLEMENTATION, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model.path = {path!r}: transformers cannot load it: {error}") from error
+        why = "its attention cannot be replaced by the packed one" if IMPLEMENTATION in str(error) else error
+        raise ConfigError(f"model.path = {path!r}: transformers cannot load it: {why}") from error
     model, loaded = loading
     if loaded["missing_keys"]:
         # transformers would go on with random values in their place.

@@ -72,9 +72,9 @@ class TokenScorer:
         self._correction = replace(config.correction, max_lag=config.lag_bound)
         self._reference: PackedModel | None = None
         if getattr(objective, "needs_reference", False):
-            self._reference = PackedModel(config.model.reference or config.model.path, config.model.dtype, device)
-            for parameter in self._reference.parameters():
-                parameter.requires_grad_(False)
+            self._reference = PackedModel(
+                config.model.reference or config.model.path, config.model.dtype, device, frozen=True
+            )
             if self._reference.vocabulary != model.vocabulary:
                 raise ConfigError(
                     f"model.reference = {config.model.reference!r}: a vocabulary of {self._reference.vocabulary}, "
@@ -235,13 +235,12 @@ def head_logprobs(
     hidden: Tensor, head: Tensor, sampled: SampledTokens, *, token_grads: TokenGrads | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logprobs of the sampled tokens and entropies, [M] float32 each, from what `PackedModel.forward` returns."""
-    support = sampled.support
     return selected_logprobs(
         F.embedding(sampled.predicting, hidden),
         head,
         sampled.targets,
         sampled.temperature,
-        support=None if support is None else support.mask(len(head)),
+        support=sampled.support,
         token_grads=token_grads,
     )
 

@@ -127,7 +127,7 @@ def _chunk(sample: Sample, each: ForwardPass, trainer: Tensor, part: slice) -> L
         logits=plain_logits(hidden, each.head),
         targets=each.targets[part],
         temperature=torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature),
-        support=None if each.support is None else each.support.part(part).mask(len(each.head)),
+        support=None if each.support is None else each.support.mask(part, slice(0, len(each.head))),
         rows=rows,
         offsets=[token - row.first for token, row in zip(tokens, rows, strict=True)],
         trainer=trainer,

@@ -253,7 +253,8 @@ class Replay:
         positions = self._tensor([np.arange(start, end) for *_, start, end in parts])
         cache.begin(self._tensor([np.full(end - start, line) for _, line, start, end in parts]), positions)
         ids = self._tensor([plan.row.token_ids[start:end] for plan, _, start, end in parts])
-        hidden, head = self.policies.model(version).run(ids, positions, cache)
+        model = self.policies.model(version)
+        hidden, head = model.run(ids, positions, cache)
         scored: list[tuple[ReplayPlan, np.ndarray, np.ndarray]] = []
         """Plan, offsets among its sampled tokens, and the places in the pass that predict them."""
         num_before = 0
@@ -267,7 +268,7 @@ class Replay:
         support = _support([(plan.row.segment.sampling_mask, offsets) for plan, offsets, _ in scored])
         temperatures = [np.full(len(o), plan.row.sampling.temperature, dtype=np.float32) for plan, o, _ in scored]
         yield ForwardPass(
-            hidden=hidden,
+            hidden=model.scaled(hidden),
             head=head,
             tokens=torch.from_numpy(np.concatenate([plan.row.first + offsets for plan, offsets, _ in scored])),
             predicting=self._tensor([places for *_, places in scored]),

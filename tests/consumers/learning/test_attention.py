@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from penstock.consumers.learning import attention
-from penstock.consumers.learning.attention import IMPLEMENTATION, AttentionCalls, make_layout
+from penstock.consumers.learning.attention import IMPLEMENTATION, make_layout
 from training_groups import VOCABULARY, tiny_model
 
 
@@ -48,11 +48,7 @@ def _models(folder, **changes):
 
 
 def _hidden(model, ids, positions, layout) -> torch.Tensor:
-    calls = AttentionCalls()
-    outputs = model.model(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout, calls=calls
-    )
-    assert calls.count == model.config.num_hidden_layers
+    outputs = model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return outputs.last_hidden_state[0]
 
 
@@ -173,11 +169,14 @@ def test_flash_attention_on_a_gpu_equals_rectangles(window) -> None:
     torch.testing.assert_close(got_grads, wanted_grads, rtol=5e-2, atol=5e-2)
 
 
-def test_soft_capping_and_sinks_are_refused() -> None:
+def test_what_packed_attention_does_not_compute_is_refused() -> None:
     states = torch.zeros(1, 1, 1, 2)
     layout = make_layout(*(np.zeros(1, dtype=np.int64) for _ in range(3)), np.ones(1, dtype=np.int64), 1)
-    for refused in ({"softcap": 30.0}, {"s_aux": torch.zeros(1)}):
-        with pytest.raises(NotImplementedError):
-            attention.packed_attention(
-                torch.nn.Module(), states, states, states, None, layout=layout, calls=AttentionCalls(), **refused
-            )
+    for refused, value, why in (
+        ({"layout": layout, "softcap": 30.0}, states, "soft-capping"),
+        ({"layout": layout, "s_aux": torch.zeros(1)}, states, "sinks"),
+        ({"layout": layout}, states[..., :1], "values of width 1 beside queries of 2"),
+        ({}, states, "does not pass the layout"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            attention.packed_attention(torch.nn.Module(), states, states, value, None, **refused)

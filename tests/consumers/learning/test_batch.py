@@ -314,10 +314,14 @@ def test_a_distribution_with_penalties_is_refused(penalty) -> None:
         check_trainable(changed, VOCABULARY)
 
 
-def test_a_part_of_a_support_is_that_of_its_tokens() -> None:
+def test_a_tile_of_a_support_is_that_of_its_tokens_and_ids() -> None:
     support = Support(torch.tensor([3, 1, 2, 0]), torch.tensor([1, 0, 2, 1]))
-    for part in (slice(0, 1), slice(1, 3), slice(2, 4), slice(0, 4), slice(1, 2)):
-        assert torch.equal(support.part(part).mask(5), support.mask(5)[part])
+    whole = torch.tensor([[0, 0, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    for tokens in (slice(0, 1), slice(1, 3), slice(2, 9), slice(0, 4), slice(2, 2)):
+        for ids in (slice(0, 5), slice(0, 2), slice(2, 5), slice(1, 3)):
+            assert torch.equal(support.mask(tokens, ids), whole[tokens, ids])
+    for target in range(5):
+        assert torch.equal(support.holds(torch.full((4,), target)), whole[:, target])
 
 
 def test_a_row_without_context_never_packs() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.consumers.learning import head_kernels
+from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.head import selected_logprobs
 
 
@@ -21,6 +22,14 @@ def _support(n: int, v: int, targets: Tensor) -> Tensor:
     """About two thirds of the vocabulary, the target always."""
     support = torch.rand(n, v, generator=torch.Generator().manual_seed(3)).to(targets.device) < 0.67
     return support.scatter(1, targets[:, None], True)
+
+
+def _ids(support: Tensor | None) -> Support | None:
+    """The ids of a mask [n, v], the last first."""
+    if support is None:
+        return None
+    kept = [row.nonzero()[:, 0].flip(0) for row in support]
+    return Support(torch.cat([*kept, support.new_zeros(0, dtype=torch.int64)]), support.sum(1))
 
 
 def _oracle(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, support: Tensor | None):
@@ -54,7 +63,7 @@ def test_gradients_of_logprobs_and_entropy_pass_gradcheck(monkeypatch, temperatu
         temperature = torch.tensor([0.5, 1.0, 2.0, 0.9, 1.3], dtype=torch.float64)
     support = _support(5, 7, targets) if masked else None
     assert torch.autograd.gradcheck(
-        lambda h, w: selected_logprobs(h, w, targets, temperature, support=support), (hidden, weight)
+        lambda h, w: selected_logprobs(h, w, targets, temperature, support=_ids(support)), (hidden, weight)
     )
 
 
@@ -70,7 +79,7 @@ def test_float32_is_within_its_budget_of_float64(monkeypatch, n, h, v, temperatu
     if temperature == "per token":
         temperature = torch.linspace(0.3, 1.5, n)
     support = _support(n, v, targets) if masked else None
-    found = selected_logprobs(hidden, weight, targets, temperature, support=support)
+    found = selected_logprobs(hidden, weight, targets, temperature, support=_ids(support))
     assert found[0].dtype == found[1].dtype == torch.float32
     *expected, leaves = _oracle(hidden, weight, targets, temperature, support)
     for got, wanted in zip(found, expected, strict=True):
@@ -130,10 +139,10 @@ def test_a_float32_head_on_bfloat16_hidden_states_keeps_the_weights_digits() -> 
 def test_tiles_change_nothing_but_the_order_of_accumulation(monkeypatch, tile) -> None:
     hidden, weight, targets = _inputs(50, 8, 13, torch.float64)
     support = _support(50, 13, targets)
-    whole = torch.stack(selected_logprobs(hidden, weight, targets, 0.8, support=support))
+    whole = torch.stack(selected_logprobs(hidden, weight, targets, 0.8, support=_ids(support)))
     whole_gradients = torch.autograd.grad(whole.sum(), (hidden, weight))
     _small_tiles(monkeypatch, *tile)
-    tiled = torch.stack(selected_logprobs(hidden, weight, targets, 0.8, support=support))
+    tiled = torch.stack(selected_logprobs(hidden, weight, targets, 0.8, support=_ids(support)))
     torch.testing.assert_close(tiled, whole, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(torch.autograd.grad(tiled.sum(), (hidden, weight)), whole_gradients)
 
@@ -148,18 +157,20 @@ def test_a_tied_head_gets_the_gradients_of_both_of_its_uses() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), embedding)[0])
 
 
-def test_rows_of_the_support_may_be_views_of_one_row() -> None:
+def test_a_token_without_ids_has_the_whole_vocabulary() -> None:
     hidden, weight, targets = _inputs(6, 4, 9, torch.float64)
-    row = torch.zeros(9, dtype=torch.bool).index_fill(0, torch.cat([targets, torch.tensor([2])]), True)
-    found = selected_logprobs(hidden, weight, targets, support=row.expand(6, 9))
-    *expected, _ = _oracle(hidden, weight, targets, 1.0, row.expand(6, 9))
-    torch.testing.assert_close(found, tuple(expected))
+    support = _support(6, 9, targets)
+    ids = _ids(support[:3])
+    ids = Support(ids.kept, torch.cat([ids.counts, torch.zeros(3, dtype=torch.int64)]))
+    support[3:] = True
+    found = selected_logprobs(hidden, weight, targets, support=ids)
+    torch.testing.assert_close(found, tuple(_oracle(hidden, weight, targets, 1.0, support)[:2]))
 
 
 def test_a_support_of_the_target_alone_leaves_no_choice_and_no_gradient() -> None:
     hidden, weight, targets = _inputs(6, 4, 9)
     support = torch.zeros(6, 9, dtype=torch.bool).scatter(1, targets[:, None], True)
-    logprobs, entropy = selected_logprobs(hidden, weight, targets, support=support)
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, support=_ids(support))
     assert torch.equal(logprobs, torch.zeros(6)) and torch.equal(entropy, torch.zeros(6))
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.abs().max() <= 1e-6 and weight.grad.abs().max() <= 1e-6
@@ -184,14 +195,17 @@ def _ones(part: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tenso
     return torch.ones_like(logprobs), torch.ones_like(entropy)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["everything", "support"])
 @pytest.mark.parametrize("promised", [False, True], ids=["recompute", "in forward"])
-def test_the_logits_of_all_tokens_are_never_held(monkeypatch, promised) -> None:
-    n, h, v = 300, 4, 50
+def test_neither_logits_nor_support_of_all_tokens_are_ever_held(monkeypatch, promised, masked) -> None:
+    n, h, v = 120, 4, 50
     _small_tiles(monkeypatch, 10, 20)
     hidden, weight, targets = _inputs(n, h, v)
     token_grads = _ones if promised else None
+    support = Support(targets, torch.ones_like(targets)) if masked else None
     with _LargestTensor() as largest:
-        sum(selected_logprobs(hidden, weight, targets, 0.9, token_grads=token_grads)).sum().backward()
+        found = selected_logprobs(hidden, weight, targets, 0.9, support=support, token_grads=token_grads)
+        sum(found).sum().backward()
     assert largest.elements <= n * h
 
 
@@ -219,7 +233,9 @@ def test_a_greedy_temperature_counts_as_1() -> None:
 
 def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     hidden, weight, targets = _inputs(0, 3, 5)
-    logprobs, entropy = selected_logprobs(hidden, weight, targets, 0.5, support=torch.ones(0, 5, dtype=torch.bool))
+    logprobs, entropy = selected_logprobs(
+        hidden, weight, targets, 0.5, support=_ids(torch.ones(0, 5, dtype=torch.bool))
+    )
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.equal(weight.grad, torch.zeros(5, 3))
@@ -293,9 +309,13 @@ BAD = {
     "temperature = inf, expected": {"temperature": torch.tensor([1.0, float("inf"), 1.0, 1.0])},
     r"temperature \(3,\), expected a scalar or \(4,\)": {"temperature": torch.ones(3)},
     "temperature requires a gradient": {"temperature": torch.ones(4, requires_grad=True)},
-    r"support is torch.float32 \(4, 5\), expected torch.bool": {"support": torch.ones(4, 5)},
-    r"support is torch.bool \(5,\), expected torch.bool \(4, 5\)": {"support": torch.ones(5, dtype=torch.bool)},
-    r"support\[0\] is False at its target 3": {"support": torch.zeros(4, 5, dtype=torch.bool)},
+    "support is of 3 tokens, expected 4": {"support": Support(torch.arange(3), torch.ones(3, dtype=torch.int64))},
+    "the support of token 2 lacks its target 1": {
+        "support": Support(torch.tensor([3, 0, 0, 4, 2]), torch.tensor([1, 1, 2, 1]))
+    },
+    "support is on meta, expected hidden's cpu": {
+        "support": Support(torch.arange(4, device="meta"), torch.ones(4, dtype=torch.int64))
+    },
     "weight is on meta, expected hidden's cpu": {"weight": torch.ones(5, 3, device="meta")},
 }
 
@@ -351,7 +371,7 @@ def _check_bfloat16(device: str, temperature: float | str, promised: bool) -> No
         weight,
         targets,
         scale,
-        support=_support(n, v, targets),
+        support=_ids(_support(n, v, targets)),
         token_grads=(lambda part, *_: (upstream[0, part], upstream[1, part])) if promised else None,
     )
     *expected, leaves = _oracle(hidden, weight, targets, scale, _support(n, v, targets))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning import head_kernels
+from penstock.consumers.learning.batch import Support
 from penstock.consumers.learning.head import selected_logprobs
 
 N, H, V = 23, 6, 17
@@ -52,7 +53,7 @@ def _promise(advantages: Tensor):
     return token_grads
 
 
-def _gradients(dtype: torch.dtype, factor: float = 1.0, promise=None, support: Tensor | None = None):
+def _gradients(dtype: torch.dtype, factor: float = 1.0, promise=None, support: Support | None = None):
     hidden, weight, targets, temperature = _inputs(dtype)
     advantages = torch.linspace(-1, 1, N)
     token_grads = _promise(advantages) if promise is None else promise
@@ -77,7 +78,8 @@ def test_a_promise_that_holds_to_a_factor_is_used_and_right(recomputed, dtype, f
 def test_a_promise_holds_under_a_support_mask(recomputed) -> None:
     targets = _inputs()[2]
     support = torch.rand(N, V, generator=torch.Generator().manual_seed(5)) < 0.5
-    support = support.scatter(1, targets[:, None], True)
+    rows, kept = support.scatter(1, targets[:, None], True).nonzero(as_tuple=True)
+    support = Support(kept, rows.bincount(minlength=N))
     found = _gradients(torch.float64, support=support)
     assert not recomputed
     torch.testing.assert_close(found, _gradients(torch.float64, promise=False, support=support))

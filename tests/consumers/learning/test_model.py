@@ -5,11 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CohereConfig, CohereForCausalLM, GPTJConfig, GPTJForCausalLM
 
+from penstock.consumers.learning.attention import IMPLEMENTATION
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.scoring import head_logprobs
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, TrainerConfig
-from training_groups import configuration, lag_from, random_group, tiny_model
+from training_groups import VOCABULARY, configuration, lag_from, random_group, tiny_model
 
 
 @pytest.fixture
@@ -83,9 +88,82 @@ def test_an_objective_of_the_wrong_shape_is_refused_with_the_expected_signature(
         )
 
 
-def test_a_model_that_goes_around_the_packed_attention_is_refused(folder) -> None:
-    config = configuration(folder)
-    learner = Learner(config)
-    learner.model.module.config._attn_implementation = "sdpa"
-    with pytest.raises(ConfigError, match="2 layers and called the packed attention 0 times"):
-        learner.step(_batch(config))
+def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) -> None:
+    config = configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"))
+    masters, frozen = (PackedModel(str(folder), "bfloat16", torch.device("cpu"), frozen=each) for each in (False, True))
+    assert {(p.dtype, p.requires_grad) for p in frozen.parameters()} == {(torch.bfloat16, False)}
+    microbatch = _batch(config).microbatches[0]
+    for found, expected in zip(frozen.forward(microbatch), masters.forward(microbatch), strict=True):
+        assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_the_reference_of_a_kl_term_is_held_as_published(folder) -> None:
+    kl = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
+    learner = Learner(configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), objective=kl))
+    assert {(p.dtype, p.requires_grad) for p in learner.scorer._reference.parameters()} == {(torch.bfloat16, False)}
+    assert learner.step(_batch(learner.config)).skipped_reason is None
+
+
+@pytest.mark.parametrize("scale", [0.0625, 0.3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_logit_scale_is_applied_without_rounding(tmp_path, dtype, scale) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = sizes | {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "logit_scale": scale, "pad_token_id": 0}
+    CohereForCausalLM(CohereConfig(initializer_range=0.5, **settings)).save_pretrained(tmp_path)
+    model = PackedModel(str(tmp_path), dtype, torch.device("cpu"))
+    microbatch = _batch(configuration(tmp_path)).microbatches[0]
+    with torch.no_grad():
+        hidden, head = model.run(microbatch.token_ids, microbatch.position_ids, microbatch.layout)
+        assert hidden.dtype == getattr(torch, dtype)
+        logits = hidden[microbatch.predicting].double() @ head.double().t() * scale / microbatch.temperature[:, None]
+        found, _ = head_logprobs(*model.forward(microbatch), microbatch)
+    expected = logits.log_softmax(1).gather(1, microbatch.targets[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+
+
+def _bare(model: PackedModel) -> ModelCheckError:
+    """The error of a check after the model was changed."""
+    with pytest.raises(ModelCheckError) as caught:
+        check_model(model.module, model.forward)
+    return caught.value
+
+
+def test_the_check_names_the_comparison_that_failed(folder, monkeypatch) -> None:
+    model = PackedModel(str(folder), "float32", torch.device("cpu"))
+    check_model(model.module, model.forward)
+    layer = model.module.model.layers[0].mlp
+
+    def noisy(hidden: torch.Tensor) -> torch.Tensor:
+        return type(layer).forward(layer, torch.nn.functional.dropout(hidden, 0.1))
+
+    def leaking(hidden: torch.Tensor) -> torch.Tensor:
+        return type(layer).forward(layer, hidden + hidden.roll(1, dims=1))
+
+    monkeypatch.setattr(layer, "forward", noisy)
+    assert "differ between two passes over the same rows" in str(_bare(model))
+    monkeypatch.setattr(layer, "forward", leaking)
+    assert "of a row that is packed with another differ from those of the row alone" in str(_bare(model))
+    monkeypatch.undo()
+    monkeypatch.setattr(model, "_logit_scale", 0.5)
+    assert "differ from those of transformers' own forward pass, by" in str(_bare(model))
+    monkeypatch.undo()
+    monkeypatch.setattr(layer, "forward", lambda hidden: hidden[..., :3])
+    assert "cannot be run over packed rows: The size of tensor a" in str(_bare(model))
+
+
+def test_the_check_leaves_the_model_and_the_random_generator_as_they_were(folder) -> None:
+    model = PackedModel(str(folder), "bfloat16", torch.device("cpu"), gradient_checkpointing=True)
+    before = [(name, module.training) for name, module in model.module.named_modules()]
+    state, config = torch.get_rng_state(), model.module.config.to_dict()
+    check_model(model.module, PackedModel(str(folder), "float32", torch.device("cpu")).forward)
+    assert [(name, module.training) for name, module in model.module.named_modules()] == before
+    assert {name for name, training in before if training} == {"model.layers.0", "model.layers.1"}
+    assert torch.equal(torch.get_rng_state(), state) and model.module.config.to_dict() == config
+    assert model.module.config._attn_implementation == IMPLEMENTATION
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path) -> None:
+    GPTJForCausalLM(GPTJConfig(vocab_size=23, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="its attention cannot be replaced by the packed one"):
+        Learner(configuration(tmp_path))

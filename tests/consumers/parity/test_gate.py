@@ -86,11 +86,13 @@ def test_an_open_gate_looks_at_nothing_more(bench, model, sound, tmp_path):
 
 def test_a_mismatch_is_refused_with_what_is_wrong_and_the_model_is_left_as_it_is(bench, model, sound, tmp_path):
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    modes = [module.training for module in model.module.modules()]
     with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
         Gate(config_of(bench), tmp_path).check(in_base_2(sound), model, 0, AT_0)
     assert report_in(tmp_path)["verdict"]["cause"] == "log2"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
-    assert model.module.training and all(parameter.grad is None for parameter in model.parameters())
+    assert [module.training for module in model.module.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_warning_lets_the_run_go_on(bench, model, sound, tmp_path, caplog):

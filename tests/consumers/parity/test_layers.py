@@ -53,6 +53,16 @@ def test_no_part_is_blamed_where_both_compute_the_same(folder, tmp_path, dtype):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules()), "hooks are gone again"
 
 
+def test_a_scale_of_the_logits_is_the_head_s(folder, tmp_path, monkeypatch):
+    engine = engine_of(folder)
+    engine.lm_head.weight = torch.nn.Parameter(engine.lm_head.weight * 0.3)
+    capture = capture_of(engine, IDS, tmp_path / "c")
+    model = trainer_of(folder)
+    assert off(compare_layers(model, capture)) == ["head"]
+    monkeypatch.setattr(model, "_logit_scale", 0.3)
+    assert off(compare_layers(model, capture)) == []
+
+
 def test_a_change_of_one_part_s_weights_blames_that_part_alone(folder, tmp_path):
     changes = {
         "embedding": "model.embed_tokens.weight",

@@ -33,8 +33,10 @@ def replay_of(bench: ParityBench, budget: int = 8192):
     return sample, Replay(sample, policies, budget)
 
 
-def test_pieces_under_one_policy_are_the_whole(tmp_path) -> None:
+@pytest.mark.parametrize("logit_scale", [1.0, 0.3])
+def test_pieces_under_one_policy_are_the_whole(tmp_path, monkeypatch, logit_scale) -> None:
     sample, replay = replay_of(ParityBench.make(tmp_path))
+    monkeypatch.setattr(replay.policies.model(1), "_logit_scale", logit_scale)
     whole = replay.logprobs(as_labelled(row) for row in sample.rows)
     pieces = replay.logprobs(
         ReplayPlan(row, ((1, 0, 5), (1, 5, 6), (1, 6, int(row.sampled[-1])))) for row in sample.rows

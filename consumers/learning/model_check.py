@@ -1,0 +1,128 @@
+"""The check at start that a model computes over packed rows what transformers computes row by row.
+
+Two short rows of random tokens go through the model in float32, packed behind the prefix that they share. Three
+comparisons of logprobs follow:
+
+1. of two passes over both rows, which fails with dropout that stays on;
+2. of the second row in the pack and alone, which fails if it sees the first: by a recurrence, or by attention that goes
+   around the packed one;
+3. of the second row alone and transformers' own forward pass, which fails with whatever else is not reproduced: a mask
+   of another shape, a soft cap of the logits.
+
+Sliding windows and attention chunks are narrowed meanwhile, so that the rows reach past them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.consumers.learning.attention import IMPLEMENTATION
+from penstock.consumers.learning.batch import MicroBatch
+from penstock.consumers.learning.head import selected_logprobs
+from penstock.consumers.learning.packing import pack_segments
+from penstock.schemas.rollout import Segment, VersionSpan, pack_ids
+
+ALLOWED = 1e-3
+"""Nats a token, mean: equal computations in another order stay below 1e-5, the faults seen are above 1e-2."""
+_PREFIX = 5
+_LENGTH = 13
+"""Tokens of a row; both rows begin with the same `_PREFIX` tokens."""
+_WINDOW = 4
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+
+
+class ModelCheckError(ValueError):
+    """The model cannot be trained over packed rows; the message completes a sentence that begins with its name."""
+
+
+@torch.no_grad()
+def check_model(module: Any, forward: Forward) -> None:
+    """Compares the logprobs of `forward`, which returns hidden states [N, H] and a head [V, H], with `module`'s own.
+
+    Raises:
+        ModelCheckError: a comparison failed, which the message names, or the model cannot be run over packed rows.
+    """
+    head = module.get_output_embeddings().weight
+    tokens = torch.randint(len(head), (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens[1, :_PREFIX] = tokens[0, :_PREFIX]
+    rows = tokens.tolist()
+    with _narrowed(module):
+        try:
+            packed, again = (_packed(rows, forward, head.device) for _ in range(2))
+            _compare(
+                packed, again, "differ between two passes over the same rows: something random (dropout?) stays on"
+            )
+            alone = _packed(rows[1:], forward, head.device)
+            leak = "of a row that is packed with another differ from those of the row alone: rows leak"
+            _compare(packed[1:], alone, leak)
+            own = _own(tokens[1].to(head.device), module)
+            _compare(alone[0], own, "differ from those of transformers' own forward pass")
+        except (ModelCheckError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever an architecture that nobody tried raises: it cannot be trained
+            raise ModelCheckError(f"cannot be run over packed rows: {str(error) or type(error).__name__}") from error
+
+
+def _compare(found: Tensor, expected: Tensor, what: str) -> None:
+    gap = float((found - expected).abs().mean())
+    if not gap <= ALLOWED:
+        raise ModelCheckError(
+            f"is refused by the check at start: logprobs {what}, by {gap:.2g} nats a token (expected {ALLOWED} at most)"
+        )
+
+
+def _packed(rows: list[list[int]], forward: Forward, device: torch.device) -> Tensor:
+    """Logprobs of the tokens after each row's prefix, [rows, _LENGTH - _PREFIX]."""
+    ((microbatch, _),) = pack_segments([(0, _segment(row), 1.0) for row in rows], 2 * _LENGTH)
+    microbatch = microbatch.to(device)
+    hidden, head = forward(microbatch)
+    logprobs, _ = selected_logprobs(F.embedding(microbatch.predicting, hidden), head, microbatch.targets)
+    return logprobs.view(len(rows), -1)
+
+
+def _segment(token_ids: list[int]) -> Segment:
+    return Segment(
+        token_ids=pack_ids(token_ids),
+        behavior_logprobs=bytes(4 * (_LENGTH - _PREFIX)),
+        loss_mask=((_PREFIX, _LENGTH),),
+        version_spans=(VersionSpan(0, _PREFIX, _LENGTH),),
+    )
+
+
+def _own(row: Tensor, module: Any) -> Tensor:
+    """The same of one row by transformers: its eager attention, masks and head, in evaluation mode."""
+    training = [each for each in module.modules() if each.training]
+    module.eval().set_attn_implementation("eager")
+    try:
+        logits = module(input_ids=row[None], use_cache=False).logits[0, _PREFIX - 1 : -1]
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+        for each in training:
+            each.training = True
+    return logits.log_softmax(-1).gather(1, row[_PREFIX:, None])[:, 0]
+
+
+@contextmanager
+def _narrowed(module: Any) -> Iterator[None]:
+    """Sets windows and chunks of attention to `_WINDOW` tokens, in the configuration and where modules keep them."""
+    configs = {id(each.config): each.config for each in module.modules() if hasattr(each, "config")}
+    holders = [
+        (holder, name, value)
+        for holder in chain(configs.values(), module.modules())
+        for name in _WINDOWS
+        if isinstance(value := getattr(holder, name, None), int) and value > _WINDOW
+    ]
+    for holder, name, _ in holders:
+        setattr(holder, name, _WINDOW)
+    try:
+        yield
+    finally:
+        for holder, name, value in holders:
+            setattr(holder, name, value)

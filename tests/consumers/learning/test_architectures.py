@@ -1,0 +1,94 @@
+"""docs/models.md says which architectures are trained and why others are not: small random models of each."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.consumers.learning import model, model_check
+from penstock.consumers.learning.attention import IMPLEMENTATION
+from penstock.consumers.learning.model import PackedModel
+from penstock.schemas.config import ConfigError
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+TRAINED = "trained"
+REFUSALS = {
+    "rows leak": "rows leak",
+    "not transformers' logprobs": "differ from those of transformers' own forward pass",
+    "dropout": "between two passes over the same rows",
+    "soft-capped or sinks": "logit soft-capping and attention sinks are not supported",
+    "MLA": r"values of width 8 beside queries of 16 \(MLA\)",
+    "layout not passed on": "does not pass the layout of the rows on to its attention",
+    "body and head in one": "does not tell its body from its head",
+    "biased head": "expected a linear language-model head without bias",
+}
+"""What a message says, by what the page says."""
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts": 4,
+    "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+WINDOW = {"sliding_window": 16}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": {"logit_scale": 0.3} | WINDOW,
+    "deepseek_v3": {
+        "head_dim": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+    },
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "glm4_moe": {"n_routed_experts": 4},
+    "granite": {"logits_scaling": 6.0},
+    "granitemoe": {"logits_scaling": 6.0},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "granitemoeshared": {"logits_scaling": 6.0},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
+    "qwen3_next": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    "smollm3": {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]} | WINDOW,
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1} | WINDOW,
+    **dict.fromkeys(("exaone4", "gemma3_text", "gpt_oss", "mistral", "mixtral", "olmo3", "phi3", "phimoe"), WINDOW),
+}
+
+
+ROWS = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
+"""Architecture, model type and verdict of each row of the page's table."""
+
+
+def small_model(kind: str) -> PreTrainedModel:
+    default = AutoConfig.for_model(kind).get_text_config()
+    sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
+    torch.manual_seed(0)
+    config = type(default)(**sizes | SETTINGS.get(kind, {}))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+
+
+@pytest.mark.parametrize(("architecture", "kind", "verdict"), ROWS, ids=[kind for _, kind, _ in ROWS])
+def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, architecture, kind, verdict) -> None:
+    module = small_model(kind)
+    assert type(module).__name__ == architecture
+    monkeypatch.setattr(model, "_load", lambda path: module)
+    monkeypatch.setattr(model_check, "ALLOWED", 1e-5)
+
+    def verdict_of(**settings: bool) -> str:
+        try:
+            PackedModel(kind, "float32", torch.device("cpu"), **settings)
+        except ConfigError as error:
+            return next(
+                (f"refused: {said}" for said, message in REFUSALS.items() if re.search(message, str(error))), str(error)
+            )
+        return TRAINED
+
+    found, checkpointed = verdict_of(), verdict_of(gradient_checkpointing=True)
+    assert verdict == (found if checkpointed == found else f"{found}; with gradient checkpointing {checkpointed}")
