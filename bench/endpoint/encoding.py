@@ -165,7 +165,7 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         whole(text, add_special_tokens=False, verbose=False)
         whole_s += time.perf_counter() - began
-        answered = await calls.answer(rollout, parse_chat({"messages": messages}, sampling))
+        answered = await calls.answer(rollout, parse_chat({"messages": messages}, sampling), rollout.ledger.begin())
         messages.append({name: answered.message[name] for name in ("role", "content")})
     calls.close()
     return TimedConversation(

@@ -1,7 +1,9 @@
 """The ledger of a rollout: every call, with the tokens that the engine was given and those it sampled."""
 
+import asyncio
 import hashlib
 import struct
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ class Call:
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
     delivered: whether the answer was sent to its client.
+    connection: the one that took the answer.
     answer: canonical form of the answer's message, set by `record`.
     digest: of prompt and completion, set by `record`.
     is_continued: whether another call has it as its base.
@@ -43,6 +46,7 @@ class Call:
     completion: Completion
     rendered: Encoded | None
     delivered: bool = False
+    connection: weakref.ref[asyncio.BaseTransport] | None = None
     answer: bytes = b""
     digest: bytes = b""
     is_continued: bool = False
@@ -98,6 +102,8 @@ class CallLedger:
     calls: list[Call] = field(default_factory=list)
     num_bytes: int = 0
     num_begun: int = 0
+    _latest: dict[bytes, int] = field(default_factory=dict)
+    _unread: set[int] = field(default_factory=set)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
     _tokens: set[bytes] = field(default_factory=set)
     _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
@@ -106,10 +112,23 @@ class CallLedger:
     def num_sampled(self) -> int:
         return sum(call.num_sampled for call in self.calls)
 
-    def next_number(self) -> int:
-        """The number of a call that begins now."""
+    def begin(self, request: bytes = b"", *, is_retry: bool = False) -> int:
+        """The number of a call that begins now.
+
+        If the same request has come before, and this one is a retry by its client's own count or the connection that
+        took the earlier answer is closed, that answer counts as unread. Answers of a client that reads them come over
+        connections that stay open, and may be asked for again.
+
+        request: what identifies it; empty for one of which there are no retries.
+        """
+        number = self.num_begun
         self.num_begun += 1
-        return self.num_begun - 1
+        if request:
+            earlier = self._latest.get(request)
+            if earlier is not None and (is_retry or self._is_closed(earlier)):
+                self._unread.add(earlier)
+            self._latest[request] = number
+        return number
 
     def room(self, base: Call | None, num_prompt: int) -> int:
         """The most tokens that the answer to a prompt may have.
@@ -161,10 +180,11 @@ class CallLedger:
     def recorded(self) -> list[RecordedCall]:
         """The calls from which segments are made.
 
-        An answer that never reached its client is left out if the client, asking again, got the same tokens: what
-        follows continues the answer it received.
+        An answer that its client never read is left out if the client, asking again, got the same tokens: what follows
+        continues the answer it received.
         """
-        delivered = {call.digest for call in self.calls if call.delivered}
+        read = {call.number for call in self.calls if call.delivered} - self._unread
+        digests = {call.digest for call in self.calls if call.number in read}
         return [
             RecordedCall(
                 call_id=str(call.number),
@@ -174,11 +194,17 @@ class CallLedger:
                 behavior_logprobs=call.completion.behavior_logprobs,
                 version_spans=call.completion.version_spans,
                 finish_reason=call.completion.finish_reason,
-                delivered=call.delivered,
+                delivered=call.number in read,
             )
             for call in self.calls
-            if call.delivered or call.digest not in delivered
+            if call.number in read or call.digest not in digests
         ]
+
+    def _is_closed(self, number: int) -> bool:
+        """Whether an answer was sent over a connection that is closed now."""
+        connection = next((call.connection for call in self.calls if call.number == number and call.delivered), None)
+        transport = connection() if connection is not None else None
+        return connection is not None and (transport is None or transport.is_closing())
 
     def _num_context(self, base: Call | None, num_prompt: int) -> int:
         """Tokens of a prompt that no segment holds yet: the first call that continues another extends its segment, any

@@ -70,9 +70,11 @@ class Calls:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
 
-    async def answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+    async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
         """Waits for weights that are fresh enough for the group, which a load unblocks, then samples. The end of the
         rollout cancels it, and cancelling it aborts the engine's request.
+
+        number: see `CallLedger.begin`.
 
         Raises:
             ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, the engine failed at
@@ -82,7 +84,7 @@ class Calls:
         if not rollout.is_open:
             raise _has_ended(rollout)
         self._count_ignored(request.ignored)
-        task = asyncio.create_task(self._answer(rollout, request))
+        task = asyncio.create_task(self._answer(rollout, request, number))
         task.add_done_callback(self._fail_with)  # the awaiting request may be cancelled, and its error lost
         rollout.running.add(task)
         try:
@@ -112,17 +114,16 @@ class Calls:
         if not task.cancelled() and isinstance(error := task.exception(), FATAL):
             self.fail(error)
 
-    async def _answer(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+    async def _answer(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
         with self._metrics.agent_calls_running.track_inprogress():
-            return await self._sample(rollout, request)
+            return await self._sample(rollout, request, number)
 
-    async def _sample(self, rollout: AgentRollout, request: ChatRequest) -> Answered:
+    async def _sample(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
         prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
         group = rollout.group
         sampling = msgspec.structs.replace(group.sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(group.claim.version, self._config.lag_bound)
-        number = rollout.ledger.next_number()
         sibling = group.rollouts.index(rollout)
         seed = request_seed(self._config, group.claim.index, group.claim.attempt, sibling, number)
         try:

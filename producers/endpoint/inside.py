@@ -35,7 +35,7 @@ class RolloutConversation:
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
         """See `Conversation.chat`."""
         request = parse_chat({"messages": messages, **fields}, self._sampling, ignore=self._ignore)
-        answered = await self._calls.answer(self._rollout, request)
+        answered = await self._calls.answer(self._rollout, request, self._rollout.ledger.begin())
         answered.call.delivered = True
         return answered.message
 

@@ -1,9 +1,11 @@
 """The endpoint over HTTP, in the producer's own event loop: one handler per path, and every error in OpenAI's shape."""
 
 import asyncio
+import hashlib
 import logging
 import socket
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,8 @@ LARGE_BODY_BYTES = 64 * 1024
 SHUTDOWN_S = 1.0
 """How long answers in progress may take to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
+RETRY_COUNT = "x-stainless-retry-count"
+"""The header in which OpenAI's clients say how often they have sent a request before."""
 SESSION = "X-Session-ID"
 """The header that names a rollout where the path does not."""
 
@@ -205,7 +209,9 @@ class EndpointServer:
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
-        answered = await self._calls.answer(rollout, asked)
+        identity = hashlib.blake2b(request.path.encode() + b"\0" + data, digest_size=16).digest()
+        number = rollout.ledger.begin(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
+        answered = await self._calls.answer(rollout, asked, number)
         finished = response(
             f"chatcmpl-{rollout.id}-{answered.call.number}",
             self._model,
@@ -226,7 +232,9 @@ class EndpointServer:
             answer = _json(body)
             await answer.prepare(request)
         await answer.write_eof()
-        answered.call.delivered = True
+        if request.transport is not None:
+            answered.call.delivered = True
+            answered.call.connection = weakref.ref(request.transport)
         return answer
 
     async def _rollout(self, request: web.Request) -> AgentRollout:

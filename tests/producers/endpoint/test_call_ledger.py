@@ -31,7 +31,7 @@ def call(ledger: CallLedger, context: list[int], sampled: list[int], base: Call 
         version_spans=(VersionSpan(3, 0, len(sampled)),),
         finish_reason="stop",
     )
-    return Call(number=ledger.next_number(), base=base, context=pack_ids(context), completion=completion, rendered=None)
+    return Call(number=ledger.begin(), base=base, context=pack_ids(context), completion=completion, rendered=None)
 
 
 @pytest.fixture
@@ -140,6 +140,16 @@ def test_an_answer_that_was_lost_on_the_way_gives_way_to_the_same_one_that_arriv
     ledger.record(call(ledger, [1, 2], [3, 4]), [USER], CALLING)
     ledger.record(call(ledger, [1, 2], [3, 9]), [USER], CALLING)
     assert [recorded.call_id for recorded in ledger.recorded()] == ["0", "1", "3"]
+
+
+def test_an_answer_that_a_later_call_continues_was_read_whatever_its_client_counts(ledger: CallLedger) -> None:
+    for made in ledger.calls:
+        made.delivered = True
+    ledger._latest[b"request"] = 0
+    ledger.begin(b"request", is_retry=True)
+    assert [recorded.delivered for recorded in ledger.recorded()] == [False, True]
+    ((chain,), dropped) = segments(ledger.recorded())
+    assert not dropped and chain.segment.loss_mask == ((2, 4), (5, 6))
 
 
 def test_a_call_that_continues_another_keeps_what_is_new_alone() -> None:

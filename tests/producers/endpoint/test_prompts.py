@@ -44,7 +44,7 @@ def answered(ledger: CallLedger, prompt: RenderedPrompt, messages: list[dict], i
     )
     known = len(prompt.base.token_ids) if prompt.base is not None else 0
     call = Call(
-        number=ledger.next_number(),
+        number=ledger.begin(),
         base=prompt.base,
         context=pack_ids(prompt.token_ids[known:]),
         completion=completion,

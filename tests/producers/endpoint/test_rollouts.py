@@ -1,6 +1,7 @@
 """Agents' rollouts from their opening to the stream: a whole producer on a real server, its engine scripted."""
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -301,6 +302,87 @@ async def test_a_client_that_hangs_up_ends_its_request(serve) -> None:
     await hasty.close()
     await until(lambda: one.engine.num_active == 0)
     assert len(one.engine.cancelled) == 1
+
+
+def numbered() -> ScriptedEngine:
+    """Answer n is n + 1 tokens long."""
+    answers = itertools.count(1)
+    return ScriptedEngine(script=lambda ids, n: [300] * next(answers), max_model_len=4096)
+
+
+async def ask_and_hang_up(one, rollout: dict, body: dict) -> None:
+    """Sends a request as AgentClient does, waits until its answer lies in the socket, and closes it unread."""
+    data = json.dumps(body).encode()
+    host, _, port = one.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1)
+    head = f"POST /r/{rollout['id']}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    calls = agents_of(one)._open[rollout["id"]].ledger.calls
+    num_before = len(calls)
+    writer.write(head.encode() + data)
+    await until(lambda: len(calls) > num_before and calls[-1].delivered)
+    writer.close()
+    await writer.wait_closed()
+    await until(lambda: calls[-1].connection() is None or calls[-1].connection().is_closing())
+
+
+async def trained_lengths(one, rollout: dict) -> list[int]:
+    await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    return sorted(end - start for one in group.rollouts[0].segments for start, end in one.loss_mask)
+
+
+async def test_an_answer_that_its_client_hung_up_on_and_asked_for_again_is_not_trained(serve) -> None:
+    one = await serve(numbered(), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    for _ in range(2):
+        await ask_and_hang_up(one, rollout, {"messages": ASKED})
+    await one.client.chat(rollout, ASKED)
+    await ask_and_hang_up(one, rollout, {"messages": [{"role": "user", "content": "never asked again"}]})
+    assert await trained_lengths(one, rollout) == [3, 4]
+
+
+async def test_an_answer_is_unread_if_its_client_counts_a_retry(serve) -> None:
+    """As behind a proxy, whose connection stays."""
+    one = await serve(numbered(), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    path = f"{one.url}/r/{rollout['id']}/v1/chat/completions"
+    for count in ("0", "0", "1", "2"):
+        headers = {"x-stainless-retry-count": count}
+        async with one.client._session.post(path, json={"messages": ASKED}, headers=headers) as reply:
+            assert reply.status == 200
+    assert await trained_lengths(one, rollout) == [1, 4]
+
+
+async def test_an_answer_that_is_still_made_when_its_client_retries_is_unread(serve) -> None:
+    one = await serve(numbered(), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    one.engine._token_s = 0.05
+    path, sent = f"{one.url}/r/{rollout['id']}/v1/chat/completions", []
+
+    async def ask(count: str) -> None:
+        sent.append(count)
+        async with one.client._session.post(
+            path, json={"messages": ASKED}, headers={"x-stainless-retry-count": count}
+        ) as reply:
+            assert reply.status == 200
+
+    first = asyncio.create_task(ask("0"))
+    await until(lambda: one.engine.num_active == 1)
+    await asyncio.gather(first, ask("1"))
+    assert await trained_lengths(one, rollout) == [2]
+
+
+async def test_answers_to_one_request_that_are_all_read_are_all_trained(serve) -> None:
+    one = await serve(numbered(), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    for _ in range(2):
+        await one.client.chat(rollout, ASKED)
+    await asyncio.gather(*(one.client.chat(rollout, ASKED) for _ in range(2)))
+    assert await trained_lengths(one, rollout) == [1, 2, 3, 4]
 
 
 async def test_a_rollout_of_another_producer_is_there_under_its_url(serve) -> None:
