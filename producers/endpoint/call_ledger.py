@@ -7,10 +7,10 @@ import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
-from penstock.producers.endpoint.chat.messages import canonical_form, chain_keys, extend_chain
+from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, chain_keys, extend_chain, text_of
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
@@ -86,12 +86,26 @@ class Call:
         return len(self.completion.token_ids) // 4
 
 
+class SpelledOut(NamedTuple):
+    """What is left of an answer whose agent writes its calls into the text, as smolagents does.
+
+    words: the ids and names of all of its calls.
+    """
+
+    answer: bytes
+    content: str
+    words: list[str]
+
+    def is_in(self, text: str) -> bool:
+        return text.startswith(self.content) and all(word in text for word in self.words)
+
+
 @dataclass(slots=True, eq=False)
 class CallLedger:
     """The calls of one rollout, also by the conversation that each has led to.
 
-    A message that carries the token ids of an answer is identified by them, even if its text was edited; any other
-    message by its content.
+    A message that carries the token ids of an answer is identified by them, even if its text was edited; one that
+    spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
     num_bytes: an upper bound for the share that the calls take.
@@ -106,6 +120,7 @@ class CallLedger:
     _unread: set[int] = field(default_factory=set)
     _by_chain: dict[bytes, Call] = field(default_factory=dict)
     _tokens: set[bytes] = field(default_factory=set)
+    _by_call_id: dict[str, SpelledOut] = field(default_factory=dict)
     _by_answer: dict[tuple[int, bytes], Call] = field(default_factory=dict)
 
     @property
@@ -160,6 +175,10 @@ class CallLedger:
         call.digest = _digest(prompt + call.completion.token_ids)
         self._tokens.add(call.digest)
         self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
+        if calls := reply.get("tool_calls"):
+            words = [word for each in calls for word in (each["id"], each["function"]["name"])]
+            spelled_out = SpelledOut(call.answer, text_of(reply["content"]).strip(), words)
+            self._by_call_id |= {each["id"]: spelled_out for each in calls}
         self._by_chain[extend_chain(self._keys(messages)[-1], call.answer)] = call
 
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
@@ -219,9 +238,9 @@ class CallLedger:
         )
 
     def _keys(self, messages: Sequence[Json]) -> list[bytes]:
-        return chain_keys(self._canonical(message) for message in messages)
+        return chain_keys(messages, self._identity)
 
-    def _canonical(self, message: Json) -> bytes:
+    def _identity(self, key: bytes, message: Json) -> bytes:
         prompt, sampled = message.get(TOKEN_FIELDS[0]), message.get(TOKEN_FIELDS[1])
         if isinstance(prompt, list) and isinstance(sampled, list):
             try:
@@ -230,7 +249,12 @@ class CallLedger:
                 call = None
             if call is not None:
                 return call.answer
-        return canonical_form(message)
+        said = canonical_form(message)
+        if message["role"] != "assistant" or message.get("tool_calls") or extend_chain(key, said) in self._by_chain:
+            return said
+        text = text_of(message.get("content")).strip()
+        found = next((self._by_call_id[word] for word in CALL_ID.findall(text) if word in self._by_call_id), None)
+        return found.answer if found is not None and found.is_in(text) else said
 
     def _check_token_fields(self, messages: Sequence[Json]) -> None:
         """Checks that the newest token fields are those of an answer."""

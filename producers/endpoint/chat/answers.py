@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from penstock.producers.endpoint.chat.messages import CALL_ID_LENGTH
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 from penstock.producers.endpoint.splice.turn_boundary import special_token_ids
@@ -21,8 +22,6 @@ Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 _ID_CHARACTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9
-"""Mistral's templates refuse a call's id of any other form."""
 
 
 class ParsedAnswer(NamedTuple):
@@ -94,7 +93,7 @@ class Answers:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)),
+                    "id": "".join(secrets.choice(_ID_CHARACTERS) for _ in range(CALL_ID_LENGTH)),
                     "type": "function",
                     "function": {"name": name, "arguments": arguments},
                 }

@@ -2,22 +2,29 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS
 
 Json = dict[str, Any]
 
+CALL_ID_LENGTH = 9
+"""Mistral's templates refuse a call's id of any other form than so many letters and digits."""
+CALL_ID = re.compile(rf"\b[A-Za-z0-9]{{{CALL_ID_LENGTH}}}\b")
 ROOT = b""
 """The chain key before the first message."""
 
 
-def chain_keys(canonicals: Iterable[bytes]) -> list[bytes]:
-    """One key per message: equal keys mean equal messages up to and including that one."""
+def chain_keys(messages: Iterable[Json], identity: Callable[[bytes, Json], bytes]) -> list[bytes]:
+    """One key per message: equal keys mean equal messages up to and including that one.
+
+    identity: of a message, given the key before it.
+    """
     keys, key = [], ROOT
-    for canonical in canonicals:
-        key = extend_chain(key, canonical)
+    for message in messages:
+        key = extend_chain(key, identity(key, message))
         keys.append(key)
     return keys
 

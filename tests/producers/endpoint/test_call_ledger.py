@@ -104,7 +104,7 @@ def test_token_ids_that_the_rollout_has_not_seen_are_a_conflict(ledger: CallLedg
 
 
 def keys_of(*messages: dict) -> list[bytes]:
-    return chain_keys(map(canonical_form, messages))
+    return chain_keys(messages, lambda _, message: canonical_form(message))
 
 
 def test_two_conversations_are_told_apart_by_every_message() -> None:
@@ -140,6 +140,39 @@ def test_an_answer_that_was_lost_on_the_way_gives_way_to_the_same_one_that_arriv
     ledger.record(call(ledger, [1, 2], [3, 4]), [USER], CALLING)
     ledger.record(call(ledger, [1, 2], [3, 9]), [USER], CALLING)
     assert [recorded.call_id for recorded in ledger.recorded()] == ["0", "1", "3"]
+
+
+def test_calls_that_their_agent_spells_out_as_text_are_the_answer_whose_ids_they_name() -> None:
+    def calling(*ids: str, content: str | None = None) -> dict:
+        calls = [{"id": each, "function": {"name": "add", "arguments": "{}"}} for each in ids]
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    ledger, observed = CallLedger(), {"role": "user", "content": "Observation:\n7"}
+    ledger.record(call(ledger, [1, 2], [3, 4]), [USER], calling("abcdefg12", "abcdefg13", content="let me see\n"))
+    (made,) = ledger.calls
+    spelled = "let me see\nCalling tools:\n[{'id': 'abcdefg12', 'name': 'add'}, {'id': 'abcdefg13', 'name': 'add'}]"
+    assert ledger.parent([USER, {"role": "assistant", "content": spelled}, observed]) == (made, 1)
+    ledger.record(call(ledger, [5], [6], made), [USER, {"role": "assistant", "content": spelled}, observed], ANSWER)
+    assert ledger.parent([USER, {"role": "assistant", "content": spelled}, observed, ANSWER, USER]) == (
+        ledger.calls[1],
+        3,
+    )
+    for edited in (
+        spelled.replace("let", "Let"),
+        spelled.replace("abcdefg13", "abcdefg14"),
+        spelled.replace("add", "sub"),
+    ):
+        assert ledger.parent([USER, {"role": "assistant", "content": edited}, observed]) is None
+    assert ledger.parent([USER, calling("abcdefg12", "abcdefg13", content="edited"), observed]) is None
+    assert ledger.parent([{**USER, "content": "x"}, {"role": "assistant", "content": spelled}, observed]) is None
+
+
+def test_an_answer_in_which_the_model_itself_quotes_a_call_is_that_answer() -> None:
+    ledger, quoting = CallLedger(), {"role": "assistant", "content": "abcdefg12 was add"}
+    made = {"id": "abcdefg12", "function": {"name": "add", "arguments": "{}"}}
+    ledger.record(call(ledger, [1, 2], [3, 4]), [USER], {"role": "assistant", "content": None, "tool_calls": [made]})
+    ledger.record(call(ledger, [1, 2], [5]), [USER], quoting)
+    assert ledger.parent([USER, quoting, USER]) == (ledger.calls[1], 1)
 
 
 def test_an_answer_that_a_later_call_continues_was_read_whatever_its_client_counts(ledger: CallLedger) -> None:
