@@ -3,6 +3,7 @@
 import math
 import struct
 import sys
+import traceback
 from array import array
 from collections.abc import Collection, Sequence, Sized
 from typing import Literal
@@ -20,6 +21,7 @@ MAX_ITEMS = 4096
 MAX_REWARD = 1e9
 """Larger rewards could overflow sums and squares over a batch, and one record would spoil the whole batch."""
 MAX_REASON_CHARACTERS = 500
+MAX_TRACEBACK_CHARACTERS = 8000
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -50,6 +52,11 @@ def one_line(text: str) -> str:
         return shown
     end = f"... ({len(text):,} characters)"
     return shown[: MAX_REASON_CHARACTERS - len(end)] + end
+
+
+def shown_traceback(error: BaseException) -> str:
+    """The traceback of an error, its last `MAX_TRACEBACK_CHARACTERS`."""
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -203,13 +210,15 @@ def unpack_floats(data: bytes) -> "array[float]":
     return array("f", data)
 
 
-def encode_group(group: RolloutGroup) -> bytes:
+def encode_group(group: RolloutGroup, *, dead: bool = False) -> bytes:
     """Encodes a group as msgpack. Lengths are checked here, the numbers themselves on decoding.
+
+    dead: a group that was given up is taken as far as it came: without rollouts, or with rewards of any value.
 
     Raises:
         RecordError: lengths that disagree, or more than `MAX_ENTRY_BYTES`.
     """
-    _check_structure(group)
+    _check_structure(group, dead)
     payload = _encoder.encode(group)
     if len(payload) > MAX_ENTRY_BYTES:
         raise RecordError(
@@ -219,8 +228,8 @@ def encode_group(group: RolloutGroup) -> bytes:
     return payload
 
 
-def decode_group(payload: bytes) -> RolloutGroup:
-    """Decodes and checks one group.
+def decode_group(payload: bytes, *, dead: bool = False) -> RolloutGroup:
+    """Decodes and checks one group; `dead` as in `encode_group`.
 
     Time and memory are bounded by the payload's real size, to at most about 35 times of it, whatever it claims to hold.
 
@@ -234,25 +243,25 @@ def decode_group(payload: bytes) -> RolloutGroup:
         group = _decoder.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError(f"payload: not a rollout group: {error}") from error
-    _check_structure(group)
-    _check_context(group)
+    _check_structure(group, dead)
+    _check_context(group, dead)
     for r, rollout in enumerate(group.rollouts):
         for s, segment in enumerate(rollout.segments):
             _check_values(segment, f"group {group.index}: rollouts[{r}].segments[{s}]")
     return group
 
 
-def _check_structure(group: RolloutGroup) -> None:
+def _check_structure(group: RolloutGroup, dead: bool) -> None:
     if not 1 <= group.schema_version <= SCHEMA_VERSION:
         raise RecordError(f"schema_version: {group.schema_version}, this reader knows 1 to {SCHEMA_VERSION}")
     if group.index < (0 if group.evaluation_id is not None else 1):
         raise RecordError(f"index: {group.index}, expected 1 or more")
-    if not group.rollouts:
+    if not group.rollouts and not dead:
         raise RecordError(f"group {group.index}: rollouts is empty, expected at least one")
     for r, rollout in enumerate(group.rollouts):
         where = f"group {group.index}: rollouts[{r}]"
         reward = rollout.reward.value
-        if not -MAX_REWARD <= reward <= MAX_REWARD:
+        if not (dead or -MAX_REWARD <= reward <= MAX_REWARD):
             raise RecordError(f"{where}.reward.value: {reward}, expected a finite number of at most {MAX_REWARD:g}")
         if not rollout.segments:
             raise RecordError(f"{where}.segments is empty, expected at least one")
@@ -276,7 +285,7 @@ def check_part_names(names: Collection[str], field: str) -> None:
             )
 
 
-def _check_context(group: RolloutGroup) -> None:
+def _check_context(group: RolloutGroup, dead: bool) -> None:
     """Checks the fields of the group other than its rollouts."""
     where, prompt = f"group {group.index}", group.prompt
     temperature, top_p = group.sampling.temperature, group.sampling.top_p
@@ -304,7 +313,7 @@ def _check_context(group: RolloutGroup) -> None:
     for r, rollout in enumerate(group.rollouts):
         tables[f"rollouts[{r}].reward.parts"] = rollout.reward.parts
         for name, value in rollout.reward.parts.items():
-            if not math.isfinite(value):
+            if not (dead or math.isfinite(value)):
                 raise RecordError(f"{where}: rollouts[{r}].reward.parts[{name!r}]: {value}, expected a finite number")
     for name, table in tables.items():
         if len(table) > MAX_ITEMS:

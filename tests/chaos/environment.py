@@ -39,11 +39,12 @@ def index_of(text: str) -> int:
 class ChaosEnvironment:
     """Poses `#<index>=`. Notes `posed <index>` and `scored <index>` in `notes`, one write a line, before it answers.
 
-    A prompt's completions get 0, 1, 0, 1, ... in the order they are scored, a whole group on one thread: every group
-    of an even size has variance, whatever was sampled, unless its fate is to have none.
+    A prompt's completions get 0, 1, 0, 1, ... in the order they are scored, a whole group on the one thread: every
+    group of an even size has variance, whatever was sampled, unless its fate is to have none.
     """
 
     num_evaluation_prompts = 4
+    reward_threads = 1
 
     def __init__(self, *, notes: str, seed: int = 0) -> None:
         self._notes = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -1,14 +1,24 @@
 """Rewards away from the event loop, and what becomes of those that misbehave."""
 
 import asyncio
+import functools
 import math
+import re
 import threading
+import time
 
 import pytest
 
-from penstock.producers.rollout.rewards import RewardError, RewardScorer, reward_function
+from penstock.producers.rollout.rewards import (
+    REWARD_THREADS,
+    RewardError,
+    RewardScorer,
+    reward_function,
+    reward_threads,
+)
 from penstock.schemas.config import ConfigError, Plug
 from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import shown_traceback
 
 PROMPT = Prompt(text="1+1=", answer="2")
 
@@ -36,18 +46,113 @@ async def test_numbers_and_rewards_are_both_accepted_in_the_order_of_the_complet
     scorer.close()
 
 
-async def test_a_reward_runs_outside_the_event_loops_thread() -> None:
-    threads = []
-    scorer = RewardScorer(lambda prompt, completion: threads.append(threading.current_thread()) or 0.0)
-    await scorer.score(PROMPT, ["a", "b"])
-    assert len(set(threads)) == 1 and threads[0] is not threading.current_thread()
+async def test_rewards_run_side_by_side_outside_the_event_loops_thread() -> None:
+    together = threading.Barrier(REWARD_THREADS)  # nobody passes before all of them are inside
+    threads = set()
+
+    def reward(prompt: Prompt, completion: str) -> float:
+        together.wait()
+        threads.add(threading.current_thread())
+        return float(completion)
+
+    scorer = RewardScorer(reward)
+    groups = [[str(8 * group + n) for n in range(8)] for group in range(REWARD_THREADS // 8)]
+    scored = await asyncio.gather(*(scorer.score(PROMPT, group) for group in groups))
+    assert [[reward.value for reward in group] for group in scored] == [[float(c) for c in group] for group in groups]
+    assert len(threads) == REWARD_THREADS and threading.current_thread() not in threads
     scorer.close()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-async def test_a_reward_that_is_not_finite_is_an_error_that_shows_the_completion(value: float) -> None:
+class OneAtATime:
+    """Not thread-safe, and says so."""
+
+    reward_threads = 1
+
+    def __init__(self) -> None:
+        self.inside = self.most = 0
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.001)
+        self.inside -= 1
+        return 1.0
+
+
+async def test_an_environment_that_is_not_thread_safe_is_never_called_twice_at_a_time() -> None:
+    environment = OneAtATime()
+    scorer = RewardScorer(environment.reward)
+    await asyncio.gather(*(scorer.score(PROMPT, ["a"] * 4) for _ in range(4)))
+    assert environment.most == 1
+    scorer.close()
+
+
+def test_the_number_of_threads_is_the_environments_the_functions_or_the_default() -> None:
+    def judged(prompt: Prompt, completion: str, *, scale: float) -> float:
+        return scale
+
+    judged.reward_threads = 64  # type: ignore[attr-defined]
+    assert reward_threads(OneAtATime().reward) == 1
+    assert reward_threads(functools.partial(judged, scale=2.0)) == 64
+    assert reward_threads(length_reward) == REWARD_THREADS
+    judged.reward_threads = 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="reward_threads = 0, expected a whole number from 1"):
+        reward_threads(judged)  # type: ignore[arg-type]
+
+
+async def test_coroutine_rewards_are_awaited_side_by_side_on_the_event_loop() -> None:
+    together = asyncio.Barrier(4)
+
+    class Judge:
+        async def __call__(self, prompt: Prompt, completion: str) -> float:
+            await together.wait()
+            return float(completion)
+
+    async def reward(prompt: Prompt, completion: str, *, scale: float) -> Reward:
+        await together.wait()
+        return Reward(value=scale * float(completion))
+
+    for function, scale in ((Judge(), 1.0), (functools.partial(reward, scale=2.0), 2.0)):
+        scorer = RewardScorer(function)
+        scored = await scorer.score(PROMPT, ["1", "2", "3", "4"])
+        assert [reward.value for reward in scored] == [scale * n for n in (1, 2, 3, 4)]
+        scorer.close()
+
+
+async def test_a_coroutine_reward_that_raises_ends_its_siblings_and_shows_its_completion() -> None:
+    ended = []
+
+    async def reward(prompt: Prompt, completion: str) -> float:
+        try:
+            await asyncio.sleep(0 if completion == "bad" else 60)
+            raise ZeroDivisionError("no")
+        finally:
+            ended.append(completion)
+
+    scorer = RewardScorer(reward)
+    with pytest.raises(RewardError, match="ZeroDivisionError: no") as raised:
+        await scorer.score(PROMPT, ["slow", "bad"])
+    assert "while scoring the completion 'bad'" in shown_traceback(raised.value.__cause__)
+    assert sorted(ended) == ["bad", "slow"]
+    scorer.close()
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
+    async def late() -> float:
+        return 1.0
+
+    scorer = RewardScorer(lambda prompt, completion: late())
+    with pytest.raises(RewardError, match="a coroutine, which is awaited only if it is an `async def` itself"):
+        await scorer.score(PROMPT, ["x"])
+    scorer.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e10, None, "much", Reward(value=1.0, parts={"a": math.nan})])
+async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion(value: float) -> None:
     scorer = RewardScorer(lambda prompt, completion: value)
-    with pytest.raises(RewardError, match=f"{value} for completion 'x', expected a finite number"):
+    message = re.escape(repr(value)[:80]) + " for completion 'x', expected a finite number of at most 1e\\+09"
+    with pytest.raises(RewardError, match=message):
         await scorer.score(PROMPT, ["x"])
     scorer.close()
 
@@ -63,7 +168,8 @@ async def test_a_reward_that_raises_names_its_error_and_the_scorer_lives_on() ->
     scorer.close()
 
 
-async def test_a_reward_that_never_returns_holds_up_its_own_group_only() -> None:
+@pytest.mark.parametrize("threads", [1, 2, None])
+async def test_a_reward_that_never_returns_holds_up_its_own_group_only(threads) -> None:
     release = threading.Event()
 
     def reward(prompt: Prompt, completion: str) -> float:
@@ -71,8 +177,10 @@ async def test_a_reward_that_never_returns_holds_up_its_own_group_only() -> None
             release.wait()
         return 1.0
 
+    if threads is not None:
+        reward.reward_threads = threads  # type: ignore[attr-defined]
     scorer = RewardScorer(reward)
-    stuck = asyncio.create_task(scorer.score(PROMPT, ["stuck"]))
+    stuck = asyncio.create_task(scorer.score(PROMPT, ["stuck"] * 3))
     waiting = asyncio.create_task(scorer.score(PROMPT, ["waiting"]))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
