@@ -205,7 +205,16 @@ def _assemble(
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
     recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of) if keeps_record else None
-    sync_record = (lambda: None) if recorder is None else recorder.sync
+
+    def sync_record() -> None:
+        if recorder is None:
+            return
+        if intake.died:
+            recorder.add_dead(intake.died, progress.num_taken, progress.num_batches, lag_of.current)
+            progress.num_taken += 1
+            intake.died.clear()
+        recorder.sync()
+
     run_log = RunLog(config, folder, metrics, ledger, progress)
     return Trainer(
         config=config,

@@ -41,7 +41,7 @@ class Producer:
     | room in the in-flight table           | `writer`: an append                    |
     | a prompt                              | `claims`: the trainer's release        |
     | weights fresh enough for that prompt  | `weights`                              |
-    | completions, then rewards             | the engine; the reward's thread        |
+    | completions, then rewards             | the engine; the reward                 |
 
     A clean stop, after `stop` is set:
 
@@ -88,7 +88,7 @@ class Producer:
         self._episodes = Episodes(
             context, environment=environment, tokenizer=tokenizer, engine=engine, scorer=self._scorer
         )
-        self.writer = Writer(connection, keys, self.table, context.metrics)
+        self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
         self._run_is_finished = False
@@ -240,8 +240,7 @@ class Producer:
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others
-            log.exception("%s failed", claim)
-            self.writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}"))
+            self.writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}", error))
 
     def _on_finished(self) -> None:
         if not self._run_is_finished:

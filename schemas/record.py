@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.schemas.rollout import RolloutGroup, Segment, decode_group, one_line, unpack_floats
+from penstock.schemas.rollout import RecordError, RolloutGroup, Segment, decode_group, one_line, unpack_floats
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -119,7 +119,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
         a group without a scored token.
     ess_fraction: effective sample size over its scored tokens, of exp(proximal - behavior) before truncation.
     max_weight: the largest importance weight applied. Both are None without a scored token and if they are not finite.
-    rewards, advantages, finish_reasons, num_sampled_tokens: by rollout; the finish reason is its last segment's.
+    rewards, advantages, finish_reasons, num_sampled_tokens: by rollout; the finish reason is its last segment's. No
+        rewards of a group that died before it was scored.
     """
 
     index: int
@@ -167,7 +168,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: the trainer's when it took the batch: lags are counted from there.
     skipped_reason: why no optimizer step was taken; None if one was.
     counts: whether it made an update. Of a batch that failed as a whole only the dead groups are recorded; the others
-        were taken again later.
+        were taken again later. Groups that died before the trainer could take them are a batch of their own.
     metrics: every number of the step's report, such as `loss`, by its name in updates.jsonl; NaN if it was not finite.
     groups: in the order in which they were trained.
     """
@@ -185,14 +186,31 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedGroup(NamedTuple):
-    """payload: the group as it crosses the wire (`penstock.schemas.rollout.encode_group`)."""
+    """payload: the group as it crosses the wire (`penstock.schemas.rollout.encode_group`); of a dead one as far as it
+    came, empty for one that had no prompt yet or cannot be read."""
 
     payload: bytes
     findings: Findings
 
     def decode(self) -> RolloutGroup:
         """The group itself. Raises `penstock.schemas.rollout.RecordError` if it breaks the contract."""
-        return decode_group(self.payload)
+        return decode_group(self.payload, dead=True)
+
+
+def dead_group(index: int, reason: str, producer: str, payload: bytes) -> tuple[GroupEntry, RecordedGroup]:
+    """A group that a producer gave up or that the trainer refused: `dead`, its tokens without findings."""
+    try:
+        group = decode_group(payload, dead=True)
+    except RecordError:
+        entry = GroupEntry(index=index, outcome="dead", reason=reason, producer_id=producer)
+        return entry, RecordedGroup(b"", ())
+    unknown = tuple(
+        tuple(SegmentFindings((-1,) * len(segment.version_spans)) for segment in rollout.segments)
+        for rollout in group.rollouts
+    )
+    entry = group_entry(msgspec.structs.replace(group, index=index), unknown, "dead", reason=reason)
+    is_scored = all(math.isfinite(reward) for reward in entry.rewards)
+    return (entry if is_scored else msgspec.structs.replace(entry, rewards=())), RecordedGroup(payload, unknown)
 
 
 class SampledToken(NamedTuple):

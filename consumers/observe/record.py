@@ -17,6 +17,7 @@ from penstock.consumers.learning.lag import KnownLags, LagTable, known_lags, spa
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.observe.record_files import RecordFiles
+from penstock.consumers.stream.reader import Refused
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.model_digest import model_digest
@@ -28,12 +29,15 @@ from penstock.schemas.record import (
     RecordedGroup,
     RecordHeader,
     SegmentFindings,
+    dead_group,
     encode_batch,
     group_entry,
 )
 from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_line, unpack_floats
 
 log = logging.getLogger(__name__)
+
+DIED_BEFORE = "its groups died before they could be trained"
 
 
 class Taken(NamedTuple):
@@ -93,6 +97,22 @@ class RolloutRecorder:
         self._wait()
         lag_of = LagTable(taken.lag_of.current, taken.lag_of.forks, taken.lag_of.announced)  # as it is now
         self._writing = self._thread.submit(self._append, taken._replace(lag_of=lag_of))
+
+    def add_dead(self, dead: Sequence[Refused], position: int, num_batches: int, policy_version: int) -> None:
+        """Records groups that no batch was made of; `position` and `num_batches` as in `Taken`. Raises as `add`."""
+        self._wait()
+        found = [dead_group(each.index or 0, each.reason, each.producer, each.payload) for each in dead]
+        head = BatchHead(
+            position=position,
+            update=num_batches,
+            policy_version=policy_version,
+            counts=False,
+            time_s=time(),
+            skipped_reason=DIED_BEFORE,
+            groups=tuple(entry for entry, _ in found),
+        )
+        batch = encode_batch(head, [recorded for _, recorded in found])
+        self._writing = self._thread.submit(self._files.append, batch)
 
     def sync(self) -> None:
         """Returns once everything is on the disk. Raises OSError if it cannot be written, RunFailedError as `add`."""

@@ -3,5 +3,6 @@
 The trainer uses `intake.Intake`, `evaluation.Evaluator`, `commits.Commits`, `recovery.Recovery` and
 `leadership.Leadership`, around one `ledger.Ledger` and one `progress.RunProgress`. Every write is a script in
 `scripts`, every command goes through `connection`. `settlement` settles indexes and ends a run in which too many groups
-die, `commit_schedule` says when a checkpoint is due. `checkpoints` is read by replay and parity as well.
+die; what `reader` refused goes into the record. `commit_schedule` says when a checkpoint is due. `checkpoints` is read
+by replay and parity as well.
 """

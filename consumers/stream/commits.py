@@ -50,11 +50,11 @@ class Commits:
         """
         began_s = time.monotonic()
         leadership, reader, checkpoints = self._leadership, self._intake.reader, self._leadership.checkpoints
-        state = self._state()
         try:
             self._sync_record()
         except (OSError, RunFailedError) as error:
             raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
+        state = self._state()
         name = checkpoints.write(self._learner, state)
         keep_rollouts, keep_results = reader.first_unsettled(), self._evaluator.first_needed()
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the

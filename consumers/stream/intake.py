@@ -8,7 +8,7 @@ from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
-from penstock.consumers.stream.reader import Reader
+from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import RunConfig
@@ -34,6 +34,9 @@ class Intake:
         self.ledger = ledger
         self.lag_of = lag_of
         self.reader = Reader(connection, keys, ledger, config.group_size, check)
+        self.died: list[Refused] = []
+        """Groups that died before they could be trained, for the record, if the run keeps one."""
+        self._keeps_record = config.record
         self._lag_bound = config.lag_bound
         self._progress = progress
         self._settlement = Settlement(
@@ -68,7 +71,7 @@ class Intake:
         Raises:
             RunFailedError: see `Settlement.settle_refused`.
         """
-        self._settlement.settle_refused(self.reader.take_refused())
+        self._settle_refused()
         if self.num_ready >= num_groups:
             self._postpone_stale()
         self.release()
@@ -105,11 +108,17 @@ class Intake:
     def reconcile(self) -> None:
         """Releases again what is in the ledger and was lost in Redis, then what the credit allows."""
         self._releaser.reconcile(self.reader, self.lag_of)
-        self._settlement.settle_refused(self.reader.take_refused())
+        self._settle_refused()
         self.release()
 
     def num_open_prompts(self) -> int:
         return self._releaser.num_open_prompts()
+
+    def _settle_refused(self) -> None:
+        refused = self.reader.take_refused()
+        if self._keeps_record:
+            self.died += [record for record in refused if record.index is not None]
+        self._settlement.settle_refused(refused)
 
     def _postpone_stale(self) -> None:
         """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""

@@ -12,6 +12,7 @@ from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
+    MAX_TRACEBACK_CHARACTERS,
     RecordError,
     RolloutGroup,
     decode_group,
@@ -40,8 +41,8 @@ class ReadyGroup(NamedTuple):
 class Refused:
     """A record that cannot be trained on. `index` is None if it cannot be read.
 
-    It becomes a dead letter, which is kept for good: `reason` is one line (`one_line`), `payload` has at most
-    `MAX_ENTRY_BYTES`; the reason says if it was cut.
+    It becomes a dead letter, which is kept for good: `reason` and `producer` are one line (`one_line`), `payload` has
+    at most `MAX_ENTRY_BYTES` (the reason says if it was cut), `traceback` `MAX_TRACEBACK_CHARACTERS`.
     """
 
     index: int | None
@@ -50,6 +51,9 @@ class Refused:
     entry_id: bytes = b""
     num_received: int = 0
     """Good groups that were read before it."""
+    producer: str = ""
+    traceback: str = ""
+    """Of the error that the producer gave it up for."""
 
 
 class Reader:
@@ -146,8 +150,10 @@ class Reader:
             self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
         if fields.get(Field.KIND) == Kind.DEAD:
-            reason = fields.get(Field.REASON, b"unknown").decode(errors="replace")
-            self._refuse(Refused(index, reason, payload, entry_id))
+            names = {Field.REASON: b"unknown", Field.PRODUCER: b"", Field.TRACEBACK: b""}
+            reason, producer, trace = (fields.get(*each).decode(errors="replace") for each in names.items())
+            trace = trace[-MAX_TRACEBACK_CHARACTERS:]
+            self._refuse(Refused(index, reason, payload, entry_id, producer=one_line(producer), traceback=trace))
             return
         try:
             self.ready[index] = ReadyGroup(entry_id, self._decode(payload, index, lag_of))

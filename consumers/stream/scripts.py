@@ -155,7 +155,8 @@ return added
 """
 )
 
-# ARGV: epoch, index or '', reason, payload, rollout entry or ''. A letter repeated after a lost reply is the newest.
+# ARGV: epoch, index or '', reason, payload, rollout entry or '', producer or '', traceback or ''.
+# A letter repeated after a lost reply is the newest.
 _DEAD_LETTER = (
     _FENCE
     + """
@@ -163,6 +164,9 @@ if ARGV[2] ~= '' and redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then return 0 
 local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 if ARGV[5] ~= '' and newest and newest[2][8] == ARGV[5] then return 0 end
 local fields = {'index', ARGV[2], 'reason', ARGV[3], 'payload', ARGV[4], 'entry', ARGV[5]}
+for i, name in ipairs({'producer', 'traceback'}) do
+  if ARGV[5 + i] ~= '' then table.insert(fields, name); table.insert(fields, ARGV[5 + i]) end
+end
 local id = redis.call('XADD', KEYS[2], '*', unpack(fields))
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], id) end
 return 1
@@ -277,9 +281,19 @@ class Scripts:
         keys = [self._keys.commit, self._keys.evaluations]
         return self._run("evaluate", keys, epoch, num_prompts, *sorted(versions))
 
-    def dead_letter(self, epoch: int, index: int | None, reason: str, payload: bytes, entry_id: bytes = b"") -> None:
+    def dead_letter(
+        self,
+        epoch: int,
+        index: int | None,
+        reason: str,
+        payload: bytes,
+        entry_id: bytes = b"",
+        producer: str = "",
+        traceback: str = "",
+    ) -> None:
         keys = [self._keys.commit, self._keys.dead, self._keys.dead_index]
-        self._run("dead_letter", keys, epoch, "" if index is None else index, reason, payload, entry_id)
+        name = "" if index is None else index
+        self._run("dead_letter", keys, epoch, name, reason, payload, entry_id, producer, traceback)
 
     def commit(self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes) -> int:
         """Points the run at `checkpoint` and trims the streams up to it; returns the rollout entries trimmed."""

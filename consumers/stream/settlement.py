@@ -11,7 +11,7 @@ from penstock.schemas.rollout import RolloutGroup, encode_group
 
 log = logging.getLogger(__name__)
 
-SendLetter = Callable[[int | None, str, bytes, bytes], None]
+SendLetter = Callable[[int | None, str, bytes, bytes, str, str], None]
 
 MAX_FAILED_STEPS_IN_A_ROW = 8
 MOST_SHOWN = 8
@@ -25,7 +25,8 @@ class RunFailedError(RuntimeError):
 class Settlement:
     """Settles groups in the ledger. A dead letter goes first: a crash in between repeats it, which changes nothing.
 
-    send_letter: (index or None, reason, payload, id of the rollout entry), onto the dead-letter stream.
+    send_letter: (index or None, reason, payload, id of the rollout entry, producer, traceback), onto the dead-letter
+        stream.
     """
 
     def __init__(self, ledger: Ledger, max_dead_in_a_row: int, send_letter: SendLetter) -> None:
@@ -46,7 +47,7 @@ class Settlement:
         for reason in sorted(set(reasons.values())):
             log.error("%s: groups %s are dead", reason, [index for index in groups if reasons[index] == reason])
         for index, ready in groups.items():
-            self._send_letter(index, reasons[index], encode_group(ready.group), ready.entry_id)
+            self._send_letter(index, reasons[index], encode_group(ready.group), ready.entry_id, "", "")
             self._ledger.settle(index, "dead", reasons[index])
 
     def count_step(self, failure: str | None) -> None:
@@ -76,7 +77,9 @@ class Settlement:
                 self._num_received = record.num_received
                 self._dead_in_a_row = 0
             log.warning("group %s is dead: %s", record.index, record.reason)
-            self._send_letter(record.index, record.reason, record.payload, record.entry_id)
+            self._send_letter(
+                record.index, record.reason, record.payload, record.entry_id, record.producer, record.traceback
+            )
             if record.index is None:
                 continue
             self._ledger.settle(record.index, "dead", record.reason)

@@ -107,7 +107,8 @@ def _missing(looked: Looked) -> list[str]:
     if all(scored):
         return []
     which = "no token" if not any(scored) else f"{scored.count(False)} of {len(scored)} segments not"
-    why = "its rewards do not differ" if looked.row.outcome == "skipped" else "every token lies past the lag bound"
+    whys = {"skipped": "its rewards do not differ", "dead": "it died before"}
+    why = whys.get(looked.row.outcome, "every token lies past the lag bound")
     return [f"proximal logprobs and weights: {which} scored ({why})"]
 
 

@@ -89,6 +89,8 @@ class RecordSource:
             raise KeyError(key)
         recorded = self._record.group(GroupAt(at, head, place))
         row = self._known[epoch, position][place]
+        if not recorded.payload:
+            return Looked(row, None, (), head, "", f"dead: {row.entry.reason}")
         remark = f"lags are counted from policy {head.policy_version}, the trainer's when it took the batch"
         try:
             return Looked(row, recorded.decode(), recorded.findings, head, remark)

@@ -8,7 +8,7 @@ from penstock.deploy.inspector.rows import InspectedRow
 from penstock.deploy.inspector.sources import Looked
 from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.schemas.keys import Commit, Field, Keys, Kind, number_in
-from penstock.schemas.record import Findings, GroupEntry, SegmentFindings, group_entry
+from penstock.schemas.record import Findings, GroupEntry, SegmentFindings, dead_group, group_entry
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, one_line
 
 _ENTRIES_PER_READ = 32
@@ -65,10 +65,10 @@ class StreamSource:
         row, payload, commit = self._kept[key]
         version = _current(commit)
         remark = f"lags are counted from policy {version}, the newest when this page read the group"
-        if row.outcome == "dead":
+        if row.outcome == "dead" and not payload:
             return Looked(row, None, (), None, remark, f"dead: {row.entry.reason}")
         try:
-            group = decode_group(payload)
+            group = decode_group(payload, dead=row.outcome == "dead")
         except RecordError as error:
             return Looked(row, None, (), None, remark, str(error))
         return Looked(row, group, _findings(group, commit), None, remark)
@@ -91,7 +91,8 @@ class StreamSource:
         index = number_in(fields.get(Field.INDEX)) or 0
         if fields.get(Field.KIND) == Kind.DEAD:
             reason = one_line(fields.get(Field.REASON, b"unknown").decode(errors="replace"))
-            entry, outcome = GroupEntry(index=index, outcome="dead", reason=reason), "dead"
+            producer = one_line(fields.get(Field.PRODUCER, b"").decode(errors="replace"))
+            (entry, (payload, _)), outcome = dead_group(index, reason, producer, payload), "dead"
         else:
             try:
                 group = decode_group(payload)

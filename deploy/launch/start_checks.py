@@ -15,11 +15,13 @@ from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
 from penstock.producers.interfaces import EngineError, Environment
+from penstock.producers.rollout.episode import pose
+from penstock.producers.rollout.rewards import reward_function, reward_threads
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
-from penstock.schemas.process.plugins import construct, resolve
+from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import configured_url, place_of
-from penstock.schemas.rollout import MAX_ENTRY_BYTES
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SAMPLED_TOKEN = 8.1
@@ -47,9 +49,22 @@ def check(config: RunConfig) -> Checked:
     warnings = check_sinks(config.metrics)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
-    if config.reward is not None and not callable(resolve(config.reward, "reward")):
-        raise ConfigError(f"reward.path = {config.reward.path!r}: expected a function (prompt, completion) -> float")
+    _check_prompts(config, environment)
+    reward_threads(reward_function(config, environment))
     return Checked(config, [*warnings, *_check_memory(config)])
+
+
+def _check_prompts(config: RunConfig, environment: Environment) -> None:
+    """Poses the first task of either kind."""
+    kinds = {"prompt": False} | ({"evaluation_prompt": True} if environment.num_evaluation_prompts else {})
+    for name, held_out in kinds.items():
+        try:
+            pose(environment, 1, held_out=held_out)
+        except Exception as error:  # the environment is the user's
+            raise ConfigError(
+                f"environment.path = {config.environment.path!r}: {name}(1): {type(error).__name__}: "
+                f"{one_line(str(error))}; `penstock try` shows where"
+            ) from error
 
 
 def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:

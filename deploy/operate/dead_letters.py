@@ -1,16 +1,20 @@
 """`penstock dead`: lists, shows and requeues dead letters."""
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import msgspec
 import redis
+from msgspec.structs import replace
 
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import LedgerState, UnreadableError, read_saved_ledger
+from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit, Field, number_in
-from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
+from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, decode_group, unpack_ids
 
 _LETTERS = 16
 """Letters read at once: each may hold a whole group."""
@@ -58,7 +62,10 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sibling(msgspec.Struct, frozen=True, kw_only=True):
-    reward: float
+    completion: str | None
+    """Its sampled tokens as text; None if the model's tokenizer cannot be loaded."""
+    reward: float | None
+    """None if it was never scored."""
     reward_parts: dict[str, float]
     num_tokens: int
     num_sampled_tokens: int
@@ -69,9 +76,14 @@ class Sibling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """A letter with its payload, as far as it can be read. problem: why the payload cannot be trained on."""
+    """A letter with its payload, as far as it can be read.
+
+    problem: why the payload cannot be read, or not be trained on. traceback: of the error of the user's code that it
+    died of; empty without one.
+    """
 
     letter: Letter
+    traceback: str = ""
     problem: str | None = None
     prompt: str | None = None
     answer: str | None = None
@@ -109,14 +121,17 @@ def show_letters(run: OpenRun, index: int) -> list[Content]:
     Raises:
         ConfigError: the index has none.
     """
-    state_of = _states(run)
+    state_of, decode = _states(run), _decoder(run)
     wanted = str(index).encode()
     found = [
-        _content(_letter(entry_id, fields, state_of), fields.get(Field.PAYLOAD, b""))
+        _content(_letter(entry_id, fields, state_of), fields, decode)
         for entry_id, fields in _entries(run, run.keys.dead)
         if fields.get(Field.INDEX) == wanted
     ]
-    found += [Content(letter=letter) for letter in _dead_rollouts(run) if letter.index == index]
+    for entry_id, fields in _entries(run, run.keys.dead_rollouts):
+        if fields.get(Field.INDEX) == wanted:
+            found.append(Content(letter=_rollout_letter(entry_id, fields), traceback=_text(fields, Field.TRACEBACK)))
+    found = list({content.letter.rollout or content.letter.entry_id: content for content in found}.values())
     found.sort(key=lambda content: content.letter.time_s)
     if not found:
         raise ConfigError(
@@ -239,7 +254,7 @@ def _letter(entry_id: str, fields: dict[bytes, bytes], state_of: Callable[[int |
         reason=_text(fields, Field.REASON),
         time_s=_time_s(entry_id),
         state=state_of(index, entry_id),
-        producer=_producer(payload),
+        producer=_text(fields, Field.PRODUCER) or _producer(payload),
         payload_bytes=len(payload),
     )
 
@@ -277,34 +292,59 @@ def _producer(payload: bytes) -> str | None:
         return None
 
 
-def _content(letter: Letter, payload: bytes) -> Content:
+Decode = Callable[[bytes], str | None]
+"""Text of token ids (packed)."""
+
+
+def _decoder(run: OpenRun) -> Decode:
+    """Makes a function that loads the model's tokenizer when it is called first."""
+
+    @functools.cache
+    def tokenizer() -> Any:
+        try:
+            return load_tokenizer(run.config) if run.config is not None else None
+        except ConfigError:
+            return None
+
+    return lambda ids: tokenizer().decode(unpack_ids(ids)) if tokenizer() is not None else None
+
+
+def _content(letter: Letter, fields: dict[bytes, bytes], decode: Decode) -> Content:
+    payload = fields.get(Field.PAYLOAD, b"")
+    content = Content(letter=letter, traceback=_text(fields, Field.TRACEBACK))
     if not payload:
-        return Content(letter=letter)
+        return content
     problem = None
     try:
-        group = decode_group(payload)
+        group = decode_group(payload, dead=True)
     except RecordError as error:
         problem = str(error)
         try:
             group = msgspec.msgpack.decode(payload, type=RolloutGroup)
         except (ValueError, RecursionError):
-            return Content(letter=letter, problem=problem, hex_preview=payload[:_PREVIEW_BYTES].hex(" ", 4))
+            return replace(content, problem=problem, hex_preview=payload[:_PREVIEW_BYTES].hex(" ", 4))
     prompt = group.prompt
     turns = "\n".join(f"{message.role}: {message.content}" for message in prompt.messages or ())
-    return Content(
-        letter=letter,
+    return replace(
+        content,
         problem=problem,
         prompt=prompt.text if prompt.text is not None else turns,
         answer=prompt.answer,
-        siblings=tuple(
-            Sibling(
-                reward=rollout.reward.value,
-                reward_parts=rollout.reward.parts,
-                num_tokens=sum(segment.num_tokens for segment in rollout.segments),
-                num_sampled_tokens=rollout.num_sampled_tokens,
-                versions=tuple(sorted({span.version for part in rollout.segments for span in part.version_spans})),
-                finish_reasons=tuple(segment.finish_reason for segment in rollout.segments),
-            )
-            for rollout in group.rollouts
-        ),
+        siblings=tuple(_sibling(rollout, decode if problem is None else None) for rollout in group.rollouts),
+    )
+
+
+def _sibling(rollout: Rollout, decode: Decode | None) -> Sibling:
+    said: list[str | None] = []
+    if decode is not None:
+        for segment in rollout.segments:
+            said += [decode(segment.token_ids[4 * start : 4 * end]) for start, end in segment.loss_mask]
+    return Sibling(
+        completion="\n".join(each for each in said if each is not None) if None not in said else None,
+        reward=rollout.reward.value if math.isfinite(rollout.reward.value) else None,
+        reward_parts=rollout.reward.parts,
+        num_tokens=sum(segment.num_tokens for segment in rollout.segments),
+        num_sampled_tokens=rollout.num_sampled_tokens,
+        versions=tuple(sorted({span.version for part in rollout.segments for span in part.version_spans})),
+        finish_reasons=tuple(segment.finish_reason for segment in rollout.segments),
     )

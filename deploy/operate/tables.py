@@ -153,20 +153,26 @@ def _print_content(content: Content, console: Console) -> None:
     if content.letter.rollout is not None:
         _say(console, f"rollout  {safe(content.letter.rollout)}")
     _say(console, f"reason   {reason}")
+    _say_block(console, "raised", content.traceback)
     if content.problem is not None:
         _say(console, f"payload  {safe(content.problem)}")
     if content.hex_preview is not None:
         _say(console, f"begins   {content.hex_preview}")
     if content.siblings is None:
         return
-    _say(console, f"prompt   {safe(content.prompt or '')}")
-    _say(console, f"answer   {safe(content.answer or '')}")
+    _say_block(console, "prompt", content.prompt or "")
+    _say_block(console, "answer", content.answer or "")
+    for number, sibling in enumerate(content.siblings):
+        _say_block(console, f"says {number}", sibling.completion or "")
+    if not content.siblings:
+        return
     table = _bare_table("sibling", "reward", "parts", "tokens", "sampled", "policies", "finish")
     for number, sibling in enumerate(content.siblings):
         parts = ", ".join(f"{name} {value:g}" for name, value in sibling.reward_parts.items())
         policies, finish = ", ".join(map(str, sibling.versions)), ", ".join(sibling.finish_reasons)
         counts = (f"{sibling.num_tokens:,}", f"{sibling.num_sampled_tokens:,}")
-        table.add_row(str(number), f"{sibling.reward:g}", escape(safe(parts)), *counts, policies, finish)
+        reward = "none" if sibling.reward is None else f"{sibling.reward:g}"
+        table.add_row(str(number), reward, escape(safe(parts)), *counts, policies, finish)
     console.print(table)
 
 
@@ -240,6 +246,12 @@ def _bare_table(*columns: str, show_header: bool = True) -> Table:
 
 def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_block(console: Console, label: str, text: str) -> None:
+    """Says a text of several lines; nothing if it is empty."""
+    for number, line in enumerate(text.expandtabs(4).splitlines()):
+        _say(console, f"{'' if number else label:8} {safe(line)}")
 
 
 def safe(text: str) -> str:

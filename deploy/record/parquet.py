@@ -1,5 +1,6 @@
 """The record as a table: a row per segment of a rollout, its tokens in list columns."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def _rows(record: Record, at: BatchAt) -> Iterator[dict[str, Any]]:
         "time_s": head.time_s,
     }
     for place, recorded in enumerate(groups):
+        if not recorded.payload:
+            continue
         try:
             yield from (fields | row for row in _rows_of_group(GroupAt(at, head, place), recorded))
         except RecordError as error:
@@ -96,7 +99,11 @@ def _rows_of_group(at: GroupAt, recorded: RecordedGroup) -> Iterator[dict[str, A
     }
     for r, (rollout, found) in enumerate(zip(group.rollouts, recorded.findings, strict=True)):
         reward = rollout.reward
-        parts = {"reward": reward.value, "reward_parts": list(reward.parts.items()), "advantage": entry.advantages[r]}
+        parts = {
+            "reward": reward.value if math.isfinite(reward.value) else None,
+            "reward_parts": list(reward.parts.items()),
+            "advantage": entry.advantages[r] if entry.advantages else None,
+        }
         for s, (segment, findings) in enumerate(zip(rollout.segments, found, strict=True)):
             tokens = sampled_tokens(segment, findings)
             is_scored = bool(findings.kept)

@@ -10,6 +10,7 @@ import msgspec
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import Environment
+from penstock.producers.rollout.episode import pose
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
@@ -217,10 +218,10 @@ class Agents:
             self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
             return
         try:
-            prompt = self._environment.prompt(claim.index)
+            prompt = pose(self._environment, claim.index)
             rollout_bytes = self._rollout_bytes(prompt)
         except Exception as error:  # the environment is the user's
-            self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}"))
+            self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}", error))
             return
         self._groups.append(
             AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
@@ -233,16 +234,15 @@ class Agents:
         Raises:
             Exception: a prompt that the entry cannot hold, before an agent works on it.
         """
-        data = msgspec.msgpack.encode(prompt)
-        msgspec.msgpack.decode(data, type=Prompt)
-        left = MAX_ENTRY_BYTES - GROUP_BYTES - len(data)
+        num_bytes = len(msgspec.msgpack.encode(prompt))
+        left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
         if left < self._group_size:
-            raise ValueError(f"{len(data):,} bytes encoded, which leave no room for rollouts in a stream entry")
+            raise ValueError(f"{num_bytes:,} bytes encoded, which leave no room for rollouts in a stream entry")
         return left // self._group_size
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
         """Ends a rollout without a reward. complete: whether this may complete its group."""
-        log.warning("rollout %s of %s: %s", rollout.id, rollout.group.claim, reason)
+        log.warning("rollout %s of %s: %s", rollout.id, rollout.group.claim, reason, exc_info=rollout.error)
         self._metrics.agent_tokens.inc(rollout.ledger.num_sampled)
         rollout.die(reason)
         self._end(rollout, complete=complete)
@@ -255,7 +255,7 @@ class Agents:
             self._ended.popitem(last=False)
         self._metrics.agent_rollouts.labels("dead" if rollout.reason else "finished").inc()
         if rollout.reason:
-            self._writer.put_letter(rollout.group.claim, DeadRollout(rollout.id, self._producer_id, rollout.reason))
+            self._writer.put_letter(rollout.group.claim, DeadRollout(rollout.id, rollout.reason, rollout.error))
         self._metrics.agent_rollouts_open.set(len(self._open))
         if complete and rollout.group.is_complete:
             self._hand_over(rollout.group)
@@ -275,8 +275,7 @@ class Agents:
             if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
                 self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
-            log.exception("%s failed", group.claim)
-            self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}"))
+            self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}", error))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
             self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)

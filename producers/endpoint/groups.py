@@ -34,7 +34,7 @@ NO_RECORD = "invalid_record"
 class AgentRollout:
     """An agent's conversations about one task, from the opening to the end.
 
-    reason: why it died; empty while it is open and once it is finished.
+    reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
     segments: the trained segments, once it is finished.
     """
 
@@ -45,6 +45,7 @@ class AgentRollout:
     last_seen: float = field(default_factory=time.monotonic)
     reward: Reward | None = None
     reason: str = ""
+    error: BaseException | None = None
     segments: tuple[Segment, ...] = ()
 
     @property
@@ -141,10 +142,8 @@ class AgentGroup:
     def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
         """The group of the finished rollouts; dead without any."""
         finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
-        if not finished:
-            return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}")
         now = time.time()
-        return RolloutGroup(
+        group = RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
             rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
@@ -155,6 +154,9 @@ class AgentGroup:
             evaluation_id=self.claim.evaluation_id,
             missing=one_line(self.missing()),
         )
+        if finished:
+            return group
+        return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}", group=group)
 
 
 def rollout_id(producer_id: str) -> str:

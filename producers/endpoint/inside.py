@@ -1,7 +1,6 @@
 """Agents inside the producer: a conversing environment calls the model as an agent outside does."""
 
 import asyncio
-import math
 from typing import Any
 
 from penstock.producers.endpoint.agents import Agents
@@ -10,12 +9,14 @@ from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import ConversingEnvironment
+from penstock.producers.rollout.episode import pose
+from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD, EngineFingerprint, RolloutGroup, SamplingSettings, one_line
+from penstock.schemas.rollout import EngineFingerprint, RolloutGroup, SamplingSettings, one_line
 
 Json = dict[str, Any]
 
@@ -88,9 +89,9 @@ class InsideAgents:
             EngineError: the engine serves no longer.
         """
         try:
-            prompt = self._environment.evaluation_prompt(claim.index)
+            prompt = pose(self._environment, claim.index, held_out=True)
         except Exception as error:  # the environment is the user's
-            return Dead(f"prompt: {type(error).__name__}: {error}")
+            return Dead(f"prompt: {type(error).__name__}: {error}", error)
         group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
         rollout = group.open(self._producer_id)
         holding = asyncio.create_task(self._hold(rollout))
@@ -122,30 +123,19 @@ class InsideAgents:
         Raises:
             EngineError: the engine serves no longer, even if the environment caught the error.
         """
-        outcome: Reward | str
+        outcome: Reward | str = ""
         try:
             conversation = RolloutConversation(rollout, self._calls, self._sampling, ignore=self._ignore)
-            outcome = _checked(await self._environment.converse(rollout.group.prompt, conversation))
+            outcome = checked(await self._environment.converse(rollout.group.prompt, conversation), "a conversation")
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            outcome = _reason(error)  # the environment has cancelled something itself
+            rollout.error = error  # the environment has cancelled something itself
         except Exception as error:  # the environment is the user's, and one rollout never ends the others
-            outcome = _reason(error)
+            rollout.error = error
+        if rollout.error is not None:
+            outcome = one_line(f"environment: {type(rollout.error).__name__}: {rollout.error}")
         if self._calls.failed.done():
             self._calls.failed.result()
         return outcome
-
-
-def _reason(error: BaseException) -> str:
-    return one_line(f"environment: {type(error).__name__}: {error}")
-
-
-def _checked(reward: float | Reward) -> Reward:
-    found = reward if isinstance(reward, Reward) else Reward(value=float(reward))
-    if not abs(found.value) <= MAX_REWARD or not all(map(math.isfinite, found.parts.values())):
-        raise ValueError(f"reward {found}, expected finite numbers of at most {MAX_REWARD:g}")
-    if len(found.parts) > MAX_ITEMS:
-        raise ValueError(f"reward of {len(found.parts):,} parts, expected at most {MAX_ITEMS:,}")
-    return found

@@ -1,10 +1,13 @@
 """From one claim to a group: the prompt posed and tokenized, siblings sampled, decoded and scored."""
 
 import asyncio
-import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, Environment
 from penstock.producers.rollout.rewards import RewardError, RewardScorer
@@ -16,6 +19,7 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
+    SamplingSettings,
     Segment,
     Timings,
     VersionSpan,
@@ -24,11 +28,7 @@ from penstock.schemas.rollout import (
     unpack_ids,
 )
 
-log = logging.getLogger(__name__)
-
-
-class PromptError(ValueError):
-    """The task cannot be given to the model."""
+UNSCORED = Reward(value=math.nan)
 
 
 class Episodes:
@@ -70,71 +70,67 @@ class Episodes:
             EngineError: the engine serves no longer.
         """
         claim.generating_since = time.monotonic()
+        evaluation = claim.evaluation_id is not None
+        group = None
         try:
             async with asyncio.timeout(self._deadline_s):
-                prompt, prompt_ids = self._pose(claim)
-                return await self._sample(claim, prompt, prompt_ids)
-        except PromptError as error:
-            return Dead(f"prompt: {error}")
+                try:
+                    prompt = pose(self._environment, claim.index, held_out=evaluation)
+                    group = RolloutGroup(
+                        index=0 if evaluation else claim.index,
+                        prompt=prompt,
+                        rollouts=(),
+                        producer_id=self._producer_id,
+                        fingerprint=self._engine.fingerprint,
+                        sampling=self._greedy if evaluation else self._sampling,
+                        timings=Timings(claimed_s=claim.claimed_s),
+                        evaluation_id=claim.evaluation_id,
+                    )
+                    prompt_ids = tokenize(self._tokenizer, prompt)
+                except Exception as error:  # the environment and the chat template are the user's
+                    return Dead(f"prompt: {type(error).__name__}: {error}", error, group)
+                num_tokens, room = len(prompt_ids), self._engine.max_model_len
+                if not 0 < num_tokens < room:
+                    expected = f"fewer than the model's context of {room}" if num_tokens else "at least one"
+                    return Dead(f"prompt: {num_tokens or 'no'} tokens, expected {expected}", None, group)
+                try:
+                    completions = await self._sample(claim, group.sampling, prompt_ids)
+                except EngineError:
+                    raise
+                except Exception as error:  # the engine refuses this request and serves on
+                    return Dead(f"engine: {type(error).__name__}: {error}", None, group)
+                generated_s, context = time.time(), pack_ids(prompt_ids)
+                group = replace(group, rollouts=tuple(rollout_of(context, one, UNSCORED) for one in completions))
+                for n, completion in enumerate(completions):
+                    if completion.finish_reason == "error":
+                        return Dead(f"engine: completion {n} finished with 'error'", None, group)
+                rewards = await self._scorer.score(prompt, self._decode(completions))
+                scored = zip(group.rollouts, rewards, strict=True)
+                return replace(
+                    group,
+                    rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in scored),
+                    timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=time.time()),
+                )
         except RewardError as error:
             self._metrics.reward_errors.inc()
-            return Dead(f"reward: {error}")
+            return Dead(f"reward: {error}", error.__cause__, group)
         except TimeoutError:
-            return Dead(f"deadline: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)")
+            reason = f"deadline: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)"
+            return Dead(reason, None, group)
         finally:
             claim.generating_since = None
 
-    def _pose(self, claim: Claim) -> tuple[Prompt, list[int]]:
-        try:
-            if claim.evaluation_id is None:
-                prompt = self._environment.prompt(claim.index)
-            else:
-                prompt = self._environment.evaluation_prompt(claim.index)
-            token_ids = tokenize(self._tokenizer, prompt)
-        except Exception as error:  # the environment and the chat template are the user's
-            raise PromptError(f"{type(error).__name__}: {error}") from error
-        if not token_ids:
-            raise PromptError("no tokens, expected at least one")
-        if len(token_ids) >= self._engine.max_model_len:
-            raise PromptError(
-                f"{len(token_ids)} tokens, expected fewer than the model's context of {self._engine.max_model_len}"
-            )
-        return prompt, token_ids
-
-    async def _sample(self, claim: Claim, prompt: Prompt, prompt_ids: list[int]) -> RolloutGroup | Dead:
-        evaluation = claim.evaluation_id is not None
-        sampling, num_siblings = (self._greedy, 1) if evaluation else (self._sampling, self._group_size)
+    async def _sample(self, claim: Claim, sampling: SamplingSettings, prompt_ids: list[int]) -> list[Completion]:
         # The number, because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
-        try:
-            seed = request_seed(self._config, claim.index, claim.attempt)
-            completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id, seed=seed)
-        except EngineError:
-            raise
-        except Exception as error:  # the engine refuses this request and serves on
-            return Dead(f"engine: {type(error).__name__}: {error}")
-        generated_s = time.time()
+        seed = request_seed(self._config, claim.index, claim.attempt)
+        num_siblings = self._group_size if claim.evaluation_id is None else 1
+        completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id, seed=seed)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
-        for n, completion in enumerate(completions):
-            if completion.finish_reason == "error":
-                return Dead(f"engine: completion {n} finished with 'error'")
-        rewards = await self._scorer.score(prompt, self._decode(completions))
-        context = pack_ids(prompt_ids)
-        return RolloutGroup(
-            index=0 if evaluation else claim.index,
-            prompt=prompt,
-            rollouts=tuple(
-                rollout_of(context, completion, reward) for completion, reward in zip(completions, rewards, strict=True)
-            ),
-            producer_id=self._producer_id,
-            fingerprint=self._engine.fingerprint,
-            sampling=sampling,
-            timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=time.time()),
-            evaluation_id=claim.evaluation_id,
-        )
+        return completions
 
     def _decode(self, completions: list[Completion]) -> list[str]:
         return self._tokenizer.batch_decode(
@@ -142,6 +138,20 @@ class Episodes:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
+
+
+def pose(environment: Environment, index: int, *, held_out: bool = False) -> Prompt:
+    """The environment's task `index`.
+
+    Raises:
+        TypeError, msgspec.ValidationError: it is no `Prompt`, or a field of it has another type.
+        Exception: whatever the environment raises.
+    """
+    name = "evaluation_prompt" if held_out else "prompt"
+    prompt = getattr(environment, name)(index)
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"{name}({index}) returned {repr(prompt)[:80]}, expected a Prompt")
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:

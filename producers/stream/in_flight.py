@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.schemas.rollout import RolloutGroup
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Claim:
@@ -33,17 +35,23 @@ class Claim:
 
 
 class Dead(NamedTuple):
-    """The outcome of a claim without a group, and the reason."""
+    """The outcome of a claim without a group, and the reason.
+
+    error: that a user's code raised, with its traceback.
+    group: as far as it came: it may lack rollouts, and their rewards are NaN.
+    """
 
     reason: str
+    error: BaseException | None = None
+    group: RolloutGroup | None = None
 
 
 class DeadRollout(NamedTuple):
-    """An agent's rollout that is missing from its group, and the reason."""
+    """An agent's rollout that is missing from its group, the reason, and the error of the user's code behind it."""
 
     id: str
-    producer_id: str
     reason: str
+    error: BaseException | None = None
 
 
 class InFlightTable:

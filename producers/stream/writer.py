@@ -1,16 +1,19 @@
 """Appends finished groups: the group onto its stream and its prompt off its own, in one MULTI."""
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.schemas.keys import DEAD_ROLLOUTS_KEPT, PRODUCERS_GROUP, Field, Keys, Kind
-from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, one_line
+from penstock.schemas.rollout import RecordError, RolloutGroup, encode_group, one_line, shown_traceback
 
 log = logging.getLogger(__name__)
 
@@ -22,18 +25,19 @@ APPENDS_AT_ONCE = 2
 
 
 class _Entry(NamedTuple):
+    """fields: names and values, one after the other."""
+
     claim: Claim
     kind: bytes
-    field: bytes
-    value: bytes
+    fields: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.fields))
 
 
-class _Letter(NamedTuple):
+class _Letter(_Entry):
     """The letter about an agent's rollout that died; its claim stays open."""
-
-    claim: Claim
-    rollout: DeadRollout
-    value: bytes
 
 
 class Writer:
@@ -41,13 +45,19 @@ class Writer:
     which bounds what waits while Redis is away or full."""
 
     def __init__(
-        self, connection: ProducerConnection, keys: Keys, table: InFlightTable, metrics: ProducerMetrics
+        self,
+        connection: ProducerConnection,
+        keys: Keys,
+        table: InFlightTable,
+        metrics: ProducerMetrics,
+        producer_id: str,
     ) -> None:
         self._connection = connection
         self._keys = keys
         self._table = table
         self._metrics = metrics
-        self._waiting: dict[int, _Entry | _Letter] = {}
+        self._producer_id = producer_id
+        self._waiting: dict[int, _Entry] = {}
         """Everything that Redis does not have yet, numbered in order of arrival."""
         self._unsent: deque[int] = deque()
         """The numbers of entries that no append has taken yet."""
@@ -62,24 +72,27 @@ class Writer:
         Returns whether it is appended as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
-                payload = encode_group(outcome)
+                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encode_group(outcome))))
+                return True
             except (RecordError, UnicodeEncodeError) as error:
-                outcome = Dead(f"record: {error}")
-        if isinstance(outcome, Dead):
-            # It may quote an environment's error, of any length and with any characters.
-            reason = one_line(outcome.reason)
-            log.error("%s is dead: %s", claim, reason)
-            entry = _Entry(claim, Kind.DEAD, Field.REASON, reason.encode())
-        else:
-            entry = _Entry(claim, Kind.GROUP, Field.PAYLOAD, payload)
-        self._put(entry)
-        return entry.kind == Kind.GROUP
+                outcome = Dead(f"record: {error}", group=outcome)
+        log.error("%s is dead: %s", claim, one_line(outcome.reason), exc_info=outcome.error)
+        came = () if outcome.group is None else (Field.PAYLOAD, _as_far_as_it_came(outcome.group))
+        self._put(_Entry(claim, Kind.DEAD, (*came, *self._why(outcome))))
+        return False
 
     def put_letter(self, claim: Claim, rollout: DeadRollout) -> None:
         """Takes an agent's rollout that is missing from its group."""
-        self._put(_Letter(claim, rollout, one_line(rollout.reason).encode()))
+        self._put(_Letter(claim, Kind.DEAD, (Field.ROLLOUT, rollout.id.encode(), *self._why(rollout))))
 
-    def _put(self, entry: "_Entry | _Letter") -> None:
+    def _why(self, dead: Dead | DeadRollout) -> tuple[bytes, ...]:
+        # Reason and traceback may quote an environment's error, of any length and with any characters.
+        texts = {Field.PRODUCER: self._producer_id, Field.REASON: one_line(dead.reason)}
+        if dead.error is not None:
+            texts[Field.TRACEBACK] = shown_traceback(dead.error)
+        return tuple(part for name, text in texts.items() for part in (name, text.encode(errors="backslashreplace")))
+
+    def _put(self, entry: _Entry) -> None:
         self._waiting[self._num_put] = entry
         self._unsent.append(self._num_put)
         self._num_put += 1
@@ -105,11 +118,11 @@ class Writer:
                 continue
             numbers = self._next_batch()
             batch = [self._waiting[number] for number in numbers]
-            num_bytes = sum(len(entry.value) for entry in batch)
+            num_bytes = sum(entry.num_bytes for entry in batch)
             await self._connection.retrying(partial(self._append, batch), num_bytes=num_bytes)
             for number in numbers:
                 entry = self._waiting.pop(number)
-                if isinstance(entry, _Entry):
+                if not isinstance(entry, _Letter):
                     self._settle(entry)
             if not self._waiting:
                 self._drained.set()
@@ -120,36 +133,31 @@ class Writer:
 
     def _next_batch(self) -> list[int]:
         batch = [self._unsent.popleft()]
-        size = len(self._waiting[batch[0]].value)
+        size = self._waiting[batch[0]].num_bytes
         while self._unsent and len(batch) < MAX_APPEND_GROUPS:
-            size += len(self._waiting[self._unsent[0]].value)
+            size += self._waiting[self._unsent[0]].num_bytes
             if size > MAX_APPEND_BYTES:
                 break
             batch.append(self._unsent.popleft())
         return batch
 
-    async def _append(self, batch: list[_Entry | _Letter]) -> None:
+    async def _append(self, batch: list[_Entry]) -> None:
         """One MULTI. EXEC does not roll back, so no command in it may be refused for its content: ids are automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
         by_stream: dict[str, list[bytes]] = {}
         for entry in batch:
+            claim, kind, fields = entry
             if isinstance(entry, _Letter):
-                fields: Any = {
-                    Field.INDEX: entry.claim.index,
-                    Field.ROLLOUT: entry.rollout.id,
-                    Field.PRODUCER: entry.rollout.producer_id,
-                    Field.REASON: entry.value,
-                }
-                pipeline.xadd(keys.dead_rollouts, fields, maxlen=DEAD_ROLLOUTS_KEPT, approximate=True)
+                kept = ("MAXLEN", "~", DEAD_ROLLOUTS_KEPT)
+                pipeline.execute_command("XADD", keys.dead_rollouts, *kept, "*", Field.INDEX, str(claim.index), *fields)
                 continue
-            claim, kind, field, value = entry
             by_stream.setdefault(claim.stream, []).append(claim.entry_id)
             if claim.evaluation_id is None:
                 target, name, subject = keys.rollouts, Field.INDEX, str(claim.index)
             else:
                 target, name, subject = keys.evaluation_results, Field.EVALUATION, claim.evaluation_id
-            pipeline.execute_command("XADD", target, "*", name, subject, Field.KIND, kind, field, value)
+            pipeline.execute_command("XADD", target, "*", name, subject, Field.KIND, kind, *fields)
         for stream, ids in by_stream.items():
             pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, *ids)
             pipeline.execute_command("XDEL", stream, *ids)
@@ -163,3 +171,11 @@ class Writer:
             self._metrics.evaluations_appended.inc()
         self._table.remove(entry.claim)
         self._metrics.in_flight.set(len(self._table))
+
+
+def _as_far_as_it_came(group: RolloutGroup) -> bytes:
+    """A group that died, encoded with its rollouts or else without; empty if neither fits a record."""
+    for found in (group, replace(group, rollouts=())):
+        with contextlib.suppress(RecordError, UnicodeEncodeError):
+            return encode_group(found, dead=True)
+    return b""

@@ -1,5 +1,6 @@
 """A producer without an engine, in a thread: claims prompts and appends groups at once."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -115,3 +116,14 @@ def group_fields(index: int, version: int, **changes) -> dict:
 
 def dead_fields(index: int, reason: str) -> dict:
     return {Field.INDEX: str(index), Field.KIND: Kind.DEAD, Field.REASON: reason}
+
+
+def unscored_fields(index: int, reason: str) -> dict:
+    """The fields of a rollout entry about a group whose reward raised."""
+    group = make_group(index, 0, rewards=(math.nan, math.nan))
+    came = {
+        Field.PAYLOAD: encode_group(group, dead=True),
+        Field.PRODUCER: "p1",
+        Field.TRACEBACK: "Traceback (most recent call last):\n  in reward\nKeyError: 'x'\n",
+    }
+    return dead_fields(index, reason) | came

@@ -4,8 +4,10 @@ import random
 from pathlib import Path
 
 import wire_examples
+from mini_producer import unscored_fields
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.schemas.config import RecordingConfig
+from penstock.schemas.keys import Field
 from penstock.schemas.record import (
     FOLDER,
     BatchHead,
@@ -14,6 +16,7 @@ from penstock.schemas.record import (
     RecordHeader,
     Rows,
     SegmentFindings,
+    dead_group,
     encode_batch,
 )
 from penstock.schemas.rollout import encode_group, pack_floats
@@ -81,3 +84,12 @@ def write_record(
     if close:
         files.close()
     return files
+
+
+def dead_batch(position: int) -> dict[str, Rows]:
+    """Two groups that died before they could be trained: one unscored, one without a prompt."""
+    payload = unscored_fields(301, "")[Field.PAYLOAD]
+    found = [dead_group(301, "reward: KeyError: 'x'", "p1", payload), dead_group(302, "prompt: boom", "p1", b"")]
+    entries, groups = zip(*found, strict=True)
+    head = BatchHead(position=position, update=1, policy_version=1, counts=False, groups=entries)
+    return encode_batch(head, groups)

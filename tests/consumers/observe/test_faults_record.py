@@ -8,10 +8,11 @@ import subprocess
 
 import pytest
 
-from mini_producer import group_fields
+from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.consumers.stream.checkpoints import Checkpoints
 from penstock.consumers.stream.settlement import MAX_FAILED_STEPS_IN_A_ROW, RunFailedError
+from penstock.schemas.keys import Field
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError
@@ -44,6 +45,8 @@ def assert_recorded_once(bench, client) -> Record:
     updates = [head.update for head in map(record.head, record.batches) if head.counts]
     assert updates == list(range(1, len(updates) + 1))
     for group in record.groups():
+        if group.entry.outcome == "dead":
+            continue
         whole = record.group(group)
         decoded = whole.decode()
         assert decoded.index == group.entry.index and encode_group(decoded) == whole.payload
@@ -318,3 +321,34 @@ def test_continued_without_record_after_a_rollback_what_was_undone_is_left_out(b
     record = Record(bench.folder)
     assert record.missing == [(4, 8)] and [at.position for at in record.batches] == [0, 1, 2, 3, 8, 9, 10, 11]
     assert recorded(record)[16:] == bench.saved_training(redis_client)[32:]
+
+
+def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_they_came(bench, redis_client):
+    dead = {
+        3: unscored_fields(3, "reward: KeyError: 'x'"),
+        9: dead_fields(9, "prompt: boom"),
+        10: group_fields(10, 0) | {Field.PAYLOAD: b"junk"},
+    }
+    bench.overrides = ["record=true"]
+    bench.producer(lambda index, version: dead.get(index) or group_fields(index, version))
+    trainer = bench.trainer()
+    assert trainer.run()
+    trainer.close()
+    record = assert_recorded_once(bench, redis_client)
+    found = {at.entry.index: at for at in record.groups() if at.entry.outcome == "dead"}
+    assert sorted(found) == [3, 9, 10] and not any(at.head.counts for at in found.values())
+    assert [found[index].entry.reason[:8] for index in (3, 9, 10)] == ["reward: ", "prompt: ", "poison: "]
+    assert (found[3].entry.producer_id, found[3].entry.rewards) == ("p1", ())
+    group = record.group(found[3]).decode()
+    assert group.prompt == make_group(3, 0).prompt and len(group.rollouts) == 2
+    assert [record.group(found[index]).payload for index in (9, 10)] == [b"", b""]
+
+
+def test_a_run_in_which_everything_died_has_it_all_in_its_record(bench):
+    bench.overrides = ["record=true", "trainer.max_dead_in_a_row=5"]
+    bench.producer(lambda index, version: unscored_fields(index, "reward: KeyError: 'x'"))
+    trainer = bench.trainer()
+    with pytest.raises(RunFailedError, match="died in a row"):
+        trainer.run()
+    trainer.close()
+    assert len(recorded(Record(bench.folder), outcome="dead")) == bench.ledger()["num_groups_dead"] >= 5

@@ -43,7 +43,7 @@ from inspected_run import (
     trainer_files,
     write_batch,
 )
-from mini_producer import dead_fields, group_fields, make_group
+from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.deploy import cli
 from penstock.deploy.inspector.catalogue import Catalogue
 from penstock.deploy.inspector.command import WITHOUT_RECORD, _texts
@@ -63,6 +63,7 @@ from penstock.schemas.record import GroupEntry, RecordReadError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import encode_group
 from real_server import RealServer
+from recorded_batches import dead_batch
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -549,6 +550,29 @@ def test_groups_on_the_stream_are_listed_with_versions_lags_and_what_is_missing(
     assert group["missing"] and "policy 12" in group["remark"]
     assert "dead: reward: x" in catalogue.group(rows[1]["key"])["problem"]
     assert [row["index"] for row in catalogue.page(RowQuery(lag_min=2))["rows"]] == [7]
+
+
+@pytest.mark.redis
+def test_a_dead_group_on_the_stream_is_shown_as_far_as_it_came(redis_client, keys):
+    redis_client.xadd(keys.rollouts, unscored_fields(8, "reward: KeyError: 'x'"))
+    catalogue = Catalogue("test", StreamSource(redis_client, keys), None)
+    (row,) = catalogue.page(RowQuery())["rows"]
+    assert (row["outcome"], row["rewards"], row["reason"]) == ("dead", (), "reward: KeyError: 'x'")
+    group = msgspec.json.decode(msgspec.json.encode(catalogue.group(row["key"])))  # as the page gets it
+    assert group["prompt"]["text"] and [rollout["reward"] for rollout in group["rollouts"]] == [None, None]
+    assert len(group["rollouts"][0]["segments"][0]["token_ids"]) == 6
+
+
+def test_a_group_that_died_before_it_was_scored_is_in_the_list_and_shown_as_far_as_it_came(tmp_path):
+    inspected_run(tmp_path, close=False).append(dead_batch(11))
+    catalogue = Catalogue(NAME, RecordSource(Record(tmp_path / NAME)), None)
+    unposed, unscored = catalogue.page(RowQuery(outcome="dead", size=2))["rows"]
+    assert (unposed["index"], unscored["index"]) == (302, 301)
+    assert catalogue.group(unposed["key"])["problem"] == "dead: prompt: boom"
+    group = msgspec.json.decode(msgspec.json.encode(catalogue.group(unscored["key"])))
+    assert [rollout["reward"] for rollout in group["rollouts"]] == [None, None]
+    assert group["missing"] == ["proximal logprobs and weights: no token scored (it died before)"]
+    assert [row["index"] for row in catalogue.page(RowQuery(sort="reward", size=200))["rows"][-2:]] == [301, 302]
 
 
 @pytest.mark.redis

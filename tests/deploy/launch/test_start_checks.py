@@ -114,7 +114,7 @@ def test_an_environment_that_does_not_fit_is_refused(config, plug, message):
 
 
 def test_a_reward_must_be_a_function(config):
-    with pytest.raises(ConfigError, match=r"reward\.path = 'math:pi': expected a function"):
+    with pytest.raises(ConfigError, match=r"reward\.path = 'math:pi': .* expected a function"):
         check(changed(config, reward=Plug(path="math:pi")))
 
 
@@ -201,3 +201,31 @@ def test_an_objective_that_forms_the_correction_itself_is_refused_beside_one(con
     with pytest.raises(ConfigError, match="counted twice"):
         check_objective(changed(config, objective=objective))
     check_objective(changed(config, objective=objective, correction=CorrectionConfig(mode="none")))
+
+
+class PosesText:
+    num_evaluation_prompts = 2
+
+    def __init__(self, *, seed: int, held_out: object = Prompt(text="1+1=")) -> None:
+        self.held_out = held_out
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(text="1+1=") if self.held_out is None else "1+1="  # type: ignore[return-value]
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return {}[n]
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, r"prompt\(1\): TypeError: prompt\(1\) returned '1\+1=', expected a Prompt; `penstock try` shows where"),
+        ({"held_out": None}, r"evaluation_prompt\(1\): KeyError: 1; `penstock try` shows where"),
+    ],
+)
+def test_a_prompt_that_raises_or_is_none_is_refused_before_anything_boots(config, kwargs, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(changed(config, environment=Plug(path=f"{__name__}:PosesText", kwargs=kwargs)))

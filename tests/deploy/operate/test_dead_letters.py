@@ -3,14 +3,17 @@
 import msgspec
 import pytest
 
-from mini_producer import dead_fields, group_fields, make_group
+from inspected_run import byte_tokenizer
+from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import Scripts
-from penstock.schemas.config import CheckpointConfig
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.schemas.config import CheckpointConfig, ModelConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError
@@ -47,7 +50,15 @@ class Half:
         """Reconciles as the trainer does; returns the requeued indexes that were released."""
         self.releaser.reconcile(self.reader, LagTable(9, {}, {}))
         for record in self.reader.take_refused():
-            self.scripts.dead_letter(self.epoch, record.index, record.reason, record.payload)
+            self.scripts.dead_letter(
+                self.epoch,
+                record.index,
+                record.reason,
+                record.payload,
+                record.entry_id,
+                record.producer,
+                record.traceback,
+            )
             if record.index is not None:
                 self.ledger.settle(record.index, "dead", record.reason)
         return self.releaser.release_requeued(9)
@@ -372,3 +383,31 @@ def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_clien
     found = run.json(capsys, "audit", "test")
     assert found["balanced"] and found["ledger"]["dead"] == 0
     assert [letter["state"] for letter in run.json(capsys, "dead", "list", "test")] == ["released again"]
+
+
+def test_the_letter_of_a_reward_that_raised_shows_prompt_completions_producer_and_traceback(run, half, capsys):
+    half.connection.client.xadd(run.keys.rollouts, unscored_fields(9, "reward: KeyError: 'x'"))
+    half.heal()
+    status, out, _ = run.command(capsys, "dead", "show", "test", "9")
+    assert status == 0 and "producer p1" in out and "reason   reward: KeyError: 'x'" in out
+    assert "raised   Traceback (most recent call last):" in out and "           in reward" in out
+    assert "prompt   " in out and "none" in out
+    _, out, _ = run.command(capsys, "dead", "show", "test", "9", "--json")
+    (content,) = msgspec.json.decode(out)
+    assert content["traceback"].endswith("KeyError: 'x'\n") and content["letter"]["producer"] == "p1"
+    assert content["prompt"] == make_group(9, 0).prompt.text and content["problem"] is None
+    assert [sibling["reward"] for sibling in content["siblings"]] == [None, None]
+
+
+def test_a_letter_shows_what_was_sampled_as_text(run, half, capsys, tmp_path):
+    byte_tokenizer(tmp_path / "model")
+    config = msgspec.structs.replace(run.config, model=ModelConfig(path=str(tmp_path / "model")))
+    save_run_file(config, run.folder)
+    half.connection.client.xadd(run.keys.rollouts, unscored_fields(9, "reward: KeyError: 'x'"))
+    half.heal()
+    _, out, _ = run.command(capsys, "dead", "show", "test", "9", "--json")
+    (content,) = msgspec.json.decode(out)
+    said = load_tokenizer(config).decode([21, 22, 2])
+    assert [sibling["completion"] for sibling in content["siblings"]] == [said, said]
+    _, out, _ = run.command(capsys, "dead", "show", "test", "9")
+    assert "says 0   \\x15\\x16\\x02" in out, "escaped for the terminal"

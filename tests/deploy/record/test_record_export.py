@@ -10,7 +10,7 @@ from penstock.deploy import cli
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import unpack_ids
-from recorded_batches import rows
+from recorded_batches import dead_batch, rows
 
 
 def export(capsys, *argv: str) -> tuple[int, str]:
@@ -52,6 +52,16 @@ def test_every_segment_is_a_row_with_the_numbers_of_its_tokens(tmp_path, capsys)
     assert by_index[KNOWN]["prompt"] == "2+2=" and by_index[KNOWN]["finish_reason"] == "length"
     assert msgspec.json.decode(by_index[TURNS]["messages"])[0]["content"] == "ask"
     assert (by_index[SKIPPED]["outcome"], by_index[DEAD]["reason"]) == ("skipped", "poison: <b>x</b>")
+
+
+def test_a_group_that_died_before_it_was_scored_has_rows_without_reward_and_advantage(tmp_path, capsys):
+    inspected_run(tmp_path, close=False).append(dead_batch(11))
+    file = tmp_path / "out.parquet"
+    assert export(capsys, NAME, str(file), "--runs", str(tmp_path))[0] == 0
+    *_, first, last = pq.read_table(file).to_pylist()
+    assert (first["index"], first["rollout"], last["rollout"]) == (301, 0, 1)
+    assert (last["outcome"], last["reason"]) == ("dead", "reward: KeyError: 'x'")
+    assert (last["reward"], last["advantage"]) == (None, None) and len(last["token_ids"]) == 6
 
 
 def test_a_batch_that_a_rollback_undid_is_not_exported_and_that_is_said(tmp_path, capsys):

@@ -239,7 +239,7 @@ async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> No
     one.trainer.release(1, 1)
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1
-    assert group.missing == "1 environment: ValueError: reward of 4,097 parts, expected at most 4,096"
+    assert group.missing == "1 environment: RewardError: 4,097 parts for a conversation, expected at most 4,096"
 
 
 async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:

@@ -1,5 +1,6 @@
 """From a claim to a group, or to a reason why there is none."""
 
+import math
 import time
 
 import pytest
@@ -12,7 +13,14 @@ from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, EvaluationConfig, ModelConfig, ProducersConfig, SamplingConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Message, Prompt, Reward
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, VersionSpan, encode_group, unpack_ids
+from penstock.schemas.rollout import (
+    RolloutGroup,
+    SamplingSettings,
+    VersionSpan,
+    encode_group,
+    shown_traceback,
+    unpack_ids,
+)
 from scripted_engine import ScriptedEngine
 
 
@@ -167,13 +175,40 @@ async def test_a_prompt_that_cannot_be_posed_is_dead(episodes, prompt, reason: s
     [
         (lambda prompt, completion: 1 / 0, "reward: ZeroDivisionError: division by zero"),
         (lambda prompt, completion: float("nan"), "reward: nan for completion"),
-        (lambda prompt, completion: "good", "reward: ValueError: could not convert"),
+        (lambda prompt, completion: "good", "reward: 'good' for completion '"),
     ],
 )
 async def test_a_reward_that_is_none_is_dead_and_counted(episodes, metrics, reward, reason: str) -> None:
     outcome = await episodes(reward=reward).run(claim())
     assert isinstance(outcome, Dead) and outcome.reason.startswith(reason)
     assert metrics.registry.get_sample_value("penstock_reward_errors_total") == 1
+
+
+async def test_a_reward_that_raises_keeps_its_traceback_and_the_completions(episodes) -> None:
+    def reward(prompt: Prompt, completion: str) -> float:
+        return {"46": 1.0}[completion]
+
+    outcome = await episodes(engine=text_engine("46", "5"), reward=reward).run(claim())
+    assert isinstance(outcome, Dead) and outcome.reason == "reward: KeyError: '5'"
+    trace = shown_traceback(outcome.error)
+    assert 'return {"46": 1.0}[completion]' in trace and "while scoring the completion '5'" in trace
+    group = outcome.group
+    assert group is not None and (group.index, group.prompt, group.producer_id) == (7, SUM, "a")
+    said = [list(unpack_ids(rollout.segments[0].token_ids))[6:] for rollout in group.rollouts]
+    assert said == [[*ids("46"), 1], [*ids("5"), 1]]
+    assert all(math.isnan(rollout.reward.value) for rollout in group.rollouts), "not a number that somebody may train"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("12+34=", "prompt: TypeError: prompt(7) returned '12+34=', expected a Prompt"),
+        (Prompt(text="12+34=", answer=46), "prompt: ValidationError: Expected `str`, got `int` - at `$.answer`"),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_prompt_of_another_type_is_dead_before_it_is_sampled(episodes, prompt, reason: str) -> None:
+    outcome = await episodes(OneTask(prompt)).run(claim())
+    assert isinstance(outcome, Dead) and outcome.reason == reason
 
 
 async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(episodes) -> None:
@@ -200,12 +235,13 @@ async def test_a_reward_past_the_deadline_is_dead_and_the_next_group_is_scored(e
 
 async def test_a_request_the_engine_refuses_is_dead(episodes) -> None:
     outcome = await episodes(engine=ScriptedEngine(refuse_prompt=tuple(ids("12")))).run(claim())
-    assert outcome == Dead("engine: ValueError: the scripted engine refuses this prompt")
+    assert isinstance(outcome, Dead) and outcome.reason == "engine: ValueError: the scripted engine refuses this prompt"
+    assert outcome.group is not None and (outcome.group.prompt, outcome.group.rollouts) == (SUM, ())
 
 
 async def test_a_completion_that_failed_is_not_trained_on(episodes) -> None:
     outcome = await episodes(engine=ScriptedEngine(finish_reasons={1: "error"})).run(claim())
-    assert outcome == Dead("engine: completion 1 finished with 'error'")
+    assert isinstance(outcome, Dead) and outcome.reason == "engine: completion 1 finished with 'error'"
 
 
 async def test_a_completion_that_the_engine_breaks_off_is_finished_beside_its_siblings(episodes) -> None:

@@ -1,9 +1,11 @@
 """Appends on fakeredis and on a real server: the group arrives and its prompt leaves in one step, or neither does."""
 
 import asyncio
+import math
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from redis import exceptions
 
 from cutting_proxy import CuttingProxy
@@ -18,6 +20,7 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     MAX_ENTRY_BYTES,
     MAX_REASON_CHARACTERS,
+    RecordError,
     Rollout,
     RolloutGroup,
     SamplingSettings,
@@ -58,7 +61,7 @@ class Desk:
         self.client = client
         self.table = InFlightTable(num_groups=200, group_size=1)
         self.claims = Claims(connection, KEYS, "a", self.table, ProducersConfig())
-        self.writer = Writer(connection, KEYS, self.table, metrics)
+        self.writer = Writer(connection, KEYS, self.table, metrics, "p1")
 
     async def claim(self, num_prompts: int):
         await self.claims.open()
@@ -102,23 +105,52 @@ async def test_a_dead_claim_arrives_with_its_reason(desk: Desk, caplog) -> None:
     (claim,) = await desk.claim(1)
     desk.writer.put(claim, Dead("prompt: too long"))
     await written(desk)
-    assert desk.rollouts() == [{Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.REASON: b"prompt: too long"}]
+    assert desk.rollouts() == [
+        {Field.INDEX: b"1", Field.KIND: Kind.DEAD, Field.PRODUCER: b"p1", Field.REASON: b"prompt: too long"}
+    ]
     assert desk.num_open() == (0, 0)
     assert "group 1 is dead: prompt: too long" in caplog.text
+
+
+async def test_a_group_that_died_of_an_error_arrives_with_its_traceback_and_as_far_as_it_came(
+    desk: Desk, caplog
+) -> None:
+    scored, unscored, posed = a_group(1), a_group(2), a_group(3)
+    unscored = replace(unscored, rollouts=tuple(replace(r, reward=Reward(value=math.nan)) for r in unscored.rollouts))
+    too_large = replace(posed.rollouts[0], reward=Reward(value=0.0, parts={"x" * MAX_ENTRY_BYTES: 1.0}))
+    claims = await desk.claim(3)
+    for claim, group in zip(claims, (scored, unscored, replace(posed, rollouts=(too_large,))), strict=True):
+        try:
+            raise LookupError("no such\nanswer")
+        except LookupError as error:
+            desk.writer.put(claim, Dead(f"reward: LookupError: {error}", error, group))
+    await written(desk)
+    entries = desk.rollouts()
+    assert [fields[Field.KIND] for fields in entries] == [Kind.DEAD] * 3
+    for fields in entries:
+        assert fields[Field.REASON] == b"reward: LookupError: no such\\nanswer"
+        assert b'raise LookupError("no such' in fields[Field.TRACEBACK]
+    came = [decode_group(fields[Field.PAYLOAD], dead=True) for fields in entries]
+    assert came[0] == scored and came[2] == replace(posed, rollouts=())
+    assert [math.isnan(rollout.reward.value) for rollout in came[1].rollouts] == [True] * len(unscored.rollouts)
+    for number in (1, 2):  # the trainer cannot take them for good ones
+        with pytest.raises(RecordError):
+            decode_group(entries[number][Field.PAYLOAD])
+    assert 'raise LookupError("no such' in caplog.text
 
 
 async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk: Desk, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.stream.writer.DEAD_ROLLOUTS_KEPT", 250)
     first, second = await desk.claim(2)
-    desk.writer.put_letter(first, DeadRollout("a.1", "a", "idle for 3 s"))
+    desk.writer.put_letter(first, DeadRollout("a.1", "idle for 3 s"))
     desk.writer.put(first, a_group(1))
-    desk.writer.put_letter(second, DeadRollout("a.2", "a", "x\nPROBLEM" + "y" * 9999))
+    desk.writer.put_letter(second, DeadRollout("a.2", "x\nPROBLEM" + "y" * 9999))
     await written(desk)
     letters = [fields for _, fields in desk.client.xrange(KEYS.dead_rollouts)]
     assert letters[0] == {
         Field.INDEX: b"1",
         Field.ROLLOUT: b"a.1",
-        Field.PRODUCER: b"a",
+        Field.PRODUCER: b"p1",
         Field.REASON: b"idle for 3 s",
     }
     assert [letter[Field.INDEX] for letter in letters] == [b"1", b"2"]
@@ -127,7 +159,7 @@ async def test_rollouts_that_died_leave_a_letter_each_and_the_last_are_kept(desk
     assert list(desk.table) == [second] and desk.num_open() == (1, 1), "a letter settles no claim"
     assert desk.writer.num_groups_appended == 1
     for number in range(1000):
-        desk.writer.put_letter(second, DeadRollout(f"a.{number}", "a", "idle"))
+        desk.writer.put_letter(second, DeadRollout(f"a.{number}", "idle"))
     await written(desk)
     assert 250 <= desk.client.xlen(KEYS.dead_rollouts) <= 250 + 2 * 100, "trimmed by whole nodes of the stream"
 
@@ -246,7 +278,7 @@ async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> 
     claims = await desk.claim(len(sizes))
     with CuttingProxy(server.url, slow=link) as proxy:
         connection = connect(proxy)
-        desk.writer = Writer(connection, KEYS, desk.table, metrics)
+        desk.writer = Writer(connection, KEYS, desk.table, metrics, "p1")
         for claim, size in zip(claims, sizes, strict=True):
             desk.writer.put(claim, a_group(claim.index, num_tokens=size))
         running = asyncio.create_task(desk.writer.run())
@@ -298,7 +330,7 @@ async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_end
     (claim,) = await desk.claim(1)
     with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
         connection = connect(proxy, outage_s=3.0)
-        writer = Writer(connection, KEYS, desk.table, metrics)
+        writer = Writer(connection, KEYS, desk.table, metrics, "p1")
         writer.put(claim, a_group(1, num_tokens=100_000))
         running = asyncio.create_task(writer.run())
         async with asyncio.timeout(30):
