@@ -228,7 +228,7 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
 def _write_results(run_folder: Path) -> int:
     """Status 1 if the folder cannot be written, or a file in it cannot be read."""
     from penstock.deploy.report.report import write_report
-    from penstock.deploy.report.summary import print_table, write_summary
+    from penstock.deploy.report.summary import print_table, warning_of, write_summary
 
     try:
         summary = write_summary(run_folder)
@@ -237,6 +237,8 @@ def _write_results(run_folder: Path) -> int:
         print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
         return 1
     print_table(summary)
+    if warning := warning_of(summary):
+        print(f"penstock: warning: {warning}", file=sys.stderr)
     if (model := run_folder / "model").is_dir():
         print(f"model    {model}")
     print(f"summary  {run_folder / 'summary.json'}\nreport   {report}\nlogs     {run_folder / 'logs'}")

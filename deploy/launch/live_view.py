@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.deploy.launch.progress import Progress
+from penstock.deploy.report.summary import NOTHING_LEARNED
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.metrics import part_key
@@ -22,6 +23,8 @@ from penstock.schemas.policy import split_version
 _FRAME_S = 0.5
 _LINE_S = 5.0
 _NOTES_SHOWN = 5
+_IDLE_BATCHES = 5
+"""So many batches in a row that train nothing are worth a warning."""
 
 
 def open_view(config: RunConfig, runs: Path, console: Console | None = None) -> "View":
@@ -44,6 +47,7 @@ class View:
         self.heartbeats: Mapping[str, Heartbeat] = {}
         self._started = time.monotonic()
         self._next_frame = 0.0
+        self._has_warned = False
 
     def note(self, text: str) -> None:
         """Reports an event."""
@@ -66,6 +70,10 @@ class View:
         self._next_frame = time.monotonic() + self.frame_s
         self.heartbeats = heartbeats
         self.progress.poll()
+        is_idle = self.progress.num_idle >= _IDLE_BATCHES
+        if is_idle and not self._has_warned:
+            self.note(f"warning: {_IDLE_BATCHES} batches in a row trained nothing: {NOTHING_LEARNED}")
+        self._has_warned = is_idle
         self.draw()
 
     def catch_up(self) -> None:

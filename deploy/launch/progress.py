@@ -97,6 +97,12 @@ class Progress:
             self._seen.append((time.monotonic(), update.update))
 
     @property
+    def num_idle(self) -> int:
+        """Batches since the last one that trained a group."""
+        trained = (n for n, update in enumerate(reversed(self.lines.updates)) if update.num_groups_trained)
+        return next(trained, len(self.lines.updates))
+
+    @property
     def updates_per_s(self) -> float | None:
         """Batches per second over the last polls; None before there are two."""
         if len(self._seen) < 2:

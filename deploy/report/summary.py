@@ -43,6 +43,9 @@ LEDGER_FIGURES = (
     "num_steps_skipped",
 )
 NOTHING = "n/a"
+NOTHING_LEARNED = (
+    "the rewards within each group are equal (`penstock try RUN.toml` shows prompts, completions and rewards)"
+)
 
 
 def write_summary(run_folder: Path) -> dict[str, Any]:
@@ -275,6 +278,14 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 def _percentile(values: Sequence[float], q: float) -> float | None:
     """The q-th percentile, between neighbours by linear interpolation."""
     return float(np.percentile(values, q)) if values else None
+
+
+def warning_of(summary: dict[str, Any]) -> str:
+    """What a reader must not overlook: most groups were skipped; empty if not."""
+    trained, skipped = summary["num_groups_trained"] or 0, summary["num_groups_skipped"] or 0
+    if skipped <= trained:
+        return ""
+    return f"{skipped:,} of {trained + skipped:,} groups trained nothing: {NOTHING_LEARNED}"
 
 
 def print_table(summary: dict[str, Any], console: Console | None = None) -> None:

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import math
 import multiprocessing
 import random
+import re
 import signal
 import threading
 from multiprocessing.connection import Connection
@@ -15,6 +17,11 @@ from penstock.schemas.prompt import Message, Prompt, Reward
 
 logger = logging.getLogger(__name__)
 
+MOST_CHECKED = 256
+_PLAIN = re.compile(
+    r"-?\$?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?%?"  # 22, -1,200.50, $18, 5%
+    r"|-?\d+/\d+|-?\\[dt]?frac\{-?\d+\}\{-?\d+\}"
+)
 _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify on a busy machine."""
 
@@ -29,6 +36,10 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 class MathJsonl:
     """One JSON object a line, with a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`.
+    Of a worked solution that ends in `#### 22`, as GSM8K's, the answer is what follows the mark.
+
+    An answer that is not right by its own measure is refused when the files are opened. Numbers and plain fractions
+    always are; of other answers at most `MOST_CHECKED` are scored, spread over the file.
 
     prompts_file: training problems, shuffled anew for each dataset epoch.
     evaluation_file: held-out problems. A training problem with the text of one of them is left out of training.
@@ -40,6 +51,9 @@ class MathJsonl:
 
     The reward is 1 if math-verify finds the completion's answer equal to the file's, else 0.
     """
+
+    reward_threads = 1
+    """The scoring process takes one answer at a time."""
 
     def __init__(
         self,
@@ -69,6 +83,9 @@ class MathJsonl:
         self._order = functools.lru_cache(maxsize=4)(self._permutation)
         self._require_boxed = require_boxed
         self._scorer = _Scorer(scoring_timeout_s)
+        for problems in (self._training, self._evaluation):
+            self._check_answers(problems)
+        self._scorer.stop()  # it is started again by the first reward: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
         epoch, position = divmod(index - 1, len(self._training))
@@ -85,6 +102,16 @@ class MathJsonl:
         allowed = bool(boxed) or not self._require_boxed
         correct = allowed and self._scorer.is_correct(prompt.answer, boxed + final)
         return Reward(value=float(correct), parts={"correct": float(correct)})
+
+    def _check_answers(self, problems: list[MathProblem]) -> None:
+        odd = list({p.answer: p for p in problems if not _PLAIN.fullmatch(p.answer)}.values())
+        checked = odd[:: max(1, math.ceil(len(odd) / MOST_CHECKED))]
+        wrong = [p for p in checked if not self._scorer.is_correct(p.answer, _boxed(p.answer))]
+        if wrong:
+            raise ValueError(
+                f"MathJsonl: {len(wrong)} of {len(checked)} answers are not right by their own measure, first "
+                f"{wrong[0].source}: {wrong[0].answer[:80]!r}; expected final answers that math-verify can read"
+            )
 
     def _ask(self, problem: MathProblem) -> Prompt:
         system = (Message(role="system", content=self._system_prompt),) if self._system_prompt is not None else ()
@@ -124,10 +151,28 @@ def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Mat
         if not isinstance(record, dict):
             raise ValueError(f"MathJsonl: {where}: {line[:80]!r}, expected an object")
         text, answer = _field(record, problem_field, where), _field(record, answer_field, where)
-        problems.append(MathProblem(text=text, answer=answer, source=where))
+        problems.append(MathProblem(text=text, answer=_final(answer, where), source=where))
     if not problems:
         raise ValueError(f"MathJsonl: {file!r} holds no problem, expected one JSON object a line")
     return problems
+
+
+def _final(answer: str, where: str) -> str:
+    """The final answer in the answer field."""
+    _, mark, final = answer.rpartition("####")
+    final = final.strip()
+    if mark and not final:
+        raise ValueError(f"MathJsonl: {where}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
+    if "\n" in final and "\\boxed" not in final and "\\begin" not in final:
+        raise ValueError(
+            f"MathJsonl: {where}: the answer {final[:80]!r} has several lines, expected the final answer alone, in a "
+            "\\boxed{} or behind '####'"
+        )
+    return final
+
+
+def _boxed(answer: str) -> str:
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
 
 
 def _field(record: dict[str, object], name: str, where: str) -> str:
@@ -166,7 +211,7 @@ class _Scorer:
                 logger.warning("scoring an answer took more than %s s, counted as wrong: %r", self._timeout_s, answer)
             except (EOFError, OSError):
                 logger.warning("the scoring process ended over an answer, counted as wrong: %r", answer)
-            self._stop()
+            self.stop()
             return False
 
     def _start(self) -> None:
@@ -177,12 +222,14 @@ class _Scorer:
         self._process.start()
         far_end.close()
         if not self._pipe.poll(_STARTUP_TIMEOUT_S):
-            self._stop()
+            self.stop()
             raise RuntimeError(f"MathJsonl: the scoring process did not start within {_STARTUP_TIMEOUT_S} s")
         self._pipe.recv()
 
-    def _stop(self) -> None:
-        assert self._process is not None and self._pipe is not None
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is None or self._pipe is None:
+            return
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -204,6 +251,6 @@ def _score_forever(pipe: Connection) -> None:
         except EOFError:
             return
         # math-verify's own alarms are off: the parent keeps the time.
-        gold = parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", [boxed_first], parsing_timeout=None)
+        gold = parse(_boxed(answer), [boxed_first], parsing_timeout=None)
         guess = parse(completion, [boxed_first, ExprExtractionConfig()], parsing_timeout=None)
         pipe.send(bool(verify(gold, guess, timeout_seconds=None)))

@@ -338,7 +338,7 @@ def test_groups_that_died_before_they_could_be_trained_are_recorded_as_far_as_th
     found = {at.entry.index: at for at in record.groups() if at.entry.outcome == "dead"}
     assert sorted(found) == [3, 9, 10] and not any(at.head.counts for at in found.values())
     assert [found[index].entry.reason[:8] for index in (3, 9, 10)] == ["reward: ", "prompt: ", "poison: "]
-    assert (found[3].entry.producer_id, found[3].entry.rewards) == ("p1", ())
+    assert (found[3].entry.producer_id, found[3].entry.rewards) == (make_group(3, 0).producer_id, ())
     group = record.group(found[3]).decode()
     assert group.prompt == make_group(3, 0).prompt and len(group.rollouts) == 2
     assert [record.group(found[index]).payload for index in (9, 10)] == [b"", b""]

@@ -210,3 +210,20 @@ def test_a_line_is_read_once_it_is_whole(tmp_path):
         out.write(whole[40:])
     progress.poll()
     assert progress.update.update == 1
+
+
+def test_batches_in_a_row_that_train_nothing_are_warned_of_once_and_again_after_one_that_trains(tmp_path, capsys):
+    view = PlainView(CONFIG, tmp_path)
+
+    def warnings(*trained: int) -> int:
+        for num_groups in trained:
+            number = (view.progress.update.update if view.progress.update else 0) + 1
+            append_update(tmp_path / "r", number, num_groups_trained=num_groups, num_groups_skipped=4 - num_groups)
+            view._next_frame = 0.0
+            view.refresh({})
+        return capsys.readouterr().out.count("warning: 5 batches in a row trained nothing: the rewards within each")
+
+    assert warnings(4, 0, 0, 0, 0) == 0
+    assert warnings(0, 0, 0) == 1
+    assert warnings(1, 0, 0, 0, 0) == 0
+    assert warnings(0) == 1

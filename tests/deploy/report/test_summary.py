@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import print_table, table_rows, write_summary
+from penstock.deploy.report.summary import print_table, table_rows, warning_of, write_summary
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
 
@@ -390,3 +390,16 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
 def test_the_table_shows_names_with_brackets_as_they_are(run_folder: Path) -> None:
     (run_folder / "producers" / "producer-1.jsonl").rename(run_folder / "producers" / "[red]x.jsonl")
     assert "[red]x" in table(write_summary(run_folder))
+
+
+@pytest.mark.parametrize(
+    ("trained", "skipped", "warning"),
+    [
+        (1274, 11526, "11,526 of 12,800 groups trained nothing: the rewards within each group"),
+        (5, 5, ""),
+        (None, 1, "1 of 1"),
+    ],
+)
+def test_a_run_most_of_whose_groups_trained_nothing_ends_with_a_warning(trained, skipped, warning: str) -> None:
+    found = warning_of({"num_groups_trained": trained, "num_groups_skipped": skipped})
+    assert found.startswith(warning) and bool(found) == bool(warning)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.producers.environments.math_jsonl import MathJsonl
+from penstock.producers.environments.math_jsonl import MOST_CHECKED, MathJsonl, _Scorer
 from penstock.schemas.prompt import Message, Prompt
 
 PROBLEMS = [{"problem": f"What is ${n}/2$?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(1, 8)]
@@ -155,3 +155,38 @@ def test_an_answer_that_never_finishes_is_wrong_and_the_next_one_is_scored(promp
     prompt = Prompt(text="?", answer="7")
     assert environment.reward(prompt, "\\boxed{9^{9^{9^{9}}}}").value == 0.0
     assert environment.reward(prompt, "\\boxed{7}").value == 1.0
+
+
+def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
+    solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether <<48+24=72>>72.\n#### 1,072"
+    file = write(tmp_path / "gsm8k.jsonl", [{"question": "How many clips?", "answer": solution}])
+    environment = MathJsonl(seed=0, prompts_file=file, problem_field="question")
+    prompt = environment.prompt(1)
+    assert prompt.answer == "1,072"
+    assert environment.reward(prompt, "It is \\boxed{1072}.").value == 1.0
+    assert environment.reward(prompt, "It is \\boxed{1073}.").value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("She sold 24.\nThen 48.", "train.jsonl:2: the answer 'She sold 24.*several lines, expected the final answer"),
+        ("She sold 24.\n#### ", "train.jsonl:2: nothing follows the '####' of"),
+        ("}", "1 of 2 answers are not right by their own measure, first .*train.jsonl:2: '}'; expected final answers"),
+    ],
+)
+def test_an_answer_that_no_completion_could_match_is_refused_with_its_line(tmp_path: Path, answer: str, message: str):
+    records = [{"problem": "a", "answer": "x^2"}, {"problem": "b", "answer": answer}, {"problem": "c", "answer": "3"}]
+    with pytest.raises(ValueError, match=message):
+        MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))
+
+
+def test_of_many_answers_some_from_all_over_the_file_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(
+        _Scorer, "is_correct", lambda self, answer, completion: bool(asked.append((answer, completion))) or True
+    )
+    records = [{"problem": str(n), "answer": f"x^{n}" if n % 2 else str(n)} for n in range(2000)]
+    MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))
+    assert 200 <= len(asked) <= MOST_CHECKED and len(set(asked)) == len(asked)
+    assert asked[0] == ("x^1", "\\boxed{x^1}") and int(asked[-1][0][2:]) > 1950
