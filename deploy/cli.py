@@ -116,6 +116,14 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_try_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "given", metavar="RUN.toml|ENVIRONMENT", help="a run file, or an environment's import path (my_lab:Capitals)"
+    )
+    parser.add_argument("-n", type=int, default=4, metavar="N", help="training tasks to show (default: 4)")
+    _add_overrides(parser)
+
+
 def _add_producer_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run_file(parser)
     parser.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
@@ -158,6 +166,10 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", help="name of the run, in place of the run file's")
     add_runs(parser)
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -216,6 +228,16 @@ def _run(arguments: argparse.Namespace) -> int:
         if status:
             print(f"penstock: stopped; to continue: {_resume_command(arguments, config)}", file=sys.stderr)
     return status or _write_results(folder.path)
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from penstock.deploy.launch.trial import trial_config, try_environment
+
+    config = trial_config(arguments.given, arguments.set)
+    limit_threads(config.trainer.num_threads)
+    return 0 if asyncio.run(try_environment(config, arguments.n)) else 1
 
 
 def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
@@ -335,6 +357,7 @@ COMMANDS = (
     Command(
         "run", "start Redis, producers and trainer on this machine and follow them to the end", _add_run_arguments, _run
     ),
+    Command("try", "show an environment's tasks, completions and rewards; trains nothing", _add_try_arguments, _try),
     Command("producer", "run one producer of a run whose Redis is up (REDIS_URL)", _add_producer_arguments, _producer),
     Command("trainer", "run the trainer of a run whose Redis is up (REDIS_URL)", _add_trainer_arguments, _trainer),
     Command(

@@ -1,7 +1,8 @@
 """The start of a run on one machine: checks, run folder, Redis, child processes, live view.
 
 `penstock run` is `launcher.Launcher` over a `run_folder.RunFolder`, a `redis_server.RedisServer` and a
-`producer_pool.ProducerPool`, after `start_checks` and under a `live_view`. `command_line` is what every command shares.
+`producer_pool.ProducerPool`, after `start_checks` and under a `live_view`. `command_line` is what every command shares;
+`penstock try` is `trial`.
 Commands that look at a run use `run_folder`, `redis_server.connect`, `producer_pool.read_heartbeats` and
 `progress.RunLines`.
 """

@@ -1,0 +1,177 @@
+"""`penstock try`: the prompts, completions and rewards of an environment, before anything is trained on them."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.launch.command_line import find_run_file
+from penstock.producers.interfaces import Environment
+from penstock.producers.rollout.episode import load_tokenizer, pose, tokenize
+from penstock.producers.rollout.rewards import RewardError, RewardScorer, reward_function
+from penstock.schemas.config import ConfigError, RunConfig, config_of, load_config
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.prompt import Prompt, Reward
+
+MOST_COMPLETIONS = 4
+"""Of one prompt."""
+_MOST_PIECES = 64
+
+
+def trial_config(given: str, overrides: Sequence[str]) -> RunConfig:
+    """The run file's settings; for an import path those of a run with nothing but this environment.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if ":" in given and not Path(given).exists():
+        document: dict[str, Any] = {"name": "try", "model": {"path": ""}, "environment": {"path": given}}
+        return config_of(document, Path(given), overrides)
+    return load_config(find_run_file(Path(given)), overrides)
+
+
+async def try_environment(config: RunConfig, num_prompts: int) -> bool:
+    """Prints the first training tasks and the first held-out one. Returns False if the user's code raised.
+
+    Raises:
+        ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
+    """
+    trial = _Trial(config)
+    print(f"environment  {config.environment.path}, {trial.environment.num_evaluation_prompts} held-out prompts")
+    print(f"model        {config.model.path if trial.tokenizer else trial.without_model}")
+    if trial.converses:
+        print("note         it converses: completions are those of its first turn, and are not scored")
+    tasks = [(index, False) for index in range(1, num_prompts + 1)]
+    if trial.environment.num_evaluation_prompts:
+        tasks.append((1, True))
+    for index, held_out in tasks:
+        print(f"\n{'held-out task' if held_out else 'task'} {index}")
+        await trial.show(index, held_out)
+    trial.close()
+    return not trial.has_failed
+
+
+class _Trial:
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.environment: Environment = construct(config.environment, "environment", Environment, seed=config.seed)
+        self.converses = hasattr(self.environment, "converse")
+        self._scorer = RewardScorer(reward_function(config, self.environment))
+        self.has_failed = False
+        self.without_model = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
+        self.tokenizer: Any = None
+        if config.model.path and not Path(config.model.path).is_dir():
+            self.without_model = f"no folder {config.model.path!r} yet: prompts are not tokenized, nothing is sampled"
+        elif config.model.path:
+            self.tokenizer = load_tokenizer(config)
+            self._model = _load_model(config)
+
+    def close(self) -> None:
+        self._scorer.close()
+
+    async def show(self, index: int, held_out: bool) -> None:
+        """Prints one task with its gold answer's reward, and its completions with theirs."""
+        try:
+            prompt = pose(self.environment, index, held_out=held_out)
+            token_ids = tokenize(self.tokenizer, prompt) if self.tokenizer else []
+        except Exception as error:  # the environment and the chat template are the user's
+            self._failed("prompt", error)
+            return
+        if self.tokenizer:
+            _say("prompt", self.tokenizer.decode(token_ids))
+            _say("tokens", f"{len(token_ids)}: {_pieces(self.tokenizer, token_ids)}")
+        else:
+            if prompt.text is not None:
+                _say("prompt", prompt.text)
+            for message in prompt.messages or ():
+                _say(message.role, message.content)
+        for name, value in prompt.metadata.items():
+            _say("metadata", f"{name} = {value}")
+        await self._show_gold(prompt)
+        for completion in self._sampled(token_ids):
+            _say("says", completion)
+            if not self.converses:
+                await self._score(prompt, completion, "")
+
+    async def _show_gold(self, prompt: Prompt) -> None:
+        """Scores the answer as it stands, and in a box if that is worth nothing."""
+        if not prompt.answer:
+            return
+        _say("answer", prompt.answer)
+        reward = await self._score(prompt, prompt.answer, "as a completion ")
+        if reward is None or reward.value > 0:
+            return
+        boxed = await self._score(prompt, f"\\boxed{{{prompt.answer}}}", "in a \\boxed{} ")
+        if boxed is not None and boxed.value <= 0:
+            _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
+
+    async def _score(self, prompt: Prompt, completion: str, form: str) -> Reward | None:
+        """Prints and returns a reward; None if there is none."""
+        try:
+            (reward,) = await self._scorer.score(prompt, [completion])
+        except RewardError as error:
+            self._failed("reward", error.__cause__ or error)
+            return None
+        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
+        _say("reward", f"{form}{reward.value:g}" + (f"  ({parts})" if parts else ""))
+        return reward
+
+    def _sampled(self, token_ids: list[int]) -> Iterator[str]:
+        """Completions by transformers' own generation, with the run's sampling settings."""
+        if not self.tokenizer:
+            return
+        import torch
+        from transformers import GenerationConfig
+
+        sampling, model = self._config.sampling, self._model
+        ends = model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id, *sampling.stop_token_ids}
+        ends.discard(None)
+        is_greedy = sampling.temperature < 1e-5
+        varied = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(0, sampling.top_k)}
+        settings = GenerationConfig(
+            max_new_tokens=sampling.max_tokens,
+            num_return_sequences=1 if is_greedy else min(self._config.group_size, MOST_COMPLETIONS),
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=min(ends, default=0),
+            do_sample=not is_greedy,
+            repetition_penalty=1.0,  # not the model's own, which replaces what is not given
+            **({} if is_greedy else varied),
+        )
+        with torch.no_grad():
+            found = model.generate(torch.tensor([token_ids], device=model.device), generation_config=settings)
+        for sampled in found[:, len(token_ids) :].tolist():
+            end = next((n for n, token_id in enumerate(sampled) if token_id in ends), len(sampled))
+            yield self.tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        self.has_failed = True
+        _say(f"{what}!", "".join(traceback.format_exception(error)).rstrip())
+
+
+def _load_model(config: RunConfig) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, local_files_only=True, dtype="auto")
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.path = {config.model.path!r}: transformers cannot load it: {error}") from None
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _pieces(tokenizer: Any, token_ids: list[int]) -> str:
+    """The tokens of a prompt one by one, the middle of a long one left out."""
+    shown = [tokenizer.decode([token_id]) for token_id in token_ids]
+    if len(shown) > _MOST_PIECES:
+        half = _MOST_PIECES // 2
+        shown = [*shown[:half], f" ... {len(shown) - _MOST_PIECES} more ... ", *shown[-half:]]
+    return "|".join(piece.replace("\n", "\\n") for piece in shown)
+
+
+def _say(label: str, text: str) -> None:
+    for number, line in enumerate(text.split("\n") or [""]):
+        print(f"{'' if number else label:12} {line}")

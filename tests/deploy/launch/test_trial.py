@@ -1,0 +1,123 @@
+"""`penstock try`: what an environment poses and pays, before anything is trained."""
+
+import re
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.deploy import cli
+from penstock.deploy.demo.char_tokenizer import build_tokenizer
+from penstock.schemas.prompt import Message, Prompt, Reward
+
+
+class Sums:
+    """Its training tasks are a text, messages, one that raises, and one without an answer."""
+
+    num_evaluation_prompts = 1
+
+    def __init__(self, *, seed: int, worth: float = 1.0) -> None:
+        self.worth = worth
+
+    def prompt(self, index: int) -> Prompt:
+        if index == 3:
+            raise LookupError("no third task")
+        if index == 2:
+            return Prompt(messages=(Message(role="user", content="1+1?"),), answer="2", metadata={"kind": "chat"})
+        return Prompt(text="12+34=", answer="46" if index == 1 else "")
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return Prompt(text="5+5=", answer="10")
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        exact = float(completion == prompt.answer)
+        return Reward(value=self.worth * exact, parts={"exact": exact, "length": float(len(completion))})
+
+
+class Boxed(Sums):
+    async def reward(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        return float(completion == f"\\boxed{{{prompt.answer}}}")
+
+
+class Broken(Sums):
+    def reward(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        return {"47": 1.0}[completion]
+
+
+def tried(capsys, environment: str, *arguments: str) -> tuple[int, str]:
+    status = cli.main(["try", environment, *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_an_environment_shows_its_tasks_and_what_their_gold_answers_are_worth(capsys) -> None:
+    status, out = tried(capsys, f"{__name__}:Sums", "-n", "2")
+    assert status == 0
+    assert re.findall(r"^(?:held-out )?task \d", out, re.M) == ["task 1", "task 2", "held-out task 1"]
+    assert "prompt       12+34=\n" in out and "user         1+1?\n" in out and "metadata     kind = chat\n" in out
+    assert len(re.findall(r"as a completion 1  \(exact 1, length \d\)", out)) == 3
+    assert "model        none" in out and "says" not in out and "warning" not in out
+
+
+def test_a_gold_answer_that_is_right_in_a_box_only_is_shown_so_and_one_that_never_is_warned_of(capsys) -> None:
+    status, out = tried(capsys, f"{__name__}:Boxed", "-n", "1")
+    assert status == 0 and "as a completion 0" in out and "in a \\boxed{} 1" in out and "warning" not in out
+    status, out = tried(capsys, f"{__name__}:Sums", "-n", "1", "--set", "environment.kwargs.worth=0.0")
+    assert status == 0 and out.count("warning      the gold answer is worth nothing in either form") == 2
+
+
+def test_errors_of_the_users_code_are_shown_with_their_tracebacks_and_the_other_tasks_all_the_same(capsys) -> None:
+    status, out = tried(capsys, f"{__name__}:Broken", "-n", "4")
+    assert status == 1
+    assert 'raise LookupError("no third task")' in out and 'return {"47": 1.0}[completion]' in out
+    assert "while scoring the completion '46'" in out and "held-out task 1" in out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer(64)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    settings = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(settings).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_run_file_shows_prompts_as_the_model_gets_them_and_scored_completions(capsys, model, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'name = "t"\ngroup_size = 3\n[model]\npath = "{model}"\n[environment]\npath = "{__name__}:Sums"\n'
+        "[sampling]\nmax_tokens = 5\n"
+    )
+    status, out = tried(capsys, str(file), "-n", "2")
+    assert status == 0
+    assert "prompt       user: 1+1?\n             assistant: \n" in out, "as the chat template renders it"
+    assert "tokens       6: 1|2|+|3|4|=\n" in out
+    assert len(re.findall(r"^says", out, re.M)) == 3 * 3
+    lengths = [float(n) for n in re.findall(r"^reward       \d\S*  \(exact \d, length (\d+)\)", out, re.M)]
+    assert len(lengths) == 3 * 3 and max(lengths) <= 5
+    again = tried(capsys, str(file), "-n", "2")[1]
+    assert again == out, "the same seed samples the same"
+
+
+def test_a_model_that_is_not_there_yet_hides_no_prompt(capsys, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'name = "t"\n[model]\npath = "no/model"\n[environment]\npath = "{__name__}:Sums"\n')
+    status, out = tried(capsys, str(file), "-n", "1")
+    assert status == 0 and "no folder 'no/model' yet" in out and "prompt       12+34=" in out
+
+
+@pytest.mark.parametrize("given", ["no_such_lab:Sums", "nothing.toml", "nothing"])
+def test_what_is_no_environment_and_no_run_file_is_refused_in_one_line(capsys, given: str) -> None:
+    assert cli.main(["try", given]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and given.partition(":")[0] in shown.err and shown.out == ""
