@@ -62,6 +62,7 @@ async def agent(one, seed: int, ends: Counter[str]) -> None:
             ends["died"] += 1
             return
         reply = await hang_up_or_chat(one, rollout, messages, chance)
+        ends["answers"] += 1
         messages.append(reply if chance.random() < 0.5 else as_plain_client(reply))
         calls = reply.get("tool_calls")
         follow_up = (
@@ -86,11 +87,9 @@ async def wave(one, first_index: int, ends: Counter[str]) -> None:
         assert fields[Field.KIND] == Kind.GROUP
         for rollout in decode_group(fields[Field.PAYLOAD]).rollouts:
             ends["delivered"] += 1
-            *repeated, conversation = sorted(rollout.segments, key=lambda segment: segment.num_tokens)
-            # An answer that had gone out when its client hung up: it was asked for again, and the same was said.
-            assert all(conversation.token_ids.startswith(segment.token_ids) for segment in repeated)
-            assert sum(len(segment.loss_mask) for segment in rollout.segments) == NUM_TURNS + len(repeated)
-            ends["repeated"] += len(repeated)
+            # An answer that had gone out when its client hung up was asked for again, and is trained once.
+            (conversation,) = rollout.segments
+            assert len(conversation.loss_mask) == NUM_TURNS
 
 
 async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_behind(serve) -> None:
@@ -108,7 +107,8 @@ async def test_two_hundred_conversations_with_agents_that_hang_up_leave_nothing_
         await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table, SETTLED_S)
         await until(lambda: num_alive() <= before, SETTLED_S)
     assert ends["finished"] + ends["died"] == 2 * NUM_AGENTS and ends["delivered"] == ends["finished"]
-    assert one.engine.num_active == 0 and one.engine.cancelled and ends["repeated"]
+    assert one.engine.num_active == 0 and one.engine.cancelled
+    assert len(one.engine.requests) - len(one.engine.cancelled) > ends["answers"]  # some had gone out unread
     assert one.server.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
     assert one.count("penstock_agent_rollouts_open") == 0
     assert one.count("penstock_agent_rollouts_total", outcome="dead") == ends["died"]
