@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -55,8 +56,16 @@ class StopSignals:
         if not isinstance(args.exc_value, StoppedError):
             self._print_unraisable(args)
         elif self._stop is None:
-            self._requested = False
-            threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            is_over = threading.Event()
+            threading.Thread(target=self._send_again, args=(is_over,), daemon=True).start()
+            is_over.set()
+
+    def _send_again(self, is_over: threading.Event) -> None:
+        """Waits for the end of `_unraisable`, in which a second exception would be swallowed like the first."""
+        is_over.wait()
+        time.sleep(AGAIN_S)
+        self._requested = False
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first, self._requested = not self._requested, True

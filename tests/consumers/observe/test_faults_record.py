@@ -100,20 +100,20 @@ def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_
     bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=60", "checkpoint.every=3"]
     bench.overrides += ["evaluation.num_prompts=0"]
     bench.hardy_producer()
-    for life in range(4):
-        process = processes.start("trainer", *(["--resume"] if life else []), program=OFTEN_A_NEW_FILE)
-        is_last = life == 3
-        if is_last:
-            assert process.wait(120) == 0, processes.log("trainer")
-            break
-        started = life * 10**9
-        fatal = started + rng.randint(3, 9)
+    num_kills, undone = 0, []
+    # Each kill falls between two checkpoints with a chance of two in three.
+    while num_kills < 3 or (not undone and num_kills < 6):
+        process = processes.start("trainer", *(["--resume"] if num_kills else []), program=OFTEN_A_NEW_FILE)
+        fatal = num_kills * 10**9 + rng.randint(3, 9)
         wait_for(lambda fatal=fatal: int(redis_client.hget(bench.keys.commit, "policy_version") or 0) >= fatal)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(rng.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        Record(bench.folder)  # whatever the kill has left can be read
+        num_kills += 1
+        undone = Record(bench.folder).undone  # whatever the kill has left can be read
+    process = processes.start("trainer", "--resume", program=OFTEN_A_NEW_FILE)
+    assert process.wait(120) == 0, processes.log("trainer")
     assert_settled_once(bench, redis_client)
     record = assert_recorded_once(bench, redis_client)
     assert len(record.batches) == 60
