@@ -16,8 +16,8 @@ from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
 from penstock.consumers.stop_signals import StoppedError, StopSignals
+from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
-from penstock.consumers.stream.commits import Commits
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake

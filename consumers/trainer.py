@@ -24,7 +24,7 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
                  stream/evaluation.py
     commit       a checkpoint is written; then the stream is           -
-                 acknowledged up to it: stream/commits.py
+                 acknowledged up to it: stream/acknowledgement.py
 
 Every command waits while Redis is away, for `redis.outage_s` at most; its return or `stop` unblocks it
 (stream/connection.py). What Redis has lost when it is back is restored and done again (stream/recovery.py).
@@ -50,8 +50,8 @@ from penstock.consumers.learning.packing import pack
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate
+from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointWriteError
-from penstock.consumers.stream.commits import Commits
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
