@@ -178,6 +178,8 @@ class Trainer:
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S
                     log.info("waiting for rollouts: %d of %d are ready", self.intake.num_ready, num_groups)
+                    if self.intake.num_abandoned:
+                        log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
                     self.intake.reconcile()  # entries may be lost in a Redis that is the same process as before
             self.recovery.check()
             groups = self.intake.batch(num_groups)

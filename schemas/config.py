@@ -168,7 +168,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     lease_s: PositiveFloat = 5.0
     """A trainer not heard of for this long may be replaced by one that stands by."""
     max_dead_in_a_row: Positive = 64
-    """Stop the run with the last reason once so many groups have died with no good one arriving in between."""
+    """Stop the run with the last reason once so many groups have died with no good one arriving in between. Those that
+    their agents have abandoned do not count."""
 
 
 class AdvantageConfig(Section, frozen=True, kw_only=True):

@@ -22,6 +22,8 @@ MAX_REWARD = 1e9
 """Larger rewards could overflow sums and squares over a batch, and one record would spoil the whole batch."""
 MAX_REASON_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 8000
+ABANDONED = "abandoned"
+"""The kind of a dead group (its reason up to the colon) whose agents have gone: the run is not at fault."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 

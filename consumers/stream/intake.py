@@ -59,6 +59,11 @@ class Intake:
         """Groups that were read and not settled yet."""
         return len(self.reader.ready)
 
+    @property
+    def num_abandoned(self) -> int:
+        """Groups that agents have abandoned since the last good one: the run waits for agents."""
+        return self._settlement.num_abandoned
+
     def read(self) -> int:
         """Takes in new entries; returns how many. Waits at most `BLOCK_S` for the first; a producer that appends one
         unblocks it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import ReadyGroup, Refused
-from penstock.schemas.rollout import RolloutGroup, encode_group
+from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ class Settlement:
         self._ledger = ledger
         self._max_dead_in_a_row = max_dead_in_a_row
         self._dead_in_a_row = 0
+        self.num_abandoned = 0
+        """Groups that agents have abandoned since the last good one was read."""
         self._failed_steps_in_a_row = 0
         self._num_received = 0
         self._send_letter = send_letter
@@ -65,8 +67,8 @@ class Settlement:
     def settle_refused(self, refused: list[Refused]) -> None:
         """Settles records that cannot be trained on, and groups that producers gave up.
 
-        A good group that was read in between ends a row of dead ones. Every record is settled before the run is given
-        up.
+        A good group that was read in between ends a row of dead ones, and one that its agents have abandoned does not
+        count: an outage of agents is waited for. Every record is settled before the run is given up.
 
         Raises:
             RunFailedError: more groups have died in a row than the run file allows.
@@ -75,7 +77,7 @@ class Settlement:
         for record in refused:
             if record.num_received > self._num_received:
                 self._num_received = record.num_received
-                self._dead_in_a_row = 0
+                self._dead_in_a_row = self.num_abandoned = 0
             log.warning("group %s is dead: %s", record.index, record.reason)
             self._send_letter(
                 record.index, record.reason, record.payload, record.entry_id, record.producer, record.traceback
@@ -83,6 +85,9 @@ class Settlement:
             if record.index is None:
                 continue
             self._ledger.settle(record.index, "dead", record.reason)
+            if record.reason.partition(":")[0] == ABANDONED:
+                self.num_abandoned += 1
+                continue
             self._dead_in_a_row += 1
             if failure is None and self._dead_in_a_row >= self._max_dead_in_a_row:
                 most = dict(Counter(self._ledger.dead_reasons).most_common(MOST_SHOWN))

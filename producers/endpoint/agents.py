@@ -153,6 +153,7 @@ class Agents:
     def _end_overdue(self, now: float) -> None:
         for rollout in list(self._open.values()):
             if rollout.is_idle(now, self._idle_timeout_s):
+                rollout.is_abandoned = True
                 self.give_up(rollout, f"idle for {self._idle_timeout_s:g} s (endpoint.idle_timeout_s)")
         for group in list(self._groups):
             if now > group.deadline:
@@ -265,6 +266,7 @@ class Agents:
         """Hands a group over as it is."""
         for rollout in group.rollouts:
             if rollout.is_open:
+                rollout.is_abandoned = not (rollout.running or rollout.ledger.num_begun)
                 self.give_up(rollout, reason, complete=False)
         self._hand_over(group)
 

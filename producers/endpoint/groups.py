@@ -14,6 +14,7 @@ from penstock.producers.endpoint.call_ledger import CallLedger
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
+    ABANDONED,
     MAX_ENTRY_BYTES,
     EngineFingerprint,
     Rollout,
@@ -36,6 +37,7 @@ class AgentRollout:
 
     reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
     segments: the trained segments, once it is finished.
+    is_abandoned: it died because nothing was heard of its agent.
     """
 
     id: str
@@ -47,6 +49,7 @@ class AgentRollout:
     reason: str = ""
     error: BaseException | None = None
     segments: tuple[Segment, ...] = ()
+    is_abandoned: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -156,6 +159,8 @@ class AgentGroup:
         )
         if finished:
             return group
+        if all(rollout.is_abandoned for rollout in self.rollouts):
+            return Dead(f"{ABANDONED}: nothing was heard of the agents: {self.missing()}", group=group)
         return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}", group=group)
 
 

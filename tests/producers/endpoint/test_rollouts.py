@@ -254,6 +254,28 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     assert sorted(one.dead_rollouts()) == [("1", slow["id"], overdue), ("2", third["id"], overdue)]
 
 
+async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
+    """By agents that fell silent in the middle, and by those that never made a call; an agent that is slow, or whose
+    rollout cannot be trained, has abandoned nothing."""
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=50.0, group_deadline_s=100.0), group_size=2)
+    one.trainer.release(1, 3)
+    silent = [await one.client.open() for _ in range(2)]
+    await one.client.chat(silent[0], ASKED)
+    agents_of(one)._end_overdue(time.monotonic() + 60.0)
+    await one.client.open()
+    agents_of(one)._close_group(agents_of(one)._groups[0], "not finished after 100 s (endpoint.group_deadline_s)")
+    active = [await one.client.open() for _ in range(2)]
+    await one.client.request("POST", f"/r/{active[0]['id']}/finish", 1.0)
+    agents_of(one)._end_overdue(time.monotonic() + 60.0)
+    entries = {int(fields[Field.INDEX]): fields[Field.REASON].decode() for fields in await one.entries(3)}
+    assert entries == {
+        1: "abandoned: nothing was heard of the agents: 2 idle for 50 s (endpoint.idle_timeout_s)",
+        2: "abandoned: nothing was heard of the agents: 1 never opened, 1 not finished after 100 s "
+        "(endpoint.group_deadline_s)",
+        3: "agents: no rollout of 2 finished: 1 idle for 50 s (endpoint.idle_timeout_s), 1 nothing_sampled",
+    }
+
+
 async def test_a_rollout_without_a_sampled_token_cannot_finish(serve) -> None:
     one = await serve(group_size=2)
     one.trainer.release(1, 1)
