@@ -22,10 +22,12 @@ from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
 from penstock.producers.endpoint.chat.errors import ApiError, bad_request
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
+from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.groups import AgentRollout, producer_of
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 from penstock.schemas.rollout import SamplingSettings
 
@@ -40,6 +42,12 @@ BODY_BYTES_PER_TOKEN = 1024
 up to a full context fit."""
 LARGE_BODY_BYTES = 64 * 1024
 """Larger ones are parsed in a thread."""
+REQUEST_S = 60.0
+"""How long a connection may wait for a request's headers, and a request for the rest of its body."""
+BACKLOG = 1024
+"""Connections that may wait for their acceptance; a client tries again by itself, but seconds later."""
+LINGER_S = 2.0
+"""How long the rest of a body is received after its answer, before the connection is closed."""
 SHUTDOWN_S = 1.0
 """How long answers in progress may take to reach their clients once everything has ended."""
 LOOK_UP_S = 2.0
@@ -94,6 +102,8 @@ class EndpointServer:
         self._keys = context.keys
         self._producer_id = context.producer_id
         self._runner: web.AppRunner | None = None
+        self._answering: set[asyncio.Protocol] = set()
+        self._accepting: asyncio.Task[None] | None = None
         self.url = ""
         """The address that agents reach this producer at, once it is started."""
 
@@ -112,15 +122,27 @@ class EndpointServer:
             app.router.add_get(f"{base}/models/{{model:.+}}", self._models)
         app.router.add_post("/r/{rollout}/finish", self._finish)
         # A client that disconnects cancels its handler, so that no tokens are sampled for an answer nobody reads.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=REQUEST_S,
+            lingering_time=LINGER_S,
+            shutdown_timeout=SHUTDOWN_S,
+        )
         await self._runner.setup()
         host = self._config.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = on_free_port(
-            "endpoint", host, self._config.port, lambda port: socket.create_server((host, port), family=family)
+            "endpoint",
+            host,
+            self._config.port,
+            lambda port: socket.create_server((host, port), family=family, backlog=BACKLOG),
         )
-        await web.SockSite(self._runner, listening).start()
         port = listening.getsockname()[1]
+        assert self._runner.server is not None  # since `setup`
+        connections = Connections(listening, self._runner.server, self._answering)
+        self._accepting = asyncio.create_task(connections.accept())
         host = socket.gethostname() if host in EVERYWHERE else host
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("agents are served at %s", self.url)
@@ -131,15 +153,21 @@ class EndpointServer:
         Raises:
             EngineError, RedisGoneError: a request has met an error that ends this producer.
         """
+        if self._accepting is None:
+            raise ValueError("the server is not started")
         watching = asyncio.create_task(self._agents.watch())
+        parts = (self._calls.failed, self._accepting, watching)
         try:
-            await asyncio.wait({watching, self._calls.failed}, return_when=asyncio.FIRST_COMPLETED)
-            await (self._calls.failed if self._calls.failed.done() else watching)
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            await next(part for part in parts if part.done())
         finally:
             watching.cancel()
 
     async def close(self) -> None:
         """Closes every connection."""
+        if self._accepting is not None:
+            await cancel_and_wait([self._accepting])
+            self._accepting = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -149,6 +177,8 @@ class EndpointServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             check_access(request.headers, self._key)
+            await _receive_body(request)
+            self._answering.add(request.protocol)
             return await handler(request)
         except ApiError as error:
             answer = error
@@ -172,6 +202,8 @@ class EndpointServer:
         except Exception as error:  # the isolation boundary of this server: one request never ends the others
             log.exception("%s %s failed", request.method, request.path)
             answer = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+        finally:
+            self._answering.discard(request.protocol)
         return web.json_response(answer.body, status=answer.status, headers=answer.headers)
 
     async def _open(self, request: web.Request) -> web.Response:
@@ -276,6 +308,20 @@ def _rollout_id(request: web.Request) -> str:
     if not rollout_id:
         raise bad_request(f"expected a rollout's id in the path, /r/ID/v1, or in the header {SESSION}", SESSION)
     return rollout_id
+
+
+async def _receive_body(request: web.Request) -> None:
+    """Receives the body, which `request.read` returns from then on.
+
+    Raises:
+        ApiError: 408, it is not complete after `REQUEST_S`.
+    """
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            await request.read()
+    except TimeoutError:
+        message = f"the body was not complete {REQUEST_S:g} s after the headers"
+        raise ApiError(408, message, code="request_timeout") from None
 
 
 def _json(body: dict[str, Any]) -> web.Response:
