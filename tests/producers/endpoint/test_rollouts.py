@@ -7,6 +7,7 @@ import math
 import time
 
 import msgspec
+import openai
 import pytest
 
 from agent_client import ADD, ANSWER, AgentClient, tool_user
@@ -252,6 +253,18 @@ async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serv
     assert (await one.client.request("POST", f"/r/{slow['id']}/finish", 1.0))[0] == 410
     overdue = "not finished after 100 s (endpoint.group_deadline_s)"
     assert sorted(one.dead_rollouts()) == [("1", slow["id"], overdue), ("2", third["id"], overdue)]
+
+
+async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_the_models(serve) -> None:
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=300.0, group_deadline_s=900.0))
+    one.trainer.release(1, 1)
+    asking, silent = await one.client.open(), await one.client.open()
+    for rollout in (asking, silent):
+        agents_of(one)._open[rollout["id"]].last_seen -= 299.0
+    async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
+        await client.models.list()
+    agents_of(one)._end_overdue(time.monotonic() + 2.0)
+    assert list(agents_of(one)._open) == [asking["id"]]
 
 
 async def test_a_group_of_which_nothing_was_heard_any_more_was_abandoned(serve) -> None:
