@@ -25,8 +25,7 @@ def inspected(run: WatchedRun, *arguments: str) -> Iterator[str]:
     with subprocess.Popen(command, cwd=run.project, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            lines = [process.stdout.readline(), process.stdout.readline()]
-            yield lines[1].split()[0]
+            yield next(line for line in process.stdout if line.startswith("http")).split()[0]
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
         finally:
