@@ -203,6 +203,9 @@ def lag_by_update(telemetry: RunTelemetry, ax: Axes) -> bool:
 def ess_chi2(telemetry: RunTelemetry, ess_ax: Axes, chi2_ax: Axes) -> bool:
     series = [("ess_fraction", TEAL, "before truncation"), ("applied_ess_fraction", AMBER, "of the weights applied")]
     has_ess = by_update(telemetry, ess_ax, series, "ESS / tokens")
+    if len(ess_ax.lines) > 3:  # where nothing is truncated the two means lie on each other: both must be seen
+        ess_ax.lines[3].set_linestyle("--")
+        legend_above(ess_ax)
     has_chi2 = by_update(telemetry, chi2_ax, [("chi2", VIOLET, "χ²")], "χ² (per token)")
     ess_ax.set_xlabel("")
     ess_ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * 100:.4g} %"))

@@ -443,6 +443,13 @@ def test_no_legend_lies_on_what_is_drawn(name: str, telemetry: RunTelemetry) -> 
     assert legend is not None and legend.get_window_extent().y0 >= ax.bbox.y1 - 1
 
 
+def test_the_ess_of_all_weights_is_seen_beneath_that_of_the_applied_ones(telemetry: RunTelemetry) -> None:
+    ess_ax, _ = drawn("ess-chi2", telemetry)
+    before, applied = (line.get_linestyle() for line in ess_ax.lines if not line.get_label().startswith("_"))
+    assert (before, applied) == ("-", "--")
+    assert [line.get_linestyle() for line in ess_ax.get_legend().get_lines()] == ["-", "--"]
+
+
 def test_the_picture_is_a_png_of_four_panels(tmp_path: Path) -> None:
     assert len(PICTURE) == 4
     write_png(read_telemetry(write_run(tmp_path / "demo", num_updates=40)), tmp_path / "pictures" / "run.png")
