@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.deploy.demo.make_model import ModelRecipe
-from penstock.schemas.config import ConfigError, RunConfig, explain, load_config
+from penstock.schemas.config import ConfigError, RunConfig, config_of, explain, load_config
 
 NAME_PATTERN = "^[a-z0-9][a-z0-9-]*$"
 """Arms and ablations give files and runs their names."""
@@ -91,11 +91,13 @@ class AblationPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return load_config(self.run_file, self.overrides(cell, gpu=gpu))
 
     def settings(self, cell: AblationCell, *, gpu: bool) -> dict[str, Any]:
-        """As they are written, not as they are read: a field added to the schema does not make old results stale."""
-        workload = tomllib.loads(self.run_file.read_text())
+        """As they are written, not as they are read: a field added to the schema does not make old results stale.
+        Nor does what the overrides replace. Raises ConfigError, see `load_config`."""
+        document = tomllib.loads(self.run_file.read_text())
+        config_of(document, self.run_file, self.overrides(cell, gpu=gpu))
+        document.get("evaluation", {}).pop("goal", None)  # a line in the report
         chosen = {
-            "run_file": {name: value for name, value in workload.items() if name not in WITHOUT_EFFECT},
-            "set": self.overrides(cell, gpu=gpu),
+            "run_file": {name: value for name, value in document.items() if name not in WITHOUT_EFFECT},
             "environment": self.arm(cell.arm).environment,
             "recipe": self.recipe,
             "device": "gpu" if gpu else "cpu",

@@ -375,6 +375,25 @@ def test_a_finished_cell_of_other_settings_is_not_finished(plan: AblationPlan, p
     assert finished == {"base-seed1": True, "other-seed1": False, "base-seed2": True, "base-seed3": True}
 
 
+@pytest.mark.parametrize(
+    ("addition", "is_finished"),
+    [
+        ("goal = { value = 0.5 }\n[checkpoint]\nevery = 7\n[correction]\nthreshold = 3.0\n", True),
+        ("[sampling]\ntemperature = 0.5\n", False),
+    ],
+)
+def test_only_what_a_cell_depends_on_makes_its_result_stale(plan_file: Path, addition: str, is_finished: bool):
+    plan_file.write_text(SHORT.replace("num_updates=3", "correction={mode='none'}"))
+    run_file = plan_file.parent / "run.toml"
+    run_file.write_text(f"{RUN}[evaluation]\nevery = 5\n")
+    plan = load_plan(plan_file)
+    for each in all_results(plan):
+        write_result(each, plan.results)
+    run_file.write_text(run_file.read_text() + addition)
+    cells = plan.cells(gpu=False)
+    assert {Ablation(plan, Path("runs")).is_finished(cell, gpu=False) for cell in cells} == {is_finished}
+
+
 @pytest.mark.vllm
 @pytest.mark.redis
 @pytest.mark.slow
