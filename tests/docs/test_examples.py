@@ -71,6 +71,14 @@ def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) 
     assert reward.value == pytest.approx(0.999)
 
 
+def test_the_environment_that_only_counts_suits_the_run_file_beside_it(lab: Any) -> None:
+    lab("docs/agents.md")
+    config = configs("docs/agents.md")[-1]
+    environment = construct(config.environment, "environment", Environment, seed=config.seed)
+    assert config.endpoint is not None and environment.num_evaluation_prompts == config.evaluation.num_prompts == 0
+    assert environment.prompt(7) != environment.prompt(8)
+
+
 def inputs(current: torch.Tensor) -> LossInputs:
     """Two rows of two tokens, the last token masked and its numbers NaN."""
     mask = torch.tensor([True, True, True, False])

@@ -80,16 +80,15 @@ def as_plain_client(message: dict[str, Any]) -> dict[str, Any]:
     return {name: message[name] for name in ("role", "content", "tool_calls") if name in message}
 
 
+def spelled(text: str, style: str = "chatml") -> list[int]:
+    """Ids of an answer, letter by letter, as no tokenizer would encode it."""
+    parts = re.findall("</?tool_call>|.", text)
+    return [token for part in [*parts, "<|im_end|>"] for token in encode(style, part)]
+
+
 def tool_user(style: str = "chatml") -> Callable[[list[int], int], list[int]]:
-    """A script for ScriptedEngine: calls a tool when asked by a user, answers when the tool has spoken. Everything is
-    spelled letter by letter, as no tokenizer would encode it."""
-    end = encode(style, "<|im_end|>")
-
-    def spell(text: str) -> list[int]:
-        parts = re.findall("</?tool_call>|.", text)
-        return [token for part in parts for token in encode(style, part)] + end
-
-    answer, call = spell(ANSWER), spell(CALL)
+    """A script for ScriptedEngine: calls a tool when asked by a user, answers when the tool has spoken."""
+    answer, call = spelled(ANSWER, style), spelled(CALL, style)
 
     def script(prompt_ids: list[int], sibling: int) -> list[int]:
         last = decode(style, prompt_ids).split("<|im_start|>")[-2]

@@ -1,0 +1,134 @@
+"""The recipes of docs/agents.md with the real frameworks, each in a process of its own as its user would run it."""
+
+import asyncio
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_client import ANSWER, CALL, spelled, tool_user
+from chat_templates import decode
+from penstock.schemas.rollout import unpack_ids
+from scripted_engine import ScriptedEngine
+
+pytestmark = [pytest.mark.redis, pytest.mark.parametrize("server_binary", ["valkey"], indirect=True)]
+
+KEY = "secret"
+VARIABLES = {
+    "PENSTOCK_API_KEY": KEY,
+    "HF_HUB_OFFLINE": "1",
+    "LANGSMITH_TRACING": "false",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+}
+FINAL_CALL = f'<tool_call>{{"arguments":{{"answer":"{ANSWER}"}},"name":"final_answer"}}</tool_call>'
+"""How a smolagents agent ends."""
+START = """
+import os
+from openai import OpenAI
+
+KEY = os.environ["PENSTOCK_API_KEY"]
+
+
+def score(answer):
+    print(answer)
+    return 0.5
+
+
+"""
+LAB = """
+import verifiers as vf
+from datasets import Dataset
+from __main__ import add
+
+
+def load_environment():
+    def answered(completion, answer):
+        return 0.5 * (completion[-1].content == answer)
+
+    tasks = [{"question": "never asked", "answer": ""}, {"question": "three and four?", "answer": "ANSWER"}]
+    return vf.ToolEnv(tools=[add], dataset=Dataset.from_list(tasks), rubric=vf.Rubric(funcs=[answered]))
+"""
+"""A verifiers environment of the user's."""
+
+
+def blocks(heading: str) -> list[str]:
+    """The Python blocks of one section of the page, without its subsections."""
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text(encoding="utf-8")
+    section = re.split(r"^##+ ", page.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.M)[0]
+    found = re.findall(r"^ *```python\n(.*?)^ *```", section, re.M | re.S)
+    assert found, heading
+    return [textwrap.dedent(block) for block in found]
+
+
+def last_turn(prompt_ids: list[int]) -> str:
+    return decode("chatml", prompt_ids).split("<|im_start|>")[-2]
+
+
+@pytest.fixture
+def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`await rollout_of(program)` runs an agent's program against a producer, and returns what it printed and the one
+    rollout that came of it: one segment of two answers, the second of them `final`, after a tool's turn."""
+    monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
+
+    async def run(program: str, final: str = ANSWER, environment: Any = None) -> Any:
+        given: list[tuple[list[int], list[int]]] = []
+        plain = tool_user()
+
+        def script(ids: list[int], sibling: int) -> list[int]:
+            said = spelled(final) if "Observation:" in last_turn(ids) else plain(ids, sibling)
+            given.append((list(ids), said))
+            return said
+
+        engine = ScriptedEngine(script=script, max_model_len=16384)
+        one = await serve(engine, group_size=1, key=KEY, environment=environment)
+        one.trainer.release(1, 1)
+        (tool,) = blocks("Recipes")
+        (tmp_path / "agent.py").write_text(START + tool + program.replace("http://127.0.0.1:9500", one.url))
+        variables = {**os.environ, **VARIABLES, "HF_HOME": str(tmp_path), "OPENAI_BASE_URL": "http://127.0.0.1:1"}
+        agent = await asyncio.create_subprocess_exec(
+            sys.executable, tmp_path / "agent.py", env=variables, cwd=tmp_path, stdout=-1, stderr=-1
+        )
+        try:
+            out, errors = await agent.communicate()
+        finally:
+            if agent.returncode is None:
+                agent.kill()
+        assert agent.returncode == 0, errors.decode()
+        ((rollout,),) = [group.rollouts for group in await one.groups(1)]
+        (segment,) = rollout.segments
+        ids = unpack_ids(segment.token_ids).tolist()
+        assert [(ids[:start], ids[start:end]) for start, end in segment.loss_mask] == given
+        assert [said for _, said in given] == [spelled(CALL), spelled(final)]
+        assert "7" in last_turn(given[1][0])
+        return out.decode(), rollout
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["pydantic-ai", "LangChain", "smolagents"])
+async def test_an_agent_of_the_framework_makes_one_exact_segment(rollout_of, name: str) -> None:
+    (recipe,), (episode,) = blocks(name), blocks("From an unmodified agent to a run")
+    out, rollout = await rollout_of(recipe + episode, FINAL_CALL if name == "smolagents" else ANSWER)
+    assert out.rstrip().endswith(ANSWER) and rollout.reward.value == 0.5
+
+
+@pytest.mark.parametrize("model", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+async def test_an_agent_of_openai_agents_makes_one_exact_segment(rollout_of, model: str) -> None:
+    (recipe,), (episode,) = blocks("openai-agents"), blocks("From an unmodified agent to a run")
+    out, rollout = await rollout_of(recipe.replace("OpenAIResponsesModel", model) + episode)
+    assert out.strip() == ANSWER and rollout.reward.value == 0.5
+
+
+async def test_a_verifiers_environment_scores_its_own_task_of_the_index(rollout_of, tmp_path: Path) -> None:
+    indices, recipe = blocks("verifiers")
+    names: dict[str, Any] = {}
+    exec(indices, names)
+    (tmp_path / "my_environment.py").write_text(LAB.replace("ANSWER", ANSWER))
+    program = recipe + "\nimport asyncio\nasyncio.run(episode())\n"
+    _, rollout = await rollout_of(program, environment=names["Indices"](seed=0))
+    assert rollout.reward.value == 0.5
+    assert rollout.reward.parts["answered"] == 0.5 and rollout.reward.parts["add_calls"] == 1
