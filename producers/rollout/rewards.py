@@ -15,7 +15,7 @@ from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.plugins import resolve
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_ITEMS, MAX_REWARD
+from penstock.schemas.rollout import MAX_REWARD, check_part_names
 
 RewardFunction = Callable[[Prompt, str], float | Reward | Awaitable[float | Reward]]
 
@@ -176,7 +176,7 @@ def checked(reward: Any, of: str) -> Reward:
     """What the user's code returned as a reward, as a `Reward`. of: what it is the reward of, for the message.
 
     Raises:
-        RewardError: not a number that a record can hold.
+        RewardError: not a number that a record can hold, or parts that `check_part_names` refuses.
     """
     if inspect.iscoroutine(reward):
         reward.close()
@@ -191,8 +191,10 @@ def checked(reward: Any, of: str) -> Reward:
     if not fits:
         shown, most = repr(reward)[:80], f"of at most {MAX_REWARD:g}"
         raise RewardError(f"{shown} for {of}, expected a finite number {most}, or a Reward of such numbers")
-    if len(found.parts) > MAX_ITEMS:
-        raise RewardError(f"{len(found.parts):,} parts for {of}, expected at most {MAX_ITEMS:,}")
+    try:
+        check_part_names(found.parts, "parts")
+    except ValueError as error:
+        raise RewardError(f"{error}, in the reward of {of}") from None
     return found
 
 

@@ -231,7 +231,7 @@ async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> No
 
         async def converse(self, prompt, conversation):
             self.num_begun += 1
-            parts = {str(n): 0.0 for n in range(4097 if self.num_begun == 1 else 4096)}
+            parts = {str(n): 0.0 for n in range(33 if self.num_begun == 1 else 32)}
             reward = await super().converse(prompt, conversation)
             return Reward(value=reward.value, parts=parts)
 
@@ -239,7 +239,8 @@ async def test_a_reward_that_no_record_holds_ends_its_rollout_alone(serve) -> No
     one.trainer.release(1, 1)
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1
-    assert group.missing == "1 environment: RewardError: 4,097 parts for a conversation, expected at most 4,096"
+    reason = "parts has 33 names, expected at most 32, in the reward of a conversation"
+    assert group.missing == f"1 environment: RewardError: {reason}"
 
 
 async def test_a_conversation_that_hangs_is_cancelled_at_the_group_s_deadline(serve) -> None:

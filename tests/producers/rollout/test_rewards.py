@@ -157,6 +157,29 @@ async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completi
     scorer.close()
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([f"part {n}" for n in range(33)], "parts has 33 names, expected at most 32"),
+        (["n" * 65], f"parts has the name '{'n' * 64}' of 65 characters, expected 1 to 64 printable ones"),
+        ([""], "parts has the name '' of 0 characters"),
+        (["a\nb"], "parts has the name 'a\\nb' of 3 characters"),
+    ],
+)
+async def test_parts_that_no_line_shows_are_an_error_that_shows_the_completion(names: list[str], message: str) -> None:
+    scorer = RewardScorer(lambda prompt, completion: Reward(value=1.0, parts=dict.fromkeys(names, 1.0)))
+    with pytest.raises(RewardError, match=re.escape(message) + ".*, in the reward of completion 'x'"):
+        await scorer.score(PROMPT, ["x"])
+    scorer.close()
+
+
+async def test_a_reward_may_have_as_many_and_as_long_parts_as_a_line_shows() -> None:
+    most = Reward(value=1.0, parts={f"{n:064}": 1.0 for n in range(32)})
+    scorer = RewardScorer(lambda prompt, completion: most)
+    assert await scorer.score(PROMPT, ["x"]) == (most,)
+    scorer.close()
+
+
 async def test_a_reward_that_raises_names_its_error_and_the_scorer_lives_on() -> None:
     def reward(prompt: Prompt, completion: str) -> float:
         return 1 / len(completion)
