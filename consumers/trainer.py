@@ -138,7 +138,7 @@ class Trainer:
             batch = pack(groups, lag_of, self.config, every_row=self.learner.trains_every_row)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
-            self.run_log.queue(self.intake.num_open_prompts())
+            self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
             if self.recorder is not None and self.config.record:  # before the ledger, which is not committed without it
                 self.recorder.add(Taken(progress.num_taken, progress.num_batches, groups, batch, report, lag_of))
             progress.num_taken += 1
@@ -173,7 +173,7 @@ class Trainer:
         while not self.stopping:
             if self.intake.num_ready < num_groups:
                 if not self.intake.read():
-                    self.run_log.queue(self.intake.num_open_prompts())
+                    self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
                     self._commit_if_due(busy=False)
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S

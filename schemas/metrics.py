@@ -170,6 +170,7 @@ class TrainerMetric:
     EVALUATION_REWARD_PART = Metric(
         "penstock_evaluation_reward_part", "Mean of a part of the reward on held-out prompts", ("part",), unit="none"
     )
+    GROUPS_ABANDONED = Metric("penstock_abandoned_groups", "Groups that agents have abandoned since the last good one")
     PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended", unit="groups")
     OBJECTIVE = Metric(
         "penstock_objective", "What the objective reports beyond the metrics named here", ("name",), unit="none"

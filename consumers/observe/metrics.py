@@ -65,6 +65,7 @@ class TrainerMetrics:
         self._duplicates = make(Counter, M.DUPLICATES)
         self._counted: dict[Any, int] = {}
         """By counter, the total of the ledger that it has counted up to."""
+        self.groups_abandoned = make(Gauge, M.GROUPS_ABANDONED)
         self.prompts_open = make(Gauge, M.PROMPTS)
         self.weight_bytes = make(Counter, M.WEIGHT_BYTES)
         self.parity_alert = make(Gauge, M.PARITY_ALERT)

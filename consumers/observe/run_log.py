@@ -44,13 +44,14 @@ class RunLog:
         )
         metrics.begin(config, ledger)
 
-    def queue(self, num_open_prompts: int) -> None:
+    def queue(self, num_open_prompts: int, num_abandoned: int) -> None:
         """Sets the metrics of the queue.
 
         To be called before a batch is settled, which makes room: a queue that is full now has kept producers waiting.
         """
         self.metrics.groups_open.set(self._ledger.num_open)
         self.metrics.prompts_open.set(num_open_prompts)
+        self.metrics.groups_abandoned.set(num_abandoned)
         self.metrics.count_groups(self._ledger)
 
     def update(

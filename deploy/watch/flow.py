@@ -156,6 +156,9 @@ def _missing(seen: RunSnapshot) -> tuple[str, str] | None:
         return ("start", "the producers are starting") if seen.starting else ("producers", "none is alive")
     if seen.redis is not None and not seen.redis.has_trainer and seen.trainer is None:
         return "trainer", "none is alive"
+    abandoned = seen.count("penstock_abandoned_groups")
+    if abandoned and (seen.silent_s is not None or seen.newest is None):
+        return "agents", f"they abandoned the last {abandoned} groups"
     if seen.silent_s is not None:
         return "trainer", f"no update for {seen.silent_s:.0f} s: see logs/trainer.log"
     return None

@@ -1,7 +1,10 @@
 """The trainer's queue metrics: as full as the queue was before the batch made room, and fresh while it waits."""
 
+import threading
+
 import pytest
 
+from mini_producer import dead_fields
 from trainer_bench import TrainerBench, at_step
 from trainer_thread import TrainerThread
 from waiting import wait_for
@@ -39,4 +42,22 @@ def test_a_trainer_that_waits_in_vain_shows_where_the_groups_are(bench: TrainerB
     wait_for(lambda: (value("penstock_groups_open"), value("penstock_prompts_open")) == (CREDIT, CREDIT))
     trainer.stop()
     thread.join(60)
+    assert thread.outcome is False
+
+
+def test_a_trainer_that_waits_for_agents_shows_how_many_groups_they_have_abandoned(bench: TrainerBench) -> None:
+    trainer, over = bench.trainer(), threading.Event()
+    value = bench.metrics.registry.get_sample_value
+
+    def abandon(index: int, version: int) -> dict:
+        if index > CREDIT:
+            over.wait(60)
+        return dead_fields(index, "abandoned: nothing was heard of the agents")
+
+    producer, thread = bench.producer(abandon), TrainerThread(trainer)
+    wait_for(lambda: value("penstock_abandoned_groups") == CREDIT)
+    trainer.stop()
+    thread.join(60)
+    producer.stop.set()
+    over.set()
     assert thread.outcome is False
