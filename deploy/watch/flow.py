@@ -64,10 +64,8 @@ def _groups(seen: RunSnapshot) -> RenderableType:
         if seen.is_over:
             return Text("Redis has ended with the run", style="dim")
         return Text(f"Redis does not answer: {safe(seen.without_redis)}", style="red")
-    redis, credit, num_open = seen.redis, seen.credit, seen.count("penstock_groups_open")
+    redis, credit, ready = seen.redis, seen.credit, seen.num_ready
     queued = max(0, redis.num_prompts - redis.num_claimed)
-    # The gauge is as of the last batch, the prompts are current: groups neither queued nor in producers are ready.
-    ready = max(0, num_open - redis.num_prompts) if num_open is not None else seen.num_ready
     room = None if credit is None or ready is None else max(0, credit - redis.num_prompts - ready)
     table = Table.grid(padding=(0, 3))
     cells = {

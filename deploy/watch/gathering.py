@@ -23,6 +23,9 @@ from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 from penstock.schemas.process.redis_url import configured_url
 
+_YOUNG_S = 5.0
+"""A shorter time tells no share of pauses: the first would be all of it."""
+
 
 class Gatherer:
     """Takes snapshots of one run, from one thread.
@@ -117,7 +120,10 @@ class Gatherer:
         events = self._files.pauses.get(producer) if self._files is not None else None
         if events is None:
             events = self._scraped.pauses.get(producer, deque())
-        return Pauses(tuple(event for event in events if until_s - PAUSE_WINDOW_S <= event[0] <= until_s))
+        seen = tuple(event for event in events if until_s - PAUSE_WINDOW_S <= event[0] <= until_s)
+        # A producer younger than the window is judged from its first pause on.
+        began_s = min(event[0] - event[1] for event in events) if events else 0.0
+        return Pauses(seen, min(PAUSE_WINDOW_S, max(_YOUNG_S, until_s - began_s)))
 
 
 def look(client: redis.Redis, keys: Keys) -> RedisSeen:

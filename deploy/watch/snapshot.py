@@ -149,8 +149,10 @@ class RunSnapshot:
 
     @property
     def num_ready(self) -> int | None:
-        """Groups that are generated and not settled."""
-        groups_open, prompts_open = self.count("penstock_groups_open"), self.count("penstock_prompts_open")
+        """Groups that are generated and not settled: neither queued nor in producers."""
+        groups_open = self.count("penstock_groups_open")
+        # The trainer's gauge is as of the last batch, what Redis says is current.
+        prompts_open = self.redis.num_prompts if self.redis is not None else self.count("penstock_prompts_open")
         if groups_open is not None and prompts_open is not None:
             return max(0, groups_open - prompts_open)
         return self.newest.queue_depth if self.newest is not None else None

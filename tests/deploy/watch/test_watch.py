@@ -173,6 +173,28 @@ def test_the_bottleneck_is_named(changes, part):
     assert named == part and bool(why) == bool(part)
 
 
+def test_the_groups_that_wait_are_those_of_now_in_the_reason_as_in_the_table():
+    # As of the last batch, 12 prompts were open and 12 groups ready; Redis has 2 prompts left now.
+    gauges = Samples("penstock_groups_open 24\npenstock_prompts_open 12\npenstock_credit_groups 24\n")
+    seen = snapshot(
+        config=None, redis=redis_seen(num_prompts=2, num_claimed=2), trainer=gauges, updates=updates(wait_s=0.01)
+    )
+    part, why = bottleneck(seen)
+    assert part == "trainer" and "22 of 24 groups wait" in why
+    assert "ready to train   free credit" in shown(seen) and seen.num_ready == 22
+
+
+def test_the_share_of_pauses_of_a_young_producer_is_of_its_own_time(tmp_path, monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    folder, now_s = write_run(tmp_path, finished=True), time.time()
+    lines = [{"event": "weights", "time_s": now_s - 20 + n, "policy_version": n, "pause_s": 0.5} for n in range(20)]
+    (folder / "producers" / "young.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    update = json.dumps(line(30, time_s=now_s))
+    (folder / "updates.jsonl").write_text(update + "\n")
+    share = Gatherer("r", folder, CONFIG).gather().pauses["young"].share
+    assert share == pytest.approx(10 / 20.5, rel=0.1)
+
+
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_the_views_fit_the_width_they_have(width):
     pauses = {"producer-0": Pauses(((0.0, 0.023), (1.0, 0.031)))}
