@@ -32,7 +32,7 @@ done none is tried with the next seed."""
 
 
 def self_test(out: Path, *, with_disk: bool) -> int:
-    """Returns how many of the broken protocols went unnoticed with every seed."""
+    """Returns how many of the broken protocols went unnoticed with every seed; `out` has a folder for each seed."""
     left = list(CASES)
     for seed in range(1, NUM_SEEDS + 1):
         legs = [
@@ -47,7 +47,7 @@ def self_test(out: Path, *, with_disk: bool) -> int:
             for case in left
         ]
         harmless = []
-        for case, result in zip(left, campaign(legs, out, with_disk=with_disk), strict=True):
+        for case, result in zip(left, campaign(legs, out / f"seed-{seed}", with_disk=with_disk), strict=True):
             count = case.shows(result.verdict)
             print(f"without {case.broken}: {count or 'NO'} {case.harm}")
             if not count:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+from tests.chaos.environment import MEANT_TO_FAIL
 from tests.chaos.processes import Process
 
 
@@ -15,14 +16,17 @@ def is_as_asked(process: Process, *, run_is_ending: bool) -> bool:
     return process.status == -9 and process.was_killed
 
 
+_TRACEBACK = re.compile(r"^( *)Traceback.*\n(?:\1 .*\n)*?(?:\1 +(.*)\n)(?:\1 .*\n)?\1(\S.*)", re.MULTILINE)
+"""Indentation, a line of code near the end, the exception."""
+
+
 def traceback_of(process: Process) -> str | None:
-    """The first traceback in its log: the last line and where it came from. No fault may cause one."""
-    output = process.output()
-    if "Traceback" not in output:
-        return None
-    lines = output[output.index("Traceback") :].splitlines()
-    end = next((n for n, line in enumerate(lines[1:], 1) if line and not line.startswith((" ", "\t"))), len(lines) - 1)
-    return f"{process.log.name}: traceback: {lines[end]} ({lines[max(0, end - 2)].strip()})"
+    """The first traceback in its log: the exception and where it came from. No fault may cause one; what the
+    environment raises on purpose has one."""
+    for _, place, error in _TRACEBACK.findall(process.output()):
+        if not error.endswith(MEANT_TO_FAIL):
+            return f"{process.log.name}: traceback: {error} ({place})"
+    return None
 
 
 def reason_of(process: Process, is_expected: Callable[[str], bool]) -> tuple[str, str | None]:

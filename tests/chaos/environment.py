@@ -25,6 +25,8 @@ def fate(index: int) -> Fate:
 
 
 END = "="
+MEANT_TO_FAIL = "is meant to fail"
+"""How a message of what this environment raises on purpose ends."""
 
 
 def text_of(index: int) -> str:
@@ -53,7 +55,7 @@ class ChaosEnvironment:
     def prompt(self, index: int) -> Prompt:
         self._note("posed", index)
         if index % 31 == 7:
-            raise ValueError("this prompt is meant to fail")
+            raise ValueError(f"this prompt {MEANT_TO_FAIL}")
         return Prompt(text=text_of(index), answer=str(index))
 
     def evaluation_prompt(self, n: int) -> Prompt:
@@ -65,7 +67,7 @@ class ChaosEnvironment:
             return 1.0
         self._note("scored", index)
         if fate(index) is Fate.DEAD:
-            raise ValueError("this reward is meant to fail")
+            raise ValueError(f"this reward {MEANT_TO_FAIL}")
         if fate(index) is Fate.SKIPPED:
             return 1.0
         self._num_scored[index] += 1

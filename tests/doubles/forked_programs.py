@@ -31,6 +31,7 @@ class ForkedProgram(ForkServerProcess):
 
     def __init__(self, text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         super().__init__(daemon=True)
+        log.touch()
         self._program = text, list(arguments), log
         self._environment = dict(environment)
         ends = SimpleNamespace(
@@ -88,7 +89,6 @@ def start_program(
     text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, *, fresh: bool
 ) -> subprocess.Popen | ForkedProgram:
     """Starts a program whose output is appended to `log`; a fresh one imports everything itself."""
-    log.touch()
     if not fresh:
         return ForkedProgram(text, arguments, environment, log)
     with log.open("ab") as output:
