@@ -1,6 +1,6 @@
 # Every target that needs it makes .venv first; ENGINE=cpu or gpu overrides the engine that deploy/install.sh chooses.
 VENV ?= .venv
-JOBS ?= 3
+JOBS ?= 4
 MODEL ?= runs/models/demo
 DEMO ?= deploy/runs/demo.toml
 AGENT_MODEL ?= runs/models/calculator
@@ -20,7 +20,7 @@ agent-demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli run deploy/runs/calculator.toml --name calculator-$$(date +%Y%m%d-%H%M%S) \
 		--set model.path=$(AGENT_MODEL)
 
-# Tests that boot the engine share one worker: two engines that start at the same moment can fail.
+# Tests of one group share a worker, with its engines.
 test: venv-dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup
 

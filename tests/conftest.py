@@ -38,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("vllm"):
-            # Two engines that boot at the same moment on one machine can fail: one worker gets them all.
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+            # One worker shares its engines among the tests that ask for them, another starts whole runs.
+            is_shared = not {"vllm_engine", "shared_engine"}.isdisjoint(getattr(item, "fixturenames", ()))
+            item.add_marker(pytest.mark.xdist_group("engines" if is_shared else "runs"))
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
     items.sort(key=_place)

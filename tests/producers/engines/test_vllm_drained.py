@@ -38,9 +38,9 @@ async def test_a_drained_update_waits_for_what_is_in_flight_and_clears_the_cache
     old, new = make_qwen3(tied=False, seed=0), make_qwen3(tied=False, seed=1)
     sampling = SamplingSettings(max_tokens=LENGTH)
     before = asyncio.create_task(engine.generate(PROMPT, sampling, 4, "before"))
-    while engine._llm.output_processor.get_num_unfinished_requests() < 4:  # noqa: ASYNC110 - vLLM offers no event
+    requests = engine._llm.output_processor.request_states
+    while [state.is_prefilling for state in requests.values()] != [False] * 4:  # noqa: ASYNC110 - vLLM has no event
         await asyncio.sleep(0.001)
-    await asyncio.sleep(0.02)
     assert not before.done(), "nothing is in flight when the update comes"
     loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(new), 1, tmp_path)))
     await asyncio.sleep(0)
