@@ -14,7 +14,7 @@ from typing import Any
 from bench.compose_check.podman import DEPLOY, PROJECT, CommandError, Podman
 from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 
-NUM_UPDATES = 1000
+NUM_UPDATES = 2000
 STALL_S = 300.0
 """A wait is given up once nothing that it is about has moved for this long. Engines that boot side by side on a busy
 machine take many minutes, and log a line now and then."""
@@ -102,8 +102,6 @@ class Check:
             f"{count} producers to append groups", lambda: self._value(appended) == count, self._signs("producer")
         )
         self._wait("the run to go on", lambda: self._num_updates() > updates, self._signs("producer", "trainer"))
-        if set(self.podman.containers("trainer").values()) != {"running"}:
-            raise CheckError(f"the run has ended before producers were scaled to {count}; more updates are needed")
         print(f"scaled to {count}: each appends groups, every target is up", flush=True)
 
     def _running_producers(self) -> list[str]:
@@ -113,6 +111,8 @@ class Check:
         wanted = {"penstock-trainer": 1, "penstock-producer": num_producers, "redis": 1, "prometheus": 1}
 
         def are_up() -> bool:
+            if set(self.podman.containers("trainer").values()) != {"running"}:
+                raise CheckError(f"the run has ended before it had {num_producers} producers; more updates are needed")
             targets = self._ask("targets?state=active")["activeTargets"]
             jobs = [target["labels"]["job"] for target in targets]
             up = all(target["health"] == "up" for target in targets)
