@@ -74,17 +74,27 @@ def read_tensorboard(folder: Path, name: str) -> list[tuple[int, float, float]]:
     return [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(name)]
 
 
-def read_wandb(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]]]]:
-    """(run id, (step, numbers) of each row) of each session, oldest first."""
+WandbSession = tuple[str, list[tuple[int, dict[str, Any]]]]
+
+
+def read_wandb(folder: Path) -> list[WandbSession]:
+    """(run id, (step, numbers) of each row) of each session, oldest first, once W&B has written the end of each: its
+    own process may do that after `finish` has returned."""
+    sessions = wait_for(lambda: _sessions(folder), lambda found: all(ended for *_, ended in found))
+    return [(run_id, history) for run_id, history, _ in sessions]
+
+
+def _sessions(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]], bool]]:
     datastore = importlib.import_module("wandb.sdk.internal.datastore")
     records = importlib.import_module("wandb.proto.wandb_internal_pb2")
     sessions = []
     for file in sorted(folder.rglob("run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        store, run_id, history = datastore.DataStore(), "", []
+        store, run_id, history, ended = datastore.DataStore(), "", [], False
         store.open_for_scan(str(file))
         while (data := store.scan_data()) is not None:
             record = records.Record()
             record.ParseFromString(data)
+            ended = record.WhichOneof("record_type") == "exit"
             if record.WhichOneof("record_type") == "run":
                 run_id = record.run.run_id
             elif record.WhichOneof("record_type") == "history":
@@ -94,7 +104,7 @@ def read_wandb(folder: Path) -> list[tuple[str, list[tuple[int, dict[str, Any]]]
                 numbers = {k: v for k, v in row.items() if not k.startswith("_")}
                 history.append((record.history.step.num, numbers))
         store.close()
-        sessions.append((run_id, history))
+        sessions.append((run_id, history, ended))
     return sessions
 
 

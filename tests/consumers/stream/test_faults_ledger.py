@@ -1,6 +1,7 @@
 """Ways in which the ledger and the saved policy, or the ledger and the streams, could come apart."""
 
 import shutil
+import threading
 from collections import Counter
 
 import pytest
@@ -221,12 +222,21 @@ def test_a_run_that_gives_up_on_dead_groups_has_settled_each_of_them(bench, redi
     bench.overrides = ["trainer.max_dead_in_a_row=3", "evaluation.num_prompts=0"]
     trainer = bench.trainer()
 
+    begun = threading.Event()
+
     def answer(index, version):
-        return group_fields(index, version) if index < 9 else dead_fields(index, "reward: boom")
+        if index < 9:
+            return group_fields(index, version)
+        begun.wait(60)
+        return dead_fields(index, "reward: boom")
+
+    def let_all_arrive():
+        begun.set()
+        wait_for(lambda: redis_client.xlen(bench.keys.rollouts) >= 12)
 
     bench.hardy_producer(answer)
     # Every answer that the credit allows is on the stream, so that one read takes more than three dead ones.
-    at_step(trainer, 1, lambda: wait_for(lambda: redis_client.xlen(bench.keys.rollouts) >= 12))
+    at_step(trainer, 1, let_all_arrive)
     with pytest.raises(RunFailedError, match="max_dead_in_a_row = 3"):
         trainer.run()
     ledger = bench.ledger()
