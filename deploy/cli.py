@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import tomllib
@@ -44,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return int(arguments.command(arguments))
+        status = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `penstock try ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would print one more
+        return 128 + signal.SIGPIPE
     except ConfigError as error:
         return _fail(error, 2)
     except _expected_errors() as error:
@@ -250,7 +256,7 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
 def _write_results(run_folder: Path) -> int:
     """Status 1 if the folder cannot be written, or a file in it cannot be read."""
     from penstock.deploy.report.report import write_report
-    from penstock.deploy.report.summary import print_table, warning_of, write_summary
+    from penstock.deploy.report.summary import print_table, warnings_of, write_summary
 
     try:
         summary = write_summary(run_folder)
@@ -259,7 +265,7 @@ def _write_results(run_folder: Path) -> int:
         print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
         return 1
     print_table(summary)
-    if warning := warning_of(summary):
+    for warning in warnings_of(summary):
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if (model := run_folder / "model").is_dir():
         print(f"model    {model}")

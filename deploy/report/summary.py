@@ -83,6 +83,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "figure": config.evaluation.figure if config else REWARD,
         "held_out": held_out(points),
         "num_evaluation_prompts": points[-1].num_prompts if points else None,
+        "num_evaluation_failed": points[-1].num_failed if points else None,
         "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
         "goal_reached_s": goal_reached_s(points, config, start_s),
         "course": course(telemetry.updates),
@@ -280,12 +281,19 @@ def _percentile(values: Sequence[float], q: float) -> float | None:
     return float(np.percentile(values, q)) if values else None
 
 
-def warning_of(summary: dict[str, Any]) -> str:
-    """What a reader must not overlook: most groups were skipped; empty if not."""
-    trained, skipped = summary["num_groups_trained"] or 0, summary["num_groups_skipped"] or 0
-    if skipped <= trained:
-        return ""
-    return f"{skipped:,} of {trained + skipped:,} groups trained nothing: {NOTHING_LEARNED}"
+def warnings_of(summary: dict[str, Any]) -> list[str]:
+    """What a reader must not overlook: most groups were skipped, some died, held-out prompts failed."""
+    trained, skipped, dead = (summary[f"num_groups_{what}"] or 0 for what in ("trained", "skipped", "dead"))
+    failed, asked = summary["num_evaluation_failed"], summary["num_evaluation_prompts"]
+    found = []
+    if skipped > trained:
+        found.append(f"{skipped:,} of {trained + skipped:,} groups trained nothing: {NOTHING_LEARNED}")
+    if dead:
+        total = trained + skipped + dead
+        found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
+    if failed:
+        found.append(f"{failed} of {asked} held-out prompts failed in the last evaluation, each counts as 0: see logs")
+    return found
 
 
 def print_table(summary: dict[str, Any], console: Console | None = None) -> None:

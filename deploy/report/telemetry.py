@@ -57,6 +57,8 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     num_prompts: int
     time_s: float
+    num_failed: int = 0
+    """Prompts without an answer or a reward: each counts as 0."""
     parts: dict[str, float] = {}
     """Means of the reward's parts by name."""
 

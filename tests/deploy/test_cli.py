@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -350,3 +351,11 @@ def test_parity_probes_a_shipped_run_file_where_no_run_has_its_name(capsys, tmp_
     assert "model.path = 'runs/models/demo': no such folder" in refused(capsys, "parity", "demo")
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert "demo: a folder without run.toml, so no run" in refused(capsys, "parity", "demo")
+
+
+def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(model_folder):
+    command = f"{sys.executable} -m penstock.deploy.cli run demo --dry-run --set model.path={model_folder}"
+    shown = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert (shown.returncode, shown.stderr) == (128 + signal.SIGPIPE, "")

@@ -1,6 +1,7 @@
 """The code and the run files that the pages show work as they stand."""
 
 import importlib
+import json
 import re
 import sys
 import tomllib
@@ -65,10 +66,26 @@ def test_the_environment_of_the_readme_poses_other_tasks_than_it_holds_out(lab: 
 def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) -> None:
     lab("README.md")
     lab("docs/environments.md")
-    config = configs("docs/environments.md")[-1]
+    [config] = [config for config in configs("docs/environments.md") if config.reward is not None]
     environment = construct(config.environment, "environment", Environment, seed=0)
     reward = reward_function(config, environment)(Prompt(text="2+2=", answer="4"), "4")
     assert reward.value == pytest.approx(0.999)
+
+
+def test_the_run_file_of_gsm8k_takes_its_lines_as_they_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [config] = [config for config in configs("docs/environments.md") if config.name == "gsm8k"]
+    monkeypatch.chdir(tmp_path)
+    for n, key in enumerate(("prompts_file", "evaluation_file")):
+        file = Path(config.environment.kwargs[key])
+        file.parent.mkdir(exist_ok=True)
+        line = {"question": f"What is {n} and 7?", "answer": f"Added, it is <<{n}+7={n + 7}>>{n + 7}.\n#### {n + 7}"}
+        file.write_text(json.dumps(line) + "\n")
+    environment = construct(config.environment, "environment", Environment, seed=0)
+    system, problem = environment.prompt(1).messages
+    assert system.content.endswith(r"within \boxed{}.") and problem.content == "What is 0 and 7?"
+    assert environment.evaluation_prompt(1).answer == "8"
 
 
 def test_the_environment_that_only_counts_suits_the_run_file_beside_it(lab: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.deploy.report.summary import print_table, table_rows, warning_of, write_summary
+from penstock.deploy.report.summary import print_table, table_rows, warnings_of, write_summary
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
 from penstock.schemas.policy import make_version
 
@@ -393,13 +393,17 @@ def test_the_table_shows_names_with_brackets_as_they_are(run_folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("trained", "skipped", "warning"),
+    ("counts", "warnings"),
     [
-        (1274, 11526, "11,526 of 12,800 groups trained nothing: the rewards within each group"),
-        (5, 5, ""),
-        (None, 1, "1 of 1"),
+        ((1274, 11526, 0, 0), ["11,526 of 12,800 groups trained nothing: the rewards within each group"]),
+        ((5, 5, 0, 0), []),
+        ((None, 1, None, None), ["1 of 1 groups trained nothing"]),
+        ((8, 4, 6, 0), ["6 of 18 groups died: `penstock dead list r` says of what"]),
+        ((8, 4, 0, 2), ["2 of 2 held-out prompts failed in the last evaluation, each counts as 0"]),
     ],
 )
-def test_a_run_most_of_whose_groups_trained_nothing_ends_with_a_warning(trained, skipped, warning: str) -> None:
-    found = warning_of({"num_groups_trained": trained, "num_groups_skipped": skipped})
-    assert found.startswith(warning) and bool(found) == bool(warning)
+def test_what_must_not_be_overlooked_ends_the_run_as_a_warning(counts, warnings: list[str]) -> None:
+    names = ("num_groups_trained", "num_groups_skipped", "num_groups_dead", "num_evaluation_failed")
+    found = warnings_of({"name": "r", "num_evaluation_prompts": 2, **dict(zip(names, counts, strict=True))})
+    assert len(found) == len(warnings)
+    assert all(line.startswith(wanted) for line, wanted in zip(found, warnings, strict=True))
