@@ -240,7 +240,7 @@ class Producer:
         except EngineError:
             raise
         except Exception as error:  # the isolation boundary of this loop: one group never ends the others
-            self.writer.put(claim, Dead(f"producer: {type(error).__name__}: {error}", error))
+            self.writer.put(claim, Dead.of("producer", error))
 
     def _on_finished(self) -> None:
         if not self._run_is_finished:

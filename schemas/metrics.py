@@ -341,12 +341,20 @@ def part_key(part: str) -> str:
     return f"{REWARD}/{part}"
 
 
+def figure_name(key: str) -> str:
+    """A figure of the reward for a reader: `reward`, or the part's own name for `reward/<part>`."""
+    return key.removeprefix(part_key(""))
+
+
+def reward_figures(reward: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """A reward and its parts by their keys: `reward`, and `reward/<part>` of each part."""
+    return {REWARD: reward, **{part_key(name): value for name, value in parts.items()}}
+
+
 def parts_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """What a line of updates.jsonl or evaluations.jsonl has under `part_key`, by the part's name; nulls left out."""
     start = part_key("")
-    return {
-        key.removeprefix(start): value for key, value in line.items() if key.startswith(start) and value is not None
-    }
+    return {figure_name(key): value for key, value in line.items() if key.startswith(start) and value is not None}
 
 
 def lag_key(name: str, label: str) -> str:

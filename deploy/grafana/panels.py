@@ -15,6 +15,7 @@ from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEditorMode
 
+from penstock.deploy.report import drawing
 from penstock.schemas.metrics import LAG_LABELS
 
 Panel = timelines.Panel | stats.Panel | statetimeline.Panel | heatmaps.Panel
@@ -25,7 +26,7 @@ Limits = Mapping[float, str]
 """The colour of a panel from a value on, ascending."""
 
 DATASOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
-LAG_COLOURS = dict(zip(LAG_LABELS, ("#0d9488", "#65a30d", "#2563eb", "#7c3aed", "#db2777", "#92400e"), strict=True))
+LAG_COLOURS = dict(zip(LAG_LABELS, drawing.LAG_COLOURS, strict=True))
 """Cold to warm, as in the report."""
 
 

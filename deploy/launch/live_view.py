@@ -17,7 +17,7 @@ from penstock.deploy.launch.progress import Progress
 from penstock.deploy.report.summary import NOTHING_LEARNED
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
-from penstock.schemas.metrics import part_key
+from penstock.schemas.metrics import figure_name
 from penstock.schemas.policy import split_version
 
 _FRAME_S = 0.5
@@ -202,7 +202,7 @@ def figures(view: View) -> list[tuple[str, str]]:
 
 def held_out_label(figure: str) -> str:
     """`held-out reward`, or `held-out exact` for `reward/exact`."""
-    return f"held-out {figure.removeprefix(part_key(''))}"
+    return f"held-out {figure_name(figure)}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -154,13 +154,15 @@ def _load_model(config: RunConfig) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from penstock.consumers.learning.device import choose_device
+
     logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, local_files_only=True, dtype="auto")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path = {config.model.path!r}: transformers cannot load it: {error}") from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(choose_device("auto")).eval()
 
 
 def _pieces(tokenizer: Any, token_ids: list[int]) -> str:

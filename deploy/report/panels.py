@@ -32,13 +32,13 @@ from penstock.deploy.report.drawing import (
 from penstock.deploy.report.summary import pauses_of, sampled_tokens
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import EvaluationConfig
-from penstock.schemas.metrics import part_key, parts_of
+from penstock.schemas.metrics import figure_name, part_key, parts_of
 
 
 def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, held_out_x: np.ndarray) -> bool:
     """Draws one figure, the goal's or else the reward: of the training batches and of the held-out prompts."""
     evaluation = telemetry.config.evaluation if telemetry.config else EvaluationConfig()
-    name = evaluation.figure.removeprefix(part_key(""))
+    name = figure_name(evaluation.figure)
     drawn = noisy_line(ax, reward_x, column(telemetry.updates, evaluation.figure), BLUE, f"{name} (training, sampled)")
     held_out = np.array([point.figures.get(evaluation.figure, np.nan) for point in telemetry.evaluations])
     there = np.flatnonzero(np.isfinite(held_out))

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
-from penstock.schemas.metrics import part_key
+from penstock.schemas.metrics import figure_name
 from penstock.schemas.process.files import write_whole
 
 MUCH_SKIPPED = 0.5
@@ -60,7 +60,7 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     lengths, truncated = course.get("completion_tokens", {}), course.get("truncated_frac", {})
     return [
         (
-            f"Held-out {s['figure'].removeprefix(part_key(''))}",
+            f"Held-out {figure_name(s['figure'])}",
             f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
             f"greedy, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
         ),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import REWARD, lag_key, part_key, parts_of
+from penstock.schemas.metrics import lag_key, parts_of, reward_figures
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.rollout import EngineFingerprint
 
@@ -65,7 +65,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def figures(self) -> dict[str, float]:
         """`reward`, and `reward/<part>` of each part."""
-        return {REWARD: self.reward, **{part_key(name): value for name, value in self.parts.items()}}
+        return reward_figures(self.reward, self.parts)
 
 
 class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, safe, sparkline
-from penstock.schemas.metrics import REWARD, part_key, parts_of
+from penstock.schemas.metrics import REWARD, figure_name, part_key, parts_of
 
 _ROWS = (
     ("reward's spread", "reward_std"),
@@ -63,7 +63,7 @@ def _courses(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
     for where, lines in (("held-out ", points), ("", updates)):
         parts = sorted({part_key(name) for line in lines for name in parts_of(line)})
         for name in (REWARD, *parts[:_PARTS]):
-            label = safe(where + name.removeprefix(part_key("")), _LABEL)
+            label = safe(where + figure_name(name), _LABEL)
             yield label, [line[name] for line in lines if name in line]
     for label, key in _ROWS:
         yield label, [line[key] for line in updates if key in line]

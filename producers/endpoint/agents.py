@@ -222,7 +222,7 @@ class Agents:
             prompt = pose(self._environment, claim.index)
             rollout_bytes = self._rollout_bytes(prompt)
         except Exception as error:  # the environment is the user's
-            self._writer.put(claim, Dead(f"prompt: {type(error).__name__}: {error}", error))
+            self._writer.put(claim, Dead.of("prompt", error))
             return
         self._groups.append(
             AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
@@ -277,7 +277,7 @@ class Agents:
             if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
                 self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
-            self._writer.put(group.claim, Dead(f"producer: {type(error).__name__}: {error}", error))
+            self._writer.put(group.claim, Dead.of("producer", error))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
             self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)

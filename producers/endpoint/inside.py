@@ -91,7 +91,7 @@ class InsideAgents:
         try:
             prompt = pose(self._environment, claim.index, held_out=True)
         except Exception as error:  # the environment is the user's
-            return Dead(f"prompt: {type(error).__name__}: {error}", error)
+            return Dead.of("prompt", error)
         group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
         rollout = group.open(self._producer_id)
         holding = asyncio.create_task(self._hold(rollout))

@@ -88,7 +88,7 @@ class Episodes:
                     )
                     prompt_ids = tokenize(self._tokenizer, prompt)
                 except Exception as error:  # the environment and the chat template are the user's
-                    return Dead(f"prompt: {type(error).__name__}: {error}", error, group)
+                    return Dead.of("prompt", error, group)
                 num_tokens, room = len(prompt_ids), self._engine.max_model_len
                 if not 0 < num_tokens < room:
                     expected = f"fewer than the model's context of {room}" if num_tokens else "at least one"

@@ -45,6 +45,11 @@ class Dead(NamedTuple):
     error: BaseException | None = None
     group: RolloutGroup | None = None
 
+    @classmethod
+    def of(cls, kind: str, error: BaseException, group: RolloutGroup | None = None) -> "Dead":
+        """Dead of what a user's code raised. kind: the part that did, as in `prompt: KeyError: 'a'`."""
+        return cls(f"{kind}: {type(error).__name__}: {error}", error, group)
+
 
 class DeadRollout(NamedTuple):
     """An agent's rollout that is missing from its group, the reason, and the error of the user's code behind it."""

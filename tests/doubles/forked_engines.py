@@ -18,15 +18,21 @@ class EngineProcess(ForkServerProcess):
     """Has this process's environment, and the parent-death signal of the process that forks it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin, (type(self), dict(os.environ)), self.__dict__
+        return _begin_engine, (type(self), dict(os.environ)), self.__dict__
 
 
-def _begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+    """The process, unpickled where it was forked: with this environment, and bound to the life of its server."""
     os.environ.clear()
     os.environ.update(environment)
     set_parent_death_signal(os.getppid())
-    logs.inherit("engine")
     return kind.__new__(kind)
+
+
+def _begin_engine(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
+    process = begin(kind, environment)
+    logs.inherit("engine")
+    return process
 
 
 class _Context(ForkServerContext):

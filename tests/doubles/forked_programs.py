@@ -11,13 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from penstock.producers.engines.parent_death import set_parent_death_signal
+from forked_engines import begin
 
 PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
 PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.modeling_qwen3"]
@@ -41,7 +40,7 @@ class ForkedProgram(ForkServerProcess):
             self.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _begin, (type(self), self._environment), self.__dict__
+        return begin, (type(self), self._environment), self.__dict__
 
     def run(self) -> None:
         text, arguments, log = self._program
@@ -76,13 +75,6 @@ class ForkedProgram(ForkServerProcess):
         if self.exitcode is None:
             assert self.pid is not None
             os.kill(self.pid, number)
-
-
-def _begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
-    os.environ.clear()
-    os.environ.update(environment)
-    set_parent_death_signal(os.getppid())
-    return kind.__new__(kind)
 
 
 def start_program(
