@@ -15,6 +15,7 @@ from rich.text import Text
 
 from penstock.deploy.launch.progress import Progress
 from penstock.deploy.report.summary import NOTHING_LEARNED
+from penstock.deploy.report.telemetry import EvaluationPoint
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 from penstock.schemas.metrics import figure_name
@@ -23,6 +24,7 @@ from penstock.schemas.policy import split_version
 _FRAME_S = 0.5
 _LINE_S = 5.0
 _NOTES_SHOWN = 5
+_WAITS = "waits for agents: they abandoned the last groups"
 _IDLE_BATCHES = 5
 """So many batches in a row that train nothing are worth a warning."""
 
@@ -74,6 +76,8 @@ class View:
         if is_idle and not self._has_warned:
             self.note(f"warning: {_IDLE_BATCHES} batches in a row trained nothing: {NOTHING_LEARNED}")
         self._has_warned = is_idle
+        if self.states.get("trainer") in ("running", _WAITS):
+            self.state("trainer", _WAITS if self.progress.num_abandoned else "running")
         self.draw()
 
     def catch_up(self) -> None:
@@ -99,7 +103,7 @@ class PlainView(View):
     def __init__(self, config: RunConfig, runs: Path) -> None:
         super().__init__(config, runs)
         self._next_line = 0.0
-        self._shown: tuple[int, int] = self._position()
+        self._shown = self._position()
 
     def note(self, text: str) -> None:
         print(f"{self.elapsed()}  {text}", file=sys.stdout, flush=True)
@@ -118,9 +122,9 @@ class PlainView(View):
         self._next_line = 0.0
         super().catch_up()
 
-    def _position(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int, int]:
         update = self.progress.update
-        return (update.update if update else 0, len(self.progress.lines.evaluations))
+        return (update.update if update else 0, len(self.progress.lines.evaluations), self.progress.num_abandoned)
 
 
 class LiveView(View):
@@ -192,12 +196,22 @@ def figures(view: View) -> list[tuple[str, str]]:
         ("updates/s", _number(rate, ".2f")),
         ("left", _duration(left) if left is not None else "-"),
         ("reward", _number(metrics.get("reward"), ".3f")),
-        (held_out_label(figure), _number(evaluations[-1].figures.get(figure) if evaluations else None, ".3f")),
+        (held_out_label(figure), _held_out(evaluations[-1], figure) if evaluations else "-"),
         ("lag", _number(progress.mean_lag, ".2f")),
         ("ESS", _number(metrics.get("ess_fraction"), ".3f")),
         ("queue", _number(update.queue_depth if update else None, "d")),
         ("tokens/s", tokens or "-"),
+        *([("dead", f"{progress.num_dead:,}")] if progress.num_dead else []),
+        *([("abandoned", f"{progress.num_abandoned:,}")] if progress.num_abandoned else []),
     ]
+
+
+def _held_out(point: EvaluationPoint, figure: str) -> str:
+    """`0.500`; `0.250 (3 of 9 failed)`; `9 of 9 failed`, which is no figure of the policy."""
+    failed = f"{point.num_failed} of {point.num_prompts} failed"
+    if point.num_failed == point.num_prompts:
+        return failed
+    return _number(point.figures.get(figure), ".3f") + (f" ({failed})" if point.num_failed else "")
 
 
 def held_out_label(figure: str) -> str:

@@ -7,8 +7,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.deploy.launch.endpoints import Samples, scrape, targets
 from penstock.deploy.report.telemetry import EvaluationPoint, ProducerEvent, Update, WeightsLoaded, to_record
+from penstock.schemas.metrics import TrainerMetric as M
 
+_SCRAPE_S = 3.0
+"""Seconds between two looks at the trainer's metrics."""
 _RATE_WINDOW = 60
 """Polls over which the rate is taken."""
 _UPDATES_KEPT = 5000
@@ -72,10 +76,18 @@ class RunLines:
 
 
 class Progress:
-    """The progress of a run on this machine, by the lines in its folder."""
+    """The progress of a run on this machine, by the lines in its folder and the trainer's metrics.
+
+    num_dead: groups that have died since the trainer started. num_abandoned: those that agents have abandoned since
+        the last good one, 0 unless no batch came between the last two looks: the run waits for agents.
+    """
 
     def __init__(self, run_folder: Path) -> None:
         self.lines = RunLines(run_folder)
+        self.num_dead = self.num_abandoned = 0
+        self._folder = run_folder
+        self._scrape_at = 0.0
+        self._scraped_after: int | None = None
         self._seen: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         # Lines of an earlier session of a resumed run say how far it came, not how fast this one is.
         self.poll()
@@ -95,6 +107,17 @@ class Progress:
             if self._seen and self._seen[-1][1] > update.update:
                 self._seen.clear()
             self._seen.append((time.monotonic(), update.update))
+        if time.monotonic() >= self._scrape_at and (address := targets(self._folder).get("trainer")):
+            (endpoint,) = scrape([("trainer", address)])
+            if endpoint.samples is not None:
+                self._look(endpoint.samples)
+            self._scrape_at = time.monotonic() + _SCRAPE_S
+
+    def _look(self, trainer: Samples) -> None:
+        update = self.update.update if self.update is not None else 0
+        self.num_dead = round(trainer.get(M.GROUPS_SETTLED.name, outcome="dead") or 0)
+        self.num_abandoned = round(trainer.get(M.GROUPS_ABANDONED.name) or 0) if update == self._scraped_after else 0
+        self._scraped_after = update
 
     @property
     def num_idle(self) -> int:

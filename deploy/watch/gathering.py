@@ -11,13 +11,14 @@ from typing import Any
 
 import redis
 
+from penstock.deploy.launch.endpoints import MetricsEndpoint, scrape, targets
 from penstock.deploy.launch.producer_pool import read_heartbeats
 from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.operate.producer_list import lag_by_commit
 from penstock.deploy.operate.run_access import own_url
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
-from penstock.deploy.watch.endpoints import MetricsEndpoint, Scraped, scrape, targets
+from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys

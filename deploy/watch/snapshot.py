@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
+from penstock.deploy.launch.endpoints import Samples
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
-from penstock.deploy.watch.endpoints import Samples
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
 

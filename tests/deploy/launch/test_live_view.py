@@ -3,16 +3,21 @@
 import io
 import json
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
+from prometheus_client import start_http_server
 from rich.console import Console
 
+from penstock.consumers.observe.metrics import TrainerMetrics
+from penstock.consumers.stream.ledger import Ledger
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
 from penstock.schemas.config import EvaluationConfig, GoalConfig, ModelConfig, Plug, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.policy import make_version
+from penstock.schemas.process.prometheus import register_metrics_port
 from wire_examples import FINGERPRINT
 
 CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=Plug(path="a:B"))
@@ -58,7 +63,7 @@ def append_update(folder, number: int, **fields: object) -> None:
     append(folder / "updates.jsonl", **{**line, **fields})
 
 
-def append_evaluation(folder, update: int, reward: float, **parts: float) -> None:
+def append_evaluation(folder, update: int, reward: float, num_failed: int = 0, **parts: float) -> None:
     append(
         folder / "evaluations.jsonl",
         policy_version=update,
@@ -66,6 +71,7 @@ def append_evaluation(folder, update: int, reward: float, **parts: float) -> Non
         reward=reward,
         **{f"reward/{name}": value for name, value in parts.items()},
         num_prompts=9,
+        num_failed=num_failed,
         time_s=0.0,
     )
 
@@ -110,6 +116,57 @@ def test_the_figure_of_the_goal_is_shown_under_its_own_name(goal, shown, tmp_pat
     with open_view(config, tmp_path, Console(file=io.StringIO())):
         append_evaluation(tmp_path / "r", 3, 0.5, exact=0.25)
     assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("failed", "shown"), [(9, "reward 9 of 9 failed  "), (3, "reward 0.250 (3 of 9 failed)  ")])
+def test_held_out_prompts_that_failed_are_told_from_a_reward_of_0(failed, shown, tmp_path, capsys):
+    with open_view(CONFIG, tmp_path, Console(file=io.StringIO())):
+        append_evaluation(tmp_path / "r", 3, 0.0 if failed == 9 else 0.25, num_failed=failed)
+    assert f"held-out {shown}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def trainer_metrics(tmp_path, monkeypatch) -> Iterator[TrainerMetrics]:
+    """The metrics of a trainer that serves them, at which a view looks whenever it draws."""
+    monkeypatch.setattr("penstock.deploy.launch.progress._SCRAPE_S", 0.0)
+    metrics = TrainerMetrics()
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=metrics.registry)
+    register_metrics_port(tmp_path / "r", "trainer", "127.0.0.1", server.server_port)
+    yield metrics
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_run_that_waits_for_agents_says_so_until_a_batch_comes(plain, trainer_metrics, tmp_path, capsys):
+    def told() -> str:
+        plain._next_line = 0.0
+        plain.refresh({})
+        return capsys.readouterr().out
+
+    plain.state("trainer", "running")
+    append_update(tmp_path / "r", 1)
+    trainer_metrics.groups_abandoned.set(3)
+    assert "agents" not in told(), "a batch came a moment ago"
+    text = told()
+    assert "trainer: waits for agents: they abandoned the last groups" in text and "abandoned 3" in text
+    append_update(tmp_path / "r", 2)
+    text = told()
+    assert "trainer: running" in text and "abandoned" not in text
+    plain.state("trainer", "stopping")
+    told()
+    assert "waits" not in told() and plain.states["trainer"] == "stopping"
+
+
+def test_dead_groups_are_counted_where_there_are_any(plain, trainer_metrics, tmp_path, capsys):
+    ledger = Ledger()
+    for index, outcome in enumerate(("trained", "dead"), start=1):
+        ledger.settle(index, outcome)
+        trainer_metrics.count_groups(ledger)
+        append_update(tmp_path / "r", index)
+        plain._next_line = 0.0
+        plain.refresh({})
+        assert ("  dead 1" in capsys.readouterr().out) == (outcome == "dead")
 
 
 def test_pauses_are_counted_beyond_those_that_are_kept(tmp_path):

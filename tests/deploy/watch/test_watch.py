@@ -20,10 +20,11 @@ from rich.console import Console
 from hardy_producer import HardyProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.deploy import cli
+from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples, scrape
 from penstock.deploy.report.telemetry import Update
-from penstock.deploy.watch.endpoints import MetricsEndpoint, Samples, Scraped, scrape
 from penstock.deploy.watch.flow import bottleneck
 from penstock.deploy.watch.gathering import Gatherer
+from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.screen import all_views, one_view
 from penstock.deploy.watch.snapshot import Pauses, RedisSeen, RunSnapshot
 from penstock.deploy.watch.text import number, sparkline

@@ -1,100 +1,16 @@
-"""The metrics endpoints of a run's processes, scraped as Prometheus does, and the history that scrapes add up to."""
+"""The history that scrapes of a run's metrics endpoints add up to."""
 
-import json
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
-from urllib.error import URLError
-from urllib.request import ProxyHandler, build_opener
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
 from penstock.schemas.metrics import LAG_LABELS, TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, lag_key, part_key
 from penstock.schemas.metrics import TrainerMetric as M
 
-_TIMEOUT_S = 2.0
-_MAX_BYTES = 8_000_000
-_AT_ONCE = 8
 _KEPT = 5000
-# Without the proxies of the environment: endpoints are on the run's own network.
-_OPENER = build_opener(ProxyHandler({}))
-
-
-class Samples:
-    """One scrape: numbers by sample name and labels."""
-
-    def __init__(self, text: str) -> None:
-        """Raises ValueError if `text` is no Prometheus text."""
-        self._by_name: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        try:
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    self._by_name.setdefault(sample.name, []).append((sample.labels, sample.value))
-        except LookupError as error:  # the parser's, of some broken lines
-            raise ValueError(f"no Prometheus text: {error}") from error
-
-    def get(self, name: str, **labels: str) -> float | None:
-        """The first sample of this name with these labels; None if there is none, or it is NaN."""
-        for found, value in self._by_name.get(name, ()):
-            if labels.items() <= found.items():
-                return None if math.isnan(value) else value
-        return None
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The samples of this name by their `label`."""
-        return {labels[label]: value for labels, value in self._by_name.get(name, ()) if label in labels}
-
-    def label(self, name: str, label: str) -> str | None:
-        """The value of `label` on the first sample of this name that has it."""
-        return next((labels[label] for labels, _ in self._by_name.get(name, ()) if label in labels), None)
-
-
-class MetricsEndpoint(NamedTuple):
-    """The answer of one address. samples: None without one; `problem` then says why."""
-
-    role: str
-    address: str
-    samples: Samples | None
-    problem: str = ""
-
-
-def targets(run_folder: Path) -> dict[str, str]:
-    """`host:port` by role, from the run's `metrics/*.json`; unreadable files are passed over."""
-    found: dict[str, str] = {}
-    for file in sorted((run_folder / "metrics").glob("*.json")):
-        try:
-            found[file.stem] = str(json.loads(file.read_text())[0]["targets"][0])
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return found
-
-
-def scrape(addresses: Iterable[tuple[str, str]]) -> list[MetricsEndpoint]:
-    """Scrapes each (role, address), `_AT_ONCE` at a time, with a timeout of `_TIMEOUT_S`."""
-    wanted = list(addresses)
-    if not wanted:
-        return []
-    with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
-        return list(pool.map(_look, wanted))
-
-
-def _look(target: tuple[str, str]) -> MetricsEndpoint:
-    role, address = target
-    try:
-        with _OPENER.open(f"http://{address}/metrics", timeout=_TIMEOUT_S) as answer:
-            text = answer.read(_MAX_BYTES).decode()
-            if answer.length:  # bytes announced and not sent
-                raise ValueError(f"its answer lacks {answer.length:,} bytes")
-            return MetricsEndpoint(role, address, Samples(text))
-    except URLError as error:
-        return MetricsEndpoint(role, address, None, str(error.reason))
-    except (OSError, ValueError, HTTPException) as error:  # an invalid host name, a port of another protocol
-        return MetricsEndpoint(role, address, None, str(error) or type(error).__name__)
 
 
 class _Counters(NamedTuple):
