@@ -306,13 +306,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     from penstock.consumers.__main__ import main as train
-    from penstock.deploy.launch.run_folder import RUN_FILE, save_run_file
-
-    folder = config.folder(arguments.runs)
-
-    def save() -> None:
-        if not (folder / RUN_FILE).exists():  # not started by `penstock run`; report and audit read the file
-            save_run_file(config, folder)
+    from penstock.deploy.launch.run_folder import save_run_file
 
     return train(
         config,
@@ -321,7 +315,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         standby=arguments.standby,
         signals=signals,
         check_server=lambda info: check_server(config, info, place),
-        on_open=save,
+        on_open=lambda: save_run_file(config, config.folder(arguments.runs)),  # other commands read it
     )
 
 

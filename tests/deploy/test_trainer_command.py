@@ -9,7 +9,15 @@ import pytest
 
 from penstock.deploy import cli
 from penstock.deploy.launch.start_checks import check, check_server
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, SamplingConfig
+from penstock.schemas.config import (
+    ConfigError,
+    ModelConfig,
+    Plug,
+    RedisConfig,
+    RunConfig,
+    SamplingConfig,
+    load_config,
+)
 from penstock.schemas.keys import Commit
 from real_server import RealServer
 from trainer_bench import TrainerBench
@@ -51,20 +59,20 @@ def test_a_standby_for_a_name_that_no_run_has_says_so_now_and_then_and_leaves_no
 
 @pytest.mark.redis
 @pytest.mark.slow
-def test_a_standby_names_who_holds_the_run_and_saves_the_run_file_once_it_has_it(bench, processes, redis_client):
+def test_a_standby_names_who_holds_the_run_and_saves_its_own_settings_once_it_has_it(bench, processes, redis_client):
     bench.overrides.append("num_updates=4000")
     bench.hardy_producer()
     first = processes.start("first")
     wait_for(lambda: redis_client.exists(bench.keys.lease))
     file = bench.folder / "run.toml"
     wait_for(file.exists)
-    file.unlink()
+    bench.overrides.append("num_updates=5000")
     standby = processes.start("standby", "--standby")
     held_by = rf"standing by for run test: trainer \S+-{first.pid} holds it\n"
     wait_for(lambda: re.search(held_by, processes.log("standby")))
-    assert not file.exists()
+    assert load_config(file).num_updates == 4000
     first.kill()
-    wait_for(file.exists)
+    wait_for(lambda: load_config(file).num_updates == 5000)
     assert redis_client.hget(bench.keys.commit, Commit.EPOCH) == b"1"
     said = re.findall(r"standing by for run test: (.*)\n", processes.log("standby"))
     assert list(dict.fromkeys(said)) == [said[0], "no trainer holds it; it is taken over after 3 s of that"]
