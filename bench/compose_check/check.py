@@ -14,13 +14,18 @@ from typing import Any
 from bench.compose_check.podman import DEPLOY, PROJECT, CommandError, Podman
 from penstock.deploy.inspector.command import DEFAULT_PORT as INSPECT_PORT
 
-NUM_UPDATES = 2000
+ENDLESS = 1_000_000
+"""More updates than any machine makes during the check, which ends the run once it has seen everything."""
+LAST_UPDATES = 20
+"""Updates from there to the end."""
 STALL_S = 300.0
 """A wait is given up once nothing that it is about has moved for this long. Engines that boot side by side on a busy
 machine take many minutes, and log a line now and then."""
 LIMIT_S = 3600.0
 """A wait is given up after this time in any case: a container that starts again and again moves too."""
 _STEP_S = 1.0
+_STOPPED = 143
+"""Status of a trainer that a signal has ended before the end of the run."""
 SERVICES = ("setup", "redis", "redis-exporter", "prometheus", "prepare", "producer", "trainer")
 """All services but Grafana."""
 
@@ -31,9 +36,8 @@ class CheckError(RuntimeError):
 
 class Check:
     def __init__(self, workspace: Path) -> None:
-        demo = (DEPLOY / "runs" / "demo.toml").read_text()
-        own = f"num_updates = {NUM_UPDATES}\nrecord = true"  # for inspect and replay
-        (workspace / "demo.toml").write_text(demo.replace("num_updates = 200", own))
+        self._run_file = workspace / "demo.toml"
+        self._plan(ENDLESS)
         workspace.chmod(0o755)  # containers run as another user
         port = _free_port()
         self._prometheus = f"http://127.0.0.1:{port}/api/v1"
@@ -52,7 +56,7 @@ class Check:
         self._command("report", "demo")
         self._command("dead", "requeue", "demo", "--all")
         self._inspect()
-        self._await_end()
+        self._end()
         self._command("audit", "demo")
         self._command("replay", "demo", "--updates", "3")
         print(f"compose-check: passed in {time.monotonic() - started:.0f} s", flush=True)
@@ -112,7 +116,7 @@ class Check:
 
         def are_up() -> bool:
             if set(self.podman.containers("trainer").values()) != {"running"}:
-                raise CheckError(f"the run has ended before it had {num_producers} producers; more updates are needed")
+                raise CheckError(f"the trainer has ended before the run had {num_producers} producers")
             targets = self._ask("targets?state=active")["activeTargets"]
             jobs = [target["labels"]["job"] for target in targets]
             up = all(target["health"] == "up" for target in targets)
@@ -121,11 +125,28 @@ class Check:
         what = f"Prometheus to have all targets up with {num_producers} producers"
         self._wait(what, are_up, self._signs("producer", "prometheus"))
 
-    def _await_end(self) -> None:
+    def _plan(self, num_updates: int) -> None:
+        demo = (DEPLOY / "runs" / "demo.toml").read_text()
+        own = f"num_updates = {num_updates}\nrecord = true"  # for inspect and replay
+        self._run_file.write_text(demo.replace("num_updates = 200", own))
+
+    def _end(self) -> None:
+        """Stops the trainer, and lets it continue to an end that is near."""
         (trainer,) = self.podman.containers("trainer")
         (producer,) = self._running_producers()
+        self.podman.compose("stop", "trainer")
+        if (status := self.podman.exit_status(trainer)) != _STOPPED:
+            raise CheckError(f"{trainer}: ended with status {status} when it was asked to, expected {_STOPPED}")
+        (run,) = json.loads(self.podman.execute(producer, "penstock", "list", "--runs", "/runs", "--json"))
+        num_updates = run["num_updates"]
+        self._plan(num_updates + LAST_UPDATES)
+        self.podman.compose("start", "trainer")
+        self._await_end(trainer, producer)
+        print(f"stopped at update {num_updates}, continued, ended {LAST_UPDATES} updates later", flush=True)
+
+    def _await_end(self, trainer: str, producer: str) -> None:
         has_ended = lambda: "running" not in self.podman.containers("trainer").values()  # noqa: E731
-        self._wait("the run's end", has_ended, self._num_updates)
+        self._wait("the run's end", has_ended, lambda: (self._num_updates(), self._signs("trainer")()))
         if self.podman.exit_status(trainer) != 0 or "report.html" not in self.podman.logs(trainer):
             raise CheckError(f"{trainer}: status {self.podman.exit_status(trainer)}, expected 0 and a report")
         self._wait("the producer to leave", lambda: not self._running_producers(), self._signs("producer"))

@@ -8,8 +8,9 @@ import pytest
 
 from bench.compose_check import __main__ as entry
 from bench.compose_check import check as module
-from bench.compose_check.check import LIMIT_S, STALL_S, Check, CheckError
+from bench.compose_check.check import ENDLESS, LAST_UPDATES, LIMIT_S, STALL_S, Check, CheckError
 from bench.compose_check.podman import CommandError, Podman
+from penstock.schemas.config import load_config
 
 PODMAN = """#!/bin/sh
 # Containers, volumes and so on are files below $THINGS; a name with "busy" cannot be removed.
@@ -88,6 +89,59 @@ def test_a_wait_ends_once_nothing_moves_any_more(tmp_path: Path, clock: list[flo
 def test_a_wait_for_what_moves_in_circles_ends_too(tmp_path: Path, clock: list[float]) -> None:
     with pytest.raises(CheckError, match=f"waited {LIMIT_S + 1:.0f} s"):
         Check(tmp_path)._wait("an engine", lambda: False, lambda: clock[0])
+
+
+class RunInContainers:
+    """A run at update 57 whose trainer ends with `status` when it is stopped, and with 0 once it has been continued."""
+
+    def __init__(self, run_file: Path, status: int) -> None:
+        self.run_file = run_file
+        self.status = status
+        self.is_running = True
+        self.planned: list[int] = []
+
+    def compose(self, verb: str, service: str) -> None:
+        assert (verb, service) == (("start", "stop")[self.is_running], "trainer")
+        if verb == "stop":
+            self.is_running = False
+        else:
+            self.planned.append(load_config(self.run_file).num_updates)
+            self.status = 0
+
+    def execute(self, container: str, *command: str) -> str:
+        assert container == "producer_1" and not self.is_running  # its last update is on the disk
+        return '[{"num_updates": 57}]'
+
+    def containers(self, service: str) -> dict[str, str]:
+        is_running = self.is_running or (service == "producer" and not self.planned)
+        return {f"{service}_1": "running" if is_running else "exited"}
+
+    def exit_status(self, container: str) -> int:
+        return self.status
+
+    def logs(self, container: str) -> str:
+        return "/runs/demo/report.html"
+
+
+def test_the_run_is_ended_a_few_updates_after_everything_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = Check(tmp_path)
+    assert load_config(tmp_path / "demo.toml").num_updates == ENDLESS
+    run = RunInContainers(tmp_path / "demo.toml", status=143)
+    monkeypatch.setattr(check, "podman", run)
+    check._end()
+    assert run.planned == [57 + LAST_UPDATES]
+    assert "stopped at update 57, continued" in capsys.readouterr().out
+
+
+def test_a_trainer_that_does_not_stop_as_asked_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Check(tmp_path)
+    run = RunInContainers(tmp_path / "demo.toml", status=1)
+    monkeypatch.setattr(check, "podman", run)
+    with pytest.raises(CheckError, match="trainer_1: ended with status 1 when it was asked to, expected 143"):
+        check._end()
+    assert not run.planned
 
 
 @pytest.mark.parametrize("problems", [[], ["a volume is in use"]])
