@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+from penstock.producers.interfaces import Engine
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
@@ -62,7 +63,7 @@ class ProducerThread(threading.Thread):
         producer_id: str = "producer-0",
         *,
         tasks: ScoredTasks | None = None,
-        engine: ScriptedEngine | None = None,
+        engine: Engine | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self._config, self._url, self._runs, self._id = config, url, runs, producer_id
@@ -74,16 +75,20 @@ class ProducerThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self.serve())
         except Exception as error:
             self.problem = error
 
-    def finish(self) -> None:
+    def end(self) -> None:
         if self._loop is not None and self._end is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end.set)
+
+    def finish(self) -> None:
+        self.end()
         self.join(60)
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
+        """Serves in the caller's event loop, where an engine may be running already, instead of in a thread."""
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         metrics, tasks = ProducerMetrics(), self._tasks
         connection = ProducerConnection.open(self._url, outage_s=45.0, metrics=metrics)
