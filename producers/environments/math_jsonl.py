@@ -22,6 +22,12 @@ _PLAIN = re.compile(
     r"-?\$?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?%?"  # 22, -1,200.50, $18, 5%
     r"|-?\d+/\d+|-?\\[dt]?frac\{-?\d+\}\{-?\d+\}"
 )
+_NO_WORDS = re.compile(r"\\(text\w*|mbox|mathrm|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+"""Words that LaTeX marks as text, and its commands."""
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_SENTENCE = re.compile(r"\b(is|are|was|were|be|has|have|had|it|he|she|they|we|you|answer|therefore)\b", re.IGNORECASE)
+_MOST_WORDS = 3
+"""Of an answer, as in `60 miles per hour`. math-verify reads more of them too: as a product of letters."""
 _STARTUP_TIMEOUT_S = 120.0
 """For a scoring process to import math-verify on a busy machine."""
 
@@ -38,7 +44,8 @@ class MathJsonl:
     """One JSON object a line, with a problem and its final answer: `{"problem": "What is 1/2+1/4?", "answer": "3/4"}`.
     Of a worked solution that ends in `#### 22`, as GSM8K's, the answer is what follows the mark.
 
-    An answer that is not right by its own measure is refused when the files are opened. Numbers and plain fractions
+    An answer that is a sentence is refused: one with more than `_MOST_WORDS` words, or a verb or pronoun, outside
+    `\\text{}`. So is one that is not right by its own measure when the files are opened. Numbers and plain fractions
     always are; of other answers at most `MOST_CHECKED` are scored, spread over the file.
 
     prompts_file: training problems, shuffled anew for each dataset epoch.
@@ -151,22 +158,25 @@ def _read_problems(file: str, problem_field: str, answer_field: str) -> list[Mat
         if not isinstance(record, dict):
             raise ValueError(f"MathJsonl: {where}: {line[:80]!r}, expected an object")
         text, answer = _field(record, problem_field, where), _field(record, answer_field, where)
-        problems.append(MathProblem(text=text, answer=_final(answer, where), source=where))
+        problems.append(MathProblem(text=text, answer=_final(answer, f"{where}: field {answer_field!r}"), source=where))
     if not problems:
         raise ValueError(f"MathJsonl: {file!r} holds no problem, expected one JSON object a line")
     return problems
 
 
-def _final(answer: str, where: str) -> str:
-    """The final answer in the answer field."""
+def _final(answer: str, field: str) -> str:
+    """The final answer in the answer field; `field` names it in errors."""
     _, mark, final = answer.rpartition("####")
     final = final.strip()
     if mark and not final:
-        raise ValueError(f"MathJsonl: {where}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
-    if "\n" in final and "\\boxed" not in final and "\\begin" not in final:
+        raise ValueError(f"MathJsonl: {field}: nothing follows the '####' of {answer[-80:]!r}, expected an answer")
+    if "\\boxed" in final or _PLAIN.fullmatch(final):
+        return final
+    several, plain = "\n" in final and "\\begin" not in final, _NO_WORDS.sub(" ", final)
+    if several or _SENTENCE.search(plain) or len(_WORD.findall(plain)) > _MOST_WORDS:
         raise ValueError(
-            f"MathJsonl: {where}: the answer {final[:80]!r} has several lines, expected the final answer alone, in a "
-            "\\boxed{} or behind '####'"
+            f"MathJsonl: {field} is {final[:80]!r}, which {'has several lines' if several else 'is a sentence'}; "
+            "expected the final answer alone, in a \\boxed{} or behind '####', its words in a \\text{}"
         )
     return final
 

@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -170,8 +171,11 @@ def test_raw_gsm8k_is_taken_as_it_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("She sold 24.\nThen 48.", "train.jsonl:2: the answer 'She sold 24.*several lines, expected the final answer"),
-        ("She sold 24.\n#### ", "train.jsonl:2: nothing follows the '####' of"),
+        (
+            "She sold 24.\nThen 48.",
+            "train.jsonl:2: field 'answer' is 'She sold 24.*several lines; expected the final answer",
+        ),
+        ("She sold 24.\n#### ", "train.jsonl:2: field 'answer': nothing follows the '####' of"),
         ("}", "1 of 2 answers are not right by their own measure, first .*train.jsonl:2: '}'; expected final answers"),
     ],
 )
@@ -179,6 +183,65 @@ def test_an_answer_that_no_completion_could_match_is_refused_with_its_line(tmp_p
     records = [{"problem": "a", "answer": "x^2"}, {"problem": "b", "answer": answer}, {"problem": "c", "answer": "3"}]
     with pytest.raises(ValueError, match=message):
         MathJsonl(seed=0, prompts_file=write(tmp_path / "train.jsonl", records))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Natalia sold 48/2 = 24 clips in May.",
+        "He has 5 dollars left",
+        "x is 5",
+        "The answer: 22",
+        "24 clips altogether in both months",
+        "#### She sold 24 clips.",
+    ],
+)
+def test_a_sentence_is_no_answer(tmp_path: Path, answer: str):
+    records = [{"problem": "a", "solution": "#### 22"}, {"problem": "b", "solution": answer}]
+    file = write(tmp_path / "train.jsonl", records)
+    shown = re.escape(repr(answer.removeprefix("#### ")))
+    with pytest.raises(ValueError, match=f"train.jsonl:2: field 'solution' is {shown}, which is a sentence; expected"):
+        MathJsonl(seed=0, prompts_file=file, answer_field="solution")
+
+
+def test_answers_as_data_sets_have_them_are_taken(tmp_path: Path):
+    answers = [
+        *(
+            "1,072",
+            "-\\frac{3}{4}",
+            "\\dfrac{1}{2}",
+            "3\\sqrt{2}",
+            "(-\\infty, 3]",
+            "[2,5) \\cup (7,\\infty)",
+            "12_{7}",
+        ),
+        *(
+            "\\text{Monday}",
+            "\\text{It is neither of them}",
+            "\\textbf{(B)}",
+            "Monday",
+            "no solution",
+            "E",
+            "\\text{Yes}",
+        ),
+        *("10\\text{ square inches}", "20 \\mbox{ cm}^2", "60 miles per hour", "5 hours 30 minutes", "\\$32,\\!348"),
+        *(
+            "90^\\circ",
+            "11:30 a.m.",
+            "x < 5 or x > 7",
+            "y = 2x + 3",
+            "\\{1, 2\\}",
+            "1 \\pm \\sqrt{19}",
+            "6 - 5i",
+            "5\\%",
+        ),
+        "\\sin^2 x + \\cos x + \\tan x + \\cot x",
+        "\\begin{pmatrix}\n1 \\\\ 2\n\\end{pmatrix}",
+        "So the answer is \\boxed{22}.",
+    ]
+    file = write(tmp_path / "train.jsonl", [{"problem": str(n), "answer": each} for n, each in enumerate(answers)])
+    environment = MathJsonl(seed=0, prompts_file=file, scoring_timeout_s=30.0)
+    assert {environment.prompt(n + 1).answer for n in range(len(answers))} == set(answers)
 
 
 def test_of_many_answers_some_from_all_over_the_file_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
