@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -77,7 +77,17 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which command a misspelt one is like."""
+    """Says which command or option a misspelt one is like."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As in the base class, but unknown options are the error of the command that they were given to."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options, known = (word.partition("=")[0] for word in unknown), self._option_string_actions
+            similar = [guess for each in options for guess in difflib.get_close_matches(each, known, n=1)]
+            meant = f"; did you mean {', '.join(similar)}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument \S+: invalid choice: '(.*?)' \(choose from (.*)\)", message)

@@ -567,8 +567,27 @@ def explain(error: msgspec.ValidationError, document: dict[str, Any], root: type
     return f"{path} = {value!r}: {text}"
 
 
+NAMES_IN_TRL = {
+    "max_steps": "num_updates",
+    "num_generations": "group_size",
+    "num_iterations": "trainer.num_epochs",
+    "per_device_train_batch_size": "trainer.tokens_per_microbatch",
+    "max_completion_length": "sampling.max_tokens",
+    "beta": "objective.kwargs.kl_coefficient",
+    "epsilon": "objective.kwargs.clip_low",
+    "epsilon_high": "objective.kwargs.clip_high",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "evaluation.every",
+    "reward_funcs": "reward.path",
+}
+"""Fields by their names in TRL's GRPOConfig, where those are others."""
+
+
 def _similar(name: str, kind: Any, root: type[msgspec.Struct]) -> str | None:
-    """The field of the section `kind` that `name` may be a misspelling of, else the path of one elsewhere in `root`."""
+    """The field that TRL calls `name`, or that of the section `kind` that it may be a misspelling of, else the path of
+    one elsewhere in `root`."""
+    if name in NAMES_IN_TRL and root is RunConfig:
+        return NAMES_IN_TRL[name]
     section = _section(kind)
     found: list[str] = difflib.get_close_matches(name, section.__struct_fields__ if section else (), n=1)
     found += (path for path in _paths(root) if path.rpartition(".")[2] == name)

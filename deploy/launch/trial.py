@@ -24,7 +24,8 @@ def trial_config(given: str, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: it is neither.
     """
-    if ":" in given and not Path(given).exists():
+    file = Path(given)
+    if not file.exists() and (":" in given or (file.suffix not in ("", ".toml") and file.name == given)):
         document: dict[str, Any] = {"name": "try", "model": {"path": ""}, "environment": {"path": given}}
         return config_of(document, Path(given), overrides)
     return load_config(find_run_file(Path(given)), overrides)
@@ -57,7 +58,7 @@ class _Trial:
         self.environment: Environment = construct(config.environment, "environment", Environment, seed=config.seed)
         self.converses = hasattr(self.environment, "converse")
         self._scorer = RewardScorer(reward_function(config, self.environment))
-        self.has_failed = False
+        self._shown_errors: set[str] = set()
         self.without_model = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
         self.tokenizer: Any = None
         if config.model.path and not Path(config.model.path).is_dir():
@@ -65,6 +66,10 @@ class _Trial:
         elif config.model.path:
             self.tokenizer = load_tokenizer(config)
             self._model = _load_model(config)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self._shown_errors)
 
     def close(self) -> None:
         self._scorer.close()
@@ -145,8 +150,11 @@ class _Trial:
             yield self.tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _failed(self, what: str, error: BaseException) -> None:
-        self.has_failed = True
-        _say(f"{what}!", "".join(traceback.format_exception(error)).rstrip())
+        """Prints an error, with its traceback unless one from the same place was printed before."""
+        place = f"{type(error)}{traceback.format_tb(error.__traceback__)}"
+        lines = traceback.format_exception_only(error)[:1] if place in self._shown_errors else []
+        self._shown_errors.add(place)
+        _say(f"{what}!", "".join(lines or traceback.format_exception(error)).rstrip())
 
 
 def _load_model(config: RunConfig) -> Any:

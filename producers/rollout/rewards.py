@@ -183,6 +183,8 @@ def checked(reward: Any, of: str) -> Reward:
         raise RewardError("the function returned a coroutine, which is awaited only if it is an `async def` itself")
     found = reward
     try:
+        if isinstance(found, str | bytes):
+            raise TypeError("float() reads numbers in text")
         if not isinstance(found, Reward):
             found = Reward(value=float(found))
         fits = abs(found.value) <= MAX_REWARD and all(map(math.isfinite, found.parts.values()))

@@ -21,7 +21,10 @@ def resolve(plug: Plug, field: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        raise ConfigError(f"{field}.path = {plug.path!r}: module {module_name!r} has no {name!r}") from None
+        own = (each for each, found in vars(module).items() if getattr(found, "__module__", "") == module.__name__)
+        public = ", ".join(each for each in own if not each.startswith("_"))
+        defined = f"; it defines {public}" if public else ""
+        raise ConfigError(f"{field}.path = {plug.path!r}: module {module_name!r} has no {name!r}{defined}") from None
 
 
 def construct(plug: Plug, field: str, protocol: type, **context: Any) -> Any:

@@ -61,9 +61,15 @@ def test_unusable_input_is_one_line_and_status_2(capsys, arguments, message):
         (["rnu", "demo"], "; did you mean run?\n"),
         (["dead", "requeu", "demo"], "; did you mean requeue?\n"),
         (["zzz"], "'inspect')\n"),
+        (
+            ["run", "demo", "--dryrun"],
+            "penstock run: error: unrecognized arguments: --dryrun; did you mean --dry-run?\n",
+        ),
+        (["run", "demo", "--rusume", "--nmae=b"], ": --rusume --nmae=b; did you mean --resume, --name?\n"),
+        (["dead", "list", "demo", "--zzz"], "penstock dead list: error: unrecognized arguments: --zzz\n"),
     ],
 )
-def test_a_misspelt_command_is_told_what_it_is_like(capsys, words, message):
+def test_a_misspelt_command_or_option_is_told_what_it_is_like(capsys, words, message):
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2

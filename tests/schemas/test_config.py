@@ -1,12 +1,22 @@
 """A run file is checked once; what is wrong with it is said with path, value and expectation."""
 
+import functools
+import inspect
 import sys
 import types
 
 import pytest
 
-from penstock.schemas.config import DEFAULT_OBJECTIVE, ConfigError, Plug, load_config
-from penstock.schemas.process.plugins import construct
+from penstock.schemas.config import (
+    DEFAULT_OBJECTIVE,
+    NAMES_IN_TRL,
+    ConfigError,
+    ModelConfig,
+    Plug,
+    RunConfig,
+    load_config,
+)
+from penstock.schemas.process.plugins import construct, resolve
 
 MINIMAL = """
 name = "run-1"
@@ -71,6 +81,12 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.lr=1.0", r"trainer.lr: unknown field, expected one of learning_rate, "),
         ("trainr.betas=1", r"trainr: unknown field \(did you mean trainer\?\), expected one of name, "),
         ("learning_rate=1", r"learning_rate: unknown field \(did you mean trainer.learning_rate\?\), expected one of"),
+        ("max_steps=9", r"max_steps: unknown field \(did you mean num_updates\?\), expected one of name, "),
+        ("num_generations=9", r"num_generations: unknown field \(did you mean group_size\?\)"),
+        ("trainer.per_device_train_batch_size=9", r"\(did you mean trainer.tokens_per_microbatch\?\)"),
+        ("trainer.beta=0.04", r"trainer.beta: unknown field \(did you mean objective.kwargs.kl_coefficient\?\)"),
+        ("epsilon=0.2", r"epsilon: unknown field \(did you mean objective.kwargs.clip_low\?\)"),
+        ("max_completion_length=9", r"max_completion_length: unknown field \(did you mean sampling.max_tokens\?\)"),
         ("trainer.project=1", r"trainer.project: unknown field \(did you mean metrics.wandb.project\?\), expected"),
         ("reward.kwargs.x=1", r"reward.path: missing field"),
         ("colour=1", r"colour: unknown field, expected one of name, "),
@@ -191,6 +207,15 @@ def lab(monkeypatch):
 def test_a_plug_is_built_with_its_arguments_and_the_context(lab):
     built = construct(plug(greeting="hi "), "environment", GreeterProtocol, seed=1)
     assert built.greet("you") == "hi you"
+
+
+def test_fields_by_their_names_elsewhere_lead_to_fields_that_are_there():
+    config = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), reward=Plug(path="a:b"))
+    objective = set(inspect.signature(resolve(Plug(path=DEFAULT_OBJECTIVE), "objective")).parameters)
+    for path in NAMES_IN_TRL.values():
+        *sections, field = path.removeprefix("objective.kwargs.").split(".")
+        section = functools.reduce(getattr, sections, config)
+        assert (field in objective) if "kwargs" in path else hasattr(section, field), path
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,19 @@ def test_errors_of_the_users_code_are_shown_with_their_tracebacks_and_the_other_
     assert status == 1
     assert 'raise LookupError("no third task")' in out and 'return {"47": 1.0}[completion]' in out
     assert "while scoring the completion '46'" in out and "held-out task 1" in out
+    assert out.count('return {"47": 1.0}[completion]') == 1, "one traceback for all that arise at one place"
+    assert "reward!      KeyError: '2'\n" in out and "reward!      KeyError: '10'\n" in out
+
+
+def test_an_import_path_without_a_class_is_told_the_form_and_one_with_a_wrong_class_what_is_there(capsys) -> None:
+    assert cli.main(["try", "penstock.producers.environments.arithmetic"]) == 2
+    assert "environment.path = 'penstock.producers.environments.arithmetic': expected package.module:Name" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["try", "penstock.producers.environments.arithmetic:arithmetic"]) == 2
+    assert "has no 'arithmetic'; it defines Arithmetic\n" in capsys.readouterr().err
+    assert cli.main(["try", "lab.toml"]) == 2
+    assert "lab.toml: no such file" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

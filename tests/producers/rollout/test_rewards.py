@@ -148,7 +148,9 @@ async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
     scorer.close()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1e10, None, "much", Reward(value=1.0, parts={"a": math.nan})])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -1e10, None, "much", "0.5", b"1", Reward(value=1.0, parts={"a": math.nan})]
+)
 async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion(value: float) -> None:
     scorer = RewardScorer(lambda prompt, completion: value)
     message = re.escape(repr(value)[:80]) + " for completion 'x', expected a finite number of at most 1e\\+09"
