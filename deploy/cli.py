@@ -213,15 +213,26 @@ def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    asked = _load(arguments, resume=arguments.resume)
+    if arguments.resume and not arguments.dry_run:
+        from penstock.deploy.report.telemetry import read_ledger
+
+        ledger = read_ledger(asked.folder(arguments.runs) / "trainer.json")
+        if ledger is not None and ledger.finished and ledger.num_updates >= asked.num_updates:
+            print(
+                f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
+            )
+            return 0
     from penstock.deploy.launch.start_checks import check, check_objective, check_redis, resolved_toml
 
-    config, warnings = check(_load(arguments, resume=arguments.resume))
+    config, warnings = check(asked)
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if config.objective != ObjectivePlug() or config.model.reference is not None:
         check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")
+        print(f"penstock: all is well with {config.name}: it may be started without --dry-run", file=sys.stderr)
         return 0
     from penstock.deploy.launch.launcher import Launcher
     from penstock.deploy.launch.live_view import open_view

@@ -178,8 +178,11 @@ class ProducerPool:
     def kill_booting(self) -> None:
         """Kills the producers that never served: they hold no prompt, and a booting engine handles no signal."""
         for seat in self._seats:
-            if seat.child is not None and seat.served_since is None:
+            if seat.child is not None and seat.served_since is None and seat.child.poll() is None:
                 seat.child.kill()
+                while seat.child.poll() is None:
+                    time.sleep(0.003)
+                self._view.state(seat.name, "stopped before it served: the run ends")
 
     def terminate(self) -> None:
         """Asks every producer to hand back what is in flight and exit."""

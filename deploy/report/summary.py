@@ -77,6 +77,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "name": telemetry.name,
         "seed": config.seed if config else None,
         "mode": config.mode if config else None,
+        "lag_bound": config.lag_bound if config else None,
         "finished": telemetry.is_over,
         "as_of_s": None if telemetry.is_over else telemetry.read_s,
         "last_update_s": end_s,
@@ -334,7 +335,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
         ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
-        ("tokens by lag", lag_shares(s["lag_histogram"])),
+        ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
         ("masked for lag", f"{_count(s['num_tokens_masked_lag'])} tokens"),
         ("rejected", f"{_count(s['num_tokens_rejected'])} tokens, by the importance correction"),
         ("k3 KL by lag", _by_lag(s["mismatch_by_lag"], "k3_kl")),
@@ -387,12 +388,15 @@ def not_over(summary: dict[str, Any]) -> str:
     return f"not over, as of {datetime.fromtimestamp(as_of_s, UTC):%Y-%m-%d %H:%M:%S} UTC; {update}"
 
 
-def lag_shares(histogram: dict[str, int] | None) -> str:
-    """`0: 12%, 1: 63%, 2: 25%`."""
+def lag_shares(histogram: dict[str, int] | None, bound: int | None) -> str:
+    """`0: 12%, 1: 63%, 2: 24%, 3: 1% (masked)`, with a bound of 2."""
     total = sum((histogram or {}).values())
     if not histogram or not total:
         return NOTHING
-    return ", ".join(f"{lag}: {count / total:.1%}" for lag, count in histogram.items())
+    beyond = {lag for lag in histogram if bound is not None and int(lag) > bound}
+    return ", ".join(
+        f"{lag}: {count / total:.1%}" + (" (masked)" if lag in beyond else "") for lag, count in histogram.items()
+    )
 
 
 def _by_lag(found: dict[str, dict[str, float]] | None, name: str) -> str:

@@ -188,7 +188,7 @@ def read_telemetry(run_folder: Path) -> RunTelemetry:
         missing.append("run.toml")
     updates, torn_updates = lines("updates.jsonl", Update)
     evaluations, torn_evaluations = lines("evaluations.jsonl", EvaluationPoint)
-    ledger = _read_ledger(run_folder / "trainer.json")
+    ledger = read_ledger(run_folder / "trainer.json")
     if ledger is None:
         missing.append("trainer.json")
     producer_files = sorted((run_folder / "producers").glob("*.jsonl"), key=_natural_order)
@@ -322,7 +322,8 @@ def _finite(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _read_ledger(file: Path) -> TrainerLedger | None:
+def read_ledger(file: Path) -> TrainerLedger | None:
+    """The ledger file of a run, None before there is one. Raises TelemetryError if it is none."""
     try:
         text = file.read_text()
     except FileNotFoundError:

@@ -19,6 +19,7 @@ from penstock.deploy.operate import commands as operate
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
 
 ROOT = Path(__file__).parents[2]
+OUTCOMES = ("released", "trained", "skipped", "dead", "cancelled")
 DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
 
 
@@ -120,6 +121,34 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(capsys, mo
     assert document["producers"]["count"] == 3
     assert document["trainer"]["max_grad_norm"] == 1.0
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_that_found_nothing_says_so_where_it_is_in_no_file_s_way(capsys, model_folder):
+    assert cli.main(["run", DEMO, "--dry-run", "--set", f"model.path={model_folder}"]) == 0
+    assert capsys.readouterr().err == "penstock: all is well with demo: it may be started without --dry-run\n"
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "finished", "complete"), [(7, True, True), (9, True, False), (7, False, False)]
+)
+def test_a_complete_run_is_not_started_again(capsys, model_folder, tmp_path, num_updates, finished, complete):
+    started = ["--set", f"model.path={model_folder}", "--set", f"num_updates={num_updates}"]
+    assert cli.main(["run", DEMO, "--dry-run", *started]) == 0
+    (folder := tmp_path / "runs" / "demo").mkdir(parents=True)
+    (folder / "run.toml").write_text(capsys.readouterr().out)
+    counts = ("num_updates", "num_tokens_trained", *(f"num_groups_{each}" for each in OUTCOMES))
+    (folder / "trainer.json").write_text(json.dumps(dict.fromkeys(counts, 7) | {"finished": finished}))
+    model_folder.joinpath("config.json").unlink()  # the check after this one refuses it
+    status = cli.main(["run", DEMO, "--resume"])
+    shown = capsys.readouterr()
+    if complete:
+        assert (status, shown.out) == (
+            0,
+            "run demo is complete, with 7 updates; --set num_updates=N trains on to N\n",
+        )
+        assert not (folder / "logs").exists()
+    else:
+        assert status == 2 and "complete" not in shown.out and "model.path" in shown.err
 
 
 def test_dry_run_checks_the_objective(capsys, model_folder):

@@ -18,13 +18,15 @@ class Pool:
     def __init__(self, count: int, boots_at_once: int) -> None:
         self.children: dict[str, Any] = {}
         self._heartbeats: dict[str, Any] = {}
-        view: Any = SimpleNamespace(state=lambda part, state: None)
+        self.states: dict[str, str] = {}
+        view: Any = SimpleNamespace(state=self.states.__setitem__)
         self.pool = ProducerPool(count, boots_at_once, self._start, view)
 
     def _start(self, name: str) -> Any:
         pid = len(self._heartbeats) + 100
         self.children[name] = SimpleNamespace(name=name, pid=pid, status=None, log=Path(name), started_s=2e9)
         self.children[name].poll = lambda child=self.children[name]: child.status
+        self.children[name].kill = lambda child=self.children[name]: setattr(child, "status", -9)
         return self.children[name]
 
     def tick(self) -> list[str]:
@@ -53,6 +55,16 @@ def test_one_at_a_time_the_trainer_waits_for_the_last_producer():
         assert not pool.pool.is_settled
         pool.serve(name)
     assert pool.tick() == [] and pool.pool.is_settled
+
+
+def test_a_producer_that_still_boots_when_the_run_ends_is_said_to_be_just_that():
+    pool = Pool(2, boots_at_once=2)
+    pool.tick()
+    pool.serve("producer-0")
+    pool.tick()
+    pool.pool.kill_booting()
+    assert pool.children["producer-0"].status is None and pool.children["producer-1"].status == -9
+    assert pool.states == {"producer-0": "ready", "producer-1": "stopped before it served: the run ends"}
 
 
 def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkeypatch):

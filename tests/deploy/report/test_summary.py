@@ -385,6 +385,7 @@ def test_the_table_fits_80_columns_and_shows_the_result(run_folder: Path) -> Non
     assert max(len(line) for line in text.splitlines()) <= 80
     for part in ("0.400 → 0.890", "0.9 after 14.0 s", "20 released", "0: 16.7%", "producer-1 35", "vllm 0.32.0"):
         assert part in text
+    assert "2: 10.0%, 10: 6.7% (masked)" in text, "the bound is 2"
 
 
 def test_the_table_shows_names_with_brackets_as_they_are(run_folder: Path) -> None:
