@@ -26,6 +26,7 @@ from penstock.deploy.launch.command_line import (
     find_run_file,
     limit_threads,
     shipped_run_files,
+    standard_output,
 )
 from penstock.deploy.operate import commands as operate
 from penstock.deploy.parity import command as parity
@@ -285,7 +286,7 @@ def _write_results(run_folder: Path) -> int:
     except OSError as error:
         print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
         return 1
-    print_table(summary)
+    print_table(summary, standard_output())
     for warning in warnings_of(summary):
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if (model := run_folder / "model").is_dir():

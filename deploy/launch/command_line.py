@@ -5,11 +5,15 @@ import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.schemas.config import ConfigError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 DEFAULT_RUNS = Path("runs")
+_UNBOUNDED = 100_000
 
 
 class Command(NamedTuple):
@@ -54,6 +58,15 @@ def shipped_run_files() -> dict[str, Path]:
     """The run files that are installed with Penstock, by name."""
     folder = Path(str(resources.files("penstock.deploy") / "runs"))
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def standard_output() -> "Console":
+    """A console on standard output. Where that is no terminal and COLUMNS is unset, no line is too long for it: names
+    and paths stay whole."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=_UNBOUNDED)
 
 
 def limit_threads(count: int) -> None:

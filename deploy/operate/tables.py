@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from penstock.deploy.launch.command_line import standard_output
 from penstock.deploy.operate.audit import Audit
 from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
 from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
@@ -23,7 +24,7 @@ _HANDED_BACK_S = 1e5
 
 def print_audit(audit: Audit, console: Console | None = None) -> None:
     """Prints the ledger, the counts beside it, and whether it balances; without a console, to stdout."""
-    console = console or Console()
+    console = console or standard_output()
     ledger = audit.ledger
     saved = f"checkpoint {audit.checkpoint}" if audit.checkpoint else "no checkpoint yet"
     state = "finished" if audit.finished else "not finished"
@@ -95,7 +96,7 @@ def _listed(counts: dict[str, int]) -> str:
 
 def print_letters(letters: Iterable[Letter], console: Console | None = None) -> None:
     """Prints the letters of indexes, then those of agents' rollouts."""
-    console = console or Console()
+    console = console or standard_output()
     letters = list(letters)
     of_indexes = [letter for letter in letters if letter.rollout is None]
     of_rollouts = [letter for letter in letters if letter.rollout is not None]
@@ -134,7 +135,7 @@ def _moment(time_s: float) -> str:
 
 def print_contents(contents: Iterable[Content], console: Console | None = None) -> None:
     for content in contents:
-        _print_content(content, console or Console())
+        _print_content(content, console or standard_output())
 
 
 def print_requeued(done: RequeueResult) -> None:
@@ -189,11 +190,11 @@ def print_runs(runs: Iterable[ListedRun], console: Console | None = None) -> Non
         )
         table.add_row(*(escape(safe(cell)) for cell in cells))
     if table.row_count:
-        (console or Console()).print(table)
+        (console or standard_output()).print(table)
 
 
 def print_producers(producers: Producers, console: Console | None = None) -> None:
-    console = console or Console()
+    console = console or standard_output()
     newest = f"newest policy {producers.newest_version}" if producers.newest_version is not None else "no policy yet"
     state = ", finished" if producers.finished else ""
     _say(console, f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.deploy.launch.command_line import Command, add_runs, limit_threads
+from penstock.deploy.launch.command_line import Command, add_runs, limit_threads, standard_output
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
@@ -82,7 +82,7 @@ def _play_all(
     from penstock.deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
     from penstock.deploy.replay.results import append_lines, print_table, write_comparison
 
-    console = Console(highlight=False)
+    console = standard_output()
     for config in configs.values():
         check_model(record, config)
         check_objective(config)

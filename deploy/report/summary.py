@@ -297,12 +297,11 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def print_table(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Prints the figures of a summary as one table, at most 80 columns wide; without a console, to stdout."""
-    console = console or Console()
+def print_table(summary: dict[str, Any], console: Console) -> None:
+    """Prints the figures of a summary as one table, on a terminal at most 80 columns wide."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title_justify="left")
     table.title = f"Run {summary['name']}".replace("[", r"\[")
-    table.width = min(80, console.width)
+    table.width = min(80, console.width) if console.is_terminal else None
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in table_rows(summary):

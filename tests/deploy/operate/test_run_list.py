@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.deploy import cli
@@ -64,6 +65,18 @@ def test_a_run_whose_launcher_lives_is_running_even_if_it_had_finished_before(ca
 def test_a_run_that_no_launcher_started_says_so(capsys, runs) -> None:
     (runs / "stopped" / "lock").unlink()
     assert listed(capsys, runs)["stopped"]["state"] == "parts"
+
+
+def test_in_a_pipe_long_names_and_paths_stay_whole(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = msgspec.structs.replace(config("r"), model=ModelConfig(path="/a/long/path" * 20))
+    with RunFolder(long, tmp_path, resume=False) as folder:
+        folder.save(long)
+    assert cli.main(["list", "--runs", str(tmp_path)]) == 0
+    assert long.model.path in capsys.readouterr().out
+    assert cli.main(["report", "r", "--runs", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "missing" in line]
+    assert line.split("missing")[1].strip() == "updates.jsonl, evaluations.jsonl, trainer.json, producers/*.jsonl"
 
 
 def test_the_table_has_a_line_a_run_and_a_folder_without_one_says_so(capsys, runs, monkeypatch) -> None:
