@@ -80,6 +80,7 @@ class Check:
 
     def _start(self) -> None:
         self.podman.compose("up", "--detach", "--no-build", *SERVICES)
+        self._await_names()
         self._wait("the trainer to make updates", lambda: self._num_updates() > 0, self._signs(*SERVICES))
         self._await_targets(num_producers=1)
         for service in ("redis", "trainer", "producer", "prometheus"):
@@ -94,6 +95,7 @@ class Check:
         if count > len(running):
             scale = ["--scale", f"producer={count}"]
             self.podman.compose("up", "--detach", "--no-build", "--no-recreate", "--no-deps", *scale, "producer")
+            self._await_names()
         for name in running[count:]:  # what `docker compose up --scale` does and podman-compose does not
             self.podman.stop(name, grace_s=30)
             if self.podman.exit_status(name) != 0:
@@ -107,6 +109,11 @@ class Check:
         )
         self._wait("the run to go on", lambda: self._num_updates() > updates, self._signs("producer", "trainer"))
         print(f"scaled to {count}: each appends groups, every target is up", flush=True)
+
+    def _await_names(self) -> None:
+        """The image of Redis has `getent`, which not every published image has."""
+        (redis,) = self.podman.containers("redis")
+        self._wait("containers to find each other", lambda: self.podman.finds(redis, "prometheus"), lambda: None)
 
     def _running_producers(self) -> list[str]:
         return [name for name, state in self.podman.containers("producer").items() if state == "running"]
@@ -141,6 +148,7 @@ class Check:
         num_updates = run["num_updates"]
         self._plan(num_updates + LAST_UPDATES)
         self.podman.compose("start", "trainer")
+        self._await_names()
         self._await_end(trainer, producer)
         print(f"stopped at update {num_updates}, continued, ended {LAST_UPDATES} updates later", flush=True)
 

@@ -96,6 +96,14 @@ class Podman:
     def execute(self, container: str, *command: str) -> str:
         return self._ask([self._podman, "exec", container, *command])
 
+    def finds(self, container: str, name: str) -> bool:
+        """Whether `container` finds another by its name. If not, podman sets the network up again for a later look: its
+        name server (aardvark-dns 1.4) may end while containers come and go."""
+        if subprocess.run([self._podman, "exec", container, "getent", "hosts", name], capture_output=True).returncode:
+            subprocess.run([self._podman, "network", "reload", container], capture_output=True)
+            return False
+        return True
+
     def stop(self, container: str, grace_s: int) -> None:
         self._ask([self._podman, "stop", f"--time={grace_s}", container])
 

@@ -66,6 +66,21 @@ def test_a_podman_that_cannot_even_list_is_a_problem_and_no_exception(things: Pa
     assert "volume ls" in problem
 
 
+def test_a_name_server_that_has_ended_is_started_again_and_asked_once_more(things: Path) -> None:
+    (things / "podman").write_text(
+        """#!/bin/sh
+case $* in
+    "exec redis getent hosts prometheus") [ -e "$THINGS/answers" ] ;;
+    "network reload redis") touch "$THINGS/answers" ;;
+    *) exit 125 ;;
+esac
+"""
+    )
+    podman = Podman({})
+    assert not podman.finds("redis", "prometheus")
+    assert podman.finds("redis", "prometheus")
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time passes by sleeping alone."""
@@ -115,6 +130,9 @@ class RunInContainers:
     def containers(self, service: str) -> dict[str, str]:
         is_running = self.is_running or (service == "producer" and not self.planned)
         return {f"{service}_1": "running" if is_running else "exited"}
+
+    def finds(self, container: str, name: str) -> bool:
+        return (container, name) == ("redis_1", "prometheus")
 
     def exit_status(self, container: str) -> int:
         return self.status
