@@ -30,7 +30,10 @@ def load(folder: Path) -> list[dict[str, Any]]:
         metadata = {"name": generated["name"]}
         if labels := kustomization.get("generatorOptions", {}).get("labels"):
             metadata["labels"] = dict(labels)
-        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+        made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+        if generated.get("behavior") == "replace":
+            objects = [each for each in objects if identity(each) != identity(made)]
+        objects.append(made)
     if "namespace" in kustomization:
         for each in objects:
             each["metadata"]["namespace"] = kustomization["namespace"]
@@ -57,9 +60,10 @@ def containers(each: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _merged(before: Any, change: Any, key: str = "") -> Any:
     if isinstance(before, dict) and isinstance(change, dict):
-        return before | {name: _merged(before.get(name), value, name) for name, value in change.items()}
+        merged = before | {name: _merged(before.get(name), value, name) for name, value in change.items()}
+        return {name: value for name, value in merged.items() if value is not None}
     if key in _NAMED and isinstance(before, list):
         by_name = {each["name"]: each for each in before}
-        by_name |= {each["name"]: _merged(by_name.get(each["name"]), each) for each in change}
-        return list(by_name.values())
+        changed = {each["name"]: _merged(by_name.get(each["name"]), each) for each in change}
+        return list((changed | {name: each for name, each in by_name.items() if name not in changed}).values())
     return change

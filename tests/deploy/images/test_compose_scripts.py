@@ -116,6 +116,26 @@ def test_a_report_that_cannot_be_written_does_not_undo_the_run(machine: Machine)
     assert "the run is complete; its report could not be written" in done.stderr
 
 
+@pytest.mark.parametrize(("index", "is_host"), [("0", "yes"), ("1", "no")])
+def test_a_pod_of_several_starts_its_ranks_by_torchrun_and_the_first_one_reports(
+    machine: Machine, index: str, is_host: str
+) -> None:
+    machine.put("torchrun", f'echo "torchrun $*" >> {machine.calls_file}')
+    machine.put_penstock("exit 0")
+    assert machine.run("trainer.sh", PET_NNODES="2", JOB_COMPLETION_INDEX=index).returncode == 0
+    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
+    started, *reported = machine.calls()
+    # Ranks that torchrun starts again continue, whatever there was when the pod began.
+    options = f"--rdzv-conf is_host={is_host},read_timeout=600 --no-python"
+    assert started == f"torchrun {options} penstock trainer {common} --resume"
+    assert reported == ([f"report demo --runs {machine.runs}"] if index == "0" else [])
+
+
+def test_a_pod_of_several_that_does_not_know_its_number_says_so(machine: Machine) -> None:
+    done = machine.run("trainer.sh", PET_NNODES="2")
+    assert done.returncode != 0 and "the number of this pod is missing" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["trainer.sh", "producer.sh"])
 def test_a_container_without_the_runs_name_says_so(machine: Machine, script: str) -> None:
     done = machine.run(script, RUN="")

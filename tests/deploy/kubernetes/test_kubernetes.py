@@ -13,10 +13,12 @@ import kubernetes_validate
 import pytest
 import redis
 import yaml
+from torch.distributed.run import get_args_parser
 
 import kustomize
 from penstock.deploy import cli
 from penstock.deploy.grafana.__main__ import DASHBOARDS, FOLDER
+from penstock.deploy.images import healthy
 from penstock.deploy.images.hand_out import PARTS as hand_out_parts
 from penstock.deploy.images.hand_out import hand_out
 from penstock.deploy.prometheus.__main__ import FILE, as_objects
@@ -31,12 +33,15 @@ from real_server import RealServer
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "gpu-nodes")
 VERSIONS = ("1.31", "1.37")
 RUN = "demo"
 NAMESPACE = "penstock"
 
 PARTS = (("Job", "trainer"), ("Deployment", "producer"))
+INDEX = "batch.kubernetes.io/job-completion-index"
+"""The label that Kubernetes gives the pods of an Indexed Job."""
+HEALTHY = Path(healthy.__file__).relative_to(ROOT)
 SPOT = (
     {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"},
     {"key": "kubernetes.azure.com/scalesetpriority", "operator": "Equal", "value": "spot", "effect": "NoSchedule"},
@@ -275,17 +280,20 @@ def test_metrics_are_looked_for_where_they_are_served(objects: Objects) -> None:
     for kind, role in PARTS:
         part = container(objects, kind, role)
         assert part["ports"] == [{"name": "metrics", "containerPort": port}]
-        assert (
-            part["livenessProbe"]["httpGet"]
-            == part["startupProbe"]["httpGet"]
-            == {"path": "/metrics", "port": "metrics"}
-        )
+        spec = objects[kind, role]["spec"]
+        is_first = {INDEX: "0"} if spec.get("completionMode") == "Indexed" else {}  # rank 0 alone has metrics
+        for probe in (part["livenessProbe"], part["startupProbe"]):
+            if is_first:
+                assert "httpGet" not in probe and f":{port}/metrics" in healthy.URL
+                assert str(Path("/opt/penstock") / HEALTHY) in probe["exec"]["command"][2]
+            else:
+                assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
         service = objects["Service", f"penstock-{role}"]
         assert service["spec"]["ports"] == [{"name": "metrics", "port": port}]
         # The job's name, which rules and dashboards know.
         assert service["metadata"]["labels"]["penstock.dev/job"] == f"penstock-{role}"
-        labels = objects[kind, role]["spec"]["template"]["metadata"]["labels"]
-        assert service["spec"]["selector"].items() <= labels.items()
+        labels = spec["template"]["metadata"]["labels"] | is_first
+        assert is_first.items() <= service["spec"]["selector"].items() <= labels.items()
     monitor = objects["ServiceMonitor", "penstock"]["spec"]
     assert monitor["jobLabel"] == "penstock.dev/job"
     assert [endpoint["honorLabels"] for endpoint in monitor["endpoints"]] == [True]
@@ -318,7 +326,7 @@ def test_producers_alone_may_be_put_on_spot_nodes(overlay: Path, objects: Object
             tolerated = pod(objects, kind, name)["spec"].get("tolerations", [])
             assert [each for each in SPOT if each in tolerated] == (list(SPOT) if name == "producer" else [])
             on_gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-            assert (on_gpu in tolerated) == (overlay.name == "gpu" and (kind, name) in PARTS)
+            assert (on_gpu in tolerated) == (overlay.name != "cpu" and (kind, name) in PARTS)
 
 
 def test_whoever_asks_redis_is_let_out_to_it_and_in(objects: Objects) -> None:
@@ -344,8 +352,9 @@ def test_commands_to_a_run_find_its_folder_and_may_write_there(objects: Objects)
     assert "ports" not in part
 
 
-def test_a_trainer_waits_until_its_model_and_its_data_are_there(tmp_path: Path) -> None:
-    overlay = KUBERNETES / "overlays" / "gpu"
+@pytest.mark.parametrize("name", ["gpu", "gpu-nodes"])
+def test_a_trainer_waits_until_its_model_and_its_data_are_there(name: str, tmp_path: Path) -> None:
+    overlay = KUBERNETES / "overlays" / name
     objects = {kustomize.identity(each): each for each in kustomize.load(overlay)}
     config = load_config(overlay / "run.toml")
     wanted = [config.model.path, *(value for value in config.environment.kwargs.values() if "/runs/" in str(value))]
@@ -382,10 +391,36 @@ def test_no_container_is_root_or_may_become_it_and_each_says_what_it_needs(objec
             assert not part["image"].endswith(":latest") and ":" in part["image"]
 
 
-def test_only_the_gpu_overlay_asks_for_gpus_one_for_each(overlay: Path, objects: Objects) -> None:
+def test_a_producer_has_one_gpu_and_a_pod_of_the_trainer_one_for_each_of_its_ranks(
+    overlay: Path, objects: Objects
+) -> None:
     for kind, role in PARTS:
-        limits = container(objects, kind, role)["resources"]["limits"]
-        assert limits.get("nvidia.com/gpu") == ("1" if overlay.name == "gpu" else None)
+        part = container(objects, kind, role)
+        ranks = environment(part).get("PET_NPROC_PER_NODE", "1")
+        assert part["resources"]["limits"].get("nvidia.com/gpu") == (None if overlay.name == "cpu" else ranks)
+
+
+def test_the_nodes_of_a_trainer_find_and_reach_each_other() -> None:
+    objects = {kustomize.identity(each): each for each in kustomize.load(KUBERNETES / "overlays" / "gpu-nodes")}
+    job, service = objects["Job", "trainer"]["spec"], objects["Service", "trainer-ranks"]["spec"]
+    labels = pod(objects, "Job", "trainer")["metadata"]["labels"]
+    options = {
+        name: value for name, value in environment(container(objects, "Job", "trainer")).items() if "PET_" in name
+    }
+    # torchrun takes its own options from variables of these names.
+    assert {name.removeprefix("PET_").lower() for name in options} <= vars(get_args_parser().parse_args(["x"])).keys()
+    assert int(options["PET_NNODES"]) == job["completions"] == job["parallelism"] > 1
+    assert options["PET_RDZV_ENDPOINT"].partition(":")[0] == f"trainer-0.{job['template']['spec']['subdomain']}"
+    assert job["template"]["spec"]["subdomain"] == "trainer-ranks"
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+    assert is_selected({"matchLabels": service["selector"]}, labels)
+    policy = objects["NetworkPolicy", "trainer-ranks"]["spec"]
+    for way, peers in (("ingress", "from"), ("egress", "to")):
+        (rule,) = policy[way]
+        assert "ports" not in rule and [is_selected(each["podSelector"], labels) for each in rule[peers]] == [True]
+    assert is_selected(policy["podSelector"], labels)
+    assert int(options["PET_SHUTDOWN_TIMEOUT"]) < job["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]} and job["podReplacementPolicy"] == "Failed"
 
 
 @pytest.mark.redis
