@@ -23,8 +23,9 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
                  weights/publisher.py
     evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
                  stream/evaluation.py
-    commit       a checkpoint is written; then the stream is           -
-                 acknowledged up to it: stream/acknowledgement.py
+    commit       a snapshot is written beside the training; once       waits for the one before, at the end of the run
+                 it is on the disk, the stream is acknowledged         [the checkpoint's thread]
+                 up to it: stream/acknowledgement.py
 
 Every command waits while Redis is away, for `redis.outage_s` at most; its return or `stop` unblocks it
 (stream/connection.py). What Redis has lost when it is back is restored and done again (stream/recovery.py).
@@ -113,6 +114,7 @@ class Trainer:
                 log.error("%s", error)
             raise
         finally:
+            self.commits.abandon()
             self.leadership.end()
 
     def close(self) -> None:
@@ -203,27 +205,46 @@ class Trainer:
 
     def _commit_if_due(self, *, busy: bool) -> None:
         """A full disk is no reason to lose what was trained since the last checkpoint: a new try follows."""
-        if not self.commits.is_due(busy=busy):
-            return
         try:
-            self._commit()
+            self._complete_commit(wait=False)
+            if self.commits.is_due(busy=busy):
+                self.commits.begin()
         except CheckpointWriteError as error:
             log.error("%s; training goes on, next try in %.0f s", error, self.commits.schedule.failed())
 
     def _commit(self, *, reconcile: bool = True) -> None:
-        """Commits, then looks for lost indexes.
+        """Commits what is trained by now. Waits for the checkpoint to be written; the disk unblocks it.
 
         Raises:
             CheckpointWriteError: nothing has changed.
         """
-        began_s = time.monotonic()
-        name, trimmed = self.commits.commit()
+        self._await_commit(reconcile=reconcile)
+        self.commits.begin()
+        self._complete_commit(wait=True, reconcile=reconcile)
+
+    def _await_commit(self, *, reconcile: bool = True) -> None:
+        """Waits for a checkpoint that is being written, and commits it."""
+        try:
+            self._complete_commit(wait=True, reconcile=reconcile)
+        except CheckpointWriteError as error:
+            log.error("%s", error)
+
+    def _complete_commit(self, *, wait: bool, reconcile: bool = True) -> None:
+        """Commits the checkpoint that was being written, if it is whole by now, then looks for lost indexes."""
+        done = self.commits.complete(wait=wait)
+        if done is None:
+            return
         if reconcile:
             self.intake.reconcile()
-        took_s = time.monotonic() - began_s
-        self.run_log.commit(self.policy.version, finished=False, took_s=took_s)
-        num_batches = self.progress.num_batches
-        log.info("checkpoint %s at update %d: %.2f s, %d entries trimmed", name, num_batches, took_s, trimmed)
+        self.run_log.commit(self.policy.version, finished=False, took_s=done.took_s)
+        log.info(
+            "checkpoint %s at update %d: %.2f s (training waited %.2f s), %d entries trimmed",
+            done.name,
+            done.num_batches,
+            done.took_s,
+            done.snapshot_s,
+            done.num_trimmed,
+        )
 
     def _finish(self) -> None:
         """Commits, and tells the producers that the run is complete.
@@ -235,10 +256,11 @@ class Trainer:
             self._collect_evaluations()
             self.recovery.check()
             time.sleep(0.05)
+        self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
         leadership = self.leadership
-        log.info("the model is in %s", leadership.checkpoints.hand_out_model())
+        log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))
         open_prompts = leadership.connection.call(lambda _: leadership.scripts.finish(leadership.epoch))
         if open_prompts:
             log.info("%d prompts are cancelled", open_prompts)

@@ -180,7 +180,7 @@ class TrainerMetric:
     )
     WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published", unit="B")
     CHECKPOINT_SECONDS = Metric(
-        "penstock_checkpoint_seconds", "Time to write and commit a checkpoint", (), STEP_BUCKETS
+        "penstock_checkpoint_seconds", "Time to write and commit a checkpoint, beside the training", (), STEP_BUCKETS
     )
     PARITY_ALERT = Metric(
         "penstock_trainer_parity_alert",

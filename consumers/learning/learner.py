@@ -1,6 +1,7 @@
 """The trainer's model and optimizer: one batch in, its optimizer steps taken, weights out."""
 
 import math
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
+from penstock.consumers.learning.export import export_model
 from penstock.consumers.learning.interfaces import Objective
+from penstock.consumers.learning.learner_state import LearnerState
 from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
 from penstock.schemas.config import RunConfig
@@ -30,8 +34,9 @@ class Learner:
             trainer cannot reproduce or that would count one gap twice.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
         self.num_steps = 0
         """Optimizer steps taken: the learning rate follows it."""
         trainer = config.trainer
@@ -54,6 +59,7 @@ class Learner:
             weight_decay=trainer.weight_decay,
             fused=True,
         )
+        self._saved = LearnerState(self.model, self.optimizer, self.ranks)
 
     def step(self, batch: Batch) -> StepReport:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
@@ -86,36 +92,33 @@ class Learner:
         """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
         return self.model.published_weights()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Optimizer, counters and RNG, without the model; `torch.load(..., weights_only=True)` reads it back.
+    def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
+        """Takes a snapshot of masters and moments and writes it into `folder` in a thread (`LearnerState.begin`).
+        Collective, at one point of the training."""
+        return self._saved.begin(folder)
 
-        The tensors are those in use: write them before the next step.
+    def load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        """Continues from the tensors in `folder` and the `state` of the same moment; the optimizer's settings are those
+        of this learner's own configuration. Collective.
+
+        Raises:
+            ConfigError: they are another model's.
+            OSError: they cannot be read.
         """
-        state: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
-            "num_steps": self.num_steps,
-            "rng": torch.get_rng_state(),
-        }
-        if self.device.type == "cuda":
-            state["rng_cuda"] = torch.cuda.get_rng_state(self.device)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state: the optimizer's moments, under the settings of this learner's own configuration."""
-        own = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": own})
+        self._saved.load(folder)
         self.num_steps = state["num_steps"]
-        torch.set_rng_state(state["rng"].cpu())
+        torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         if self.device.type == "cuda" and "rng_cuda" in state:
-            torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
+            torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
 
-    def save_model(self, folder: Path | str) -> None:
-        """Writes the float32 masters in transformers' format."""
-        self.model.save(folder)
+    export = staticmethod(export_model)
 
-    def load_model(self, folder: Path | str) -> None:
-        """Replaces the masters by those of `save_model`; the optimizer keeps its state. Raises ConfigError."""
-        self.model.load(folder)
+    def state(self) -> dict[str, Any]:
+        """Counters and random generators, as JSON takes them."""
+        state: dict[str, Any] = {"num_steps": self.num_steps, "rng": torch.get_rng_state().tolist()}
+        if self.device.type == "cuda":
+            state["rng_cuda"] = torch.cuda.get_rng_state(self.device).tolist()
+        return state
 
     @property
     def trains_every_row(self) -> bool:

@@ -142,12 +142,6 @@ class PackedModel:
             for name, tensor in state.items()
         }
 
-    def save(self, folder: Path | str) -> None:
-        """Writes the float32 masters in transformers' format, each file with the rights that new files have here."""
-        self.module.save_pretrained(folder)
-        for file in Path(folder).glob("*.safetensors"):  # safetensors leaves them to their owner, whatever the umask
-            file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
-
     def load(self, folder: Path | str) -> None:
         """Replaces the masters by those in `folder`, in place.
 
@@ -158,6 +152,13 @@ class PackedModel:
             self.module.load_state_dict(_load(str(folder)).state_dict())
         except RuntimeError as error:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and saved buffers by name, tied ones once: those in use."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            found.setdefault(id(tensor), (name, tensor))
+        return dict(found.values())
 
 
 def _logit_scale(config: Any) -> float:

@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class LedgerFile:
-    """`trainer.json`: what became of every released group, as of the last checkpoint. Whole or as it was before."""
+    """`trainer.json`: what became of every released group, when the last checkpoint was committed. Whole or as it was
+    before."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,7 +1,9 @@
-"""Commits: a checkpoint is written, and only then is the stream acknowledged up to it."""
+"""Commits: a checkpoint is written beside the training, and only then is the stream acknowledged up to it."""
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.stream.checkpoints import CheckpointState, CheckpointWriteError, rng_state
@@ -10,11 +12,40 @@ from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.reader import entry_key
 from penstock.consumers.stream.settlement import RunFailedError
+
+
+class Snapshot(NamedTuple):
+    """A checkpoint that is being written, and where the run was when it was taken."""
+
+    writing: Future[str]
+    num_batches: int
+    num_settled: int
+    keep_rollouts: bytes
+    keep_results: bytes
+    began_s: float
+    took_s: float
+
+
+class Committed(NamedTuple):
+    """A checkpoint to which Redis points."""
+
+    name: str
+    num_batches: int
+    num_trimmed: int
+    """Stream entries, those before the first that is not settled in the checkpoint."""
+    took_s: float
+    """From the snapshot on."""
+    snapshot_s: float
+    """How long the snapshot has held the training up."""
 
 
 class Commits:
     """Commits the state of the run: the learner's, the ledger, the versions and the counts.
+
+    `begin` takes a snapshot, which is written in a thread; `complete` has Redis point to it. What is trained in between
+    is acknowledged by the next one: a crash finds the checkpoint before, to which the streams and Redis still fit.
 
     sync_record: returns once the record of rollouts is on the disk; raises OSError or RunFailedError.
     """
@@ -36,37 +67,66 @@ class Commits:
         self._evaluator = evaluator
         self._progress = progress
         self._sync_record = sync_record
+        self._snapshot: Snapshot | None = None
 
     def is_due(self, *, busy: bool) -> bool:
-        """See `CommitSchedule.is_due`."""
-        return self.schedule.is_due(self._progress.num_batches, len(self._intake.ledger.settled), busy=busy)
+        """See `CommitSchedule.is_due`. Never while a checkpoint is being written."""
+        return self._snapshot is None and self.schedule.is_due(
+            self._progress.num_batches, len(self._intake.ledger.settled), busy=busy
+        )
 
-    def commit(self) -> tuple[str, int]:
-        """Returns the checkpoint's name and the number of stream entries trimmed: those before the first that is not
-        settled in it.
+    def begin(self) -> None:
+        """Takes a snapshot of the run and begins to write it. None may be under way.
 
         Raises:
             CheckpointWriteError: nothing has changed.
         """
         began_s = time.monotonic()
-        leadership, reader, checkpoints = self._leadership, self._intake.reader, self._leadership.checkpoints
         try:
             self._sync_record()
         except (OSError, RunFailedError) as error:
             raise CheckpointWriteError(f"no checkpoint: the record of rollouts cannot be written: {error}") from error
-        state = self._state()
-        name = checkpoints.write(self._learner, state)
-        keep_rollouts, keep_results = reader.first_unsettled(), self._evaluator.first_needed()
+        self._snapshot = Snapshot(
+            writing=self._leadership.checkpoints.begin(self._learner, self._state()),
+            num_batches=self._progress.num_batches,
+            num_settled=len(self._intake.ledger.settled),
+            keep_rollouts=self._intake.reader.first_unsettled(),
+            keep_results=self._evaluator.first_needed(),
+            began_s=began_s,
+            took_s=time.monotonic() - began_s,
+        )
+
+    def complete(self, *, wait: bool) -> Committed | None:
+        """Commits the checkpoint that is on the disk by now, and deletes older ones; None if there is none.
+
+        Waits, with `wait`, for one that is being written; the disk unblocks it.
+
+        Raises:
+            CheckpointWriteError: it could not be written; nothing has changed.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or not (wait or snapshot.writing.done()):
+            return None
+        self._snapshot = None
+        name = snapshot.writing.result()
+        leadership, reader = self._leadership, self._intake.reader
+        # A server that was emptied meanwhile, and whose clock is behind, has given ids anew, and not all were read yet.
+        keep_rollouts = min(snapshot.keep_rollouts, reader.first_unsettled(), key=entry_key)
+        keep_results = min(snapshot.keep_results, self._evaluator.first_needed(), key=entry_key)
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
         # successor may continue from it. If it does not, its next commit deletes the checkpoint.
         trimmed = leadership.connection.call(
             lambda _: leadership.scripts.commit(leadership.epoch, name, keep_rollouts, keep_results)
         )
-        checkpoints.committed(name)
-        reader.forget_trimmed()
-        took_s = time.monotonic() - began_s
-        self.schedule.committed(self._progress.num_batches, len(self._intake.ledger.settled), took_s)
-        return name, trimmed
+        leadership.checkpoints.committed(name)
+        reader.forget_trimmed(keep_rollouts)
+        took_s = time.monotonic() - snapshot.began_s
+        self.schedule.committed(snapshot.num_batches, snapshot.num_settled, took_s)
+        return Committed(name, snapshot.num_batches, trimmed, took_s, snapshot.took_s)
+
+    def abandon(self) -> None:
+        """For a trainer that ends without a commit: see `Checkpoints.abandon`."""
+        self._leadership.checkpoints.abandon()
 
     def _state(self) -> CheckpointState:
         lag_of, progress = self._intake.lag_of, self._progress
@@ -77,6 +137,7 @@ class Commits:
             forks=lag_of.forks,
             announced={**lag_of.announced, progress.epoch: lag_of.current},
             counters=progress.totals,
+            learner=self._learner.state(),
             rng=rng_state(),
             taken=progress.taken,
         )

@@ -1,31 +1,35 @@
 """Checkpoints: the only acknowledgement there is. Written whole, fsynced, checked by checksum when read."""
 
-import contextlib
-import hashlib
 import json
 import logging
 import os
 import random
 import re
 import shutil
+import threading
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from safetensors import SafetensorError
 
-from penstock.schemas.process.files import make_private
+from penstock.schemas.process.files import digest, fsync, make_private
 
 log = logging.getLogger(__name__)
 
 _SUMS = "checksums.json"
 _NAME = re.compile(r"\d+-[0-9a-f]+")
+_STATE = "state.json"
+TENSORS_FOLDER = "tensors"
 MODEL_FOLDER = "model"
-"""In each checkpoint, and in the folder of a run that is complete."""
-_TOKENIZER_FILES = (
+"""In each checkpoint, without weights; in the folder of a run that is complete, with them."""
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -33,6 +37,9 @@ _TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
 )
+
+Export = Callable[[Path, Path, Path, str], None]
+"""`penstock.consumers.learning.export.export_model`: tensors, configuration, new folder, type."""
 
 
 class CheckpointError(RuntimeError):
@@ -53,6 +60,8 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     announced: dict[int, int]
     counters: dict[str, int | float]
     """Running totals of the whole run: tokens, seconds."""
+    learner: dict[str, Any] = {}
+    """`Learner.state`."""
     rng: dict[str, Any] = {}
     """Random generators beside the learner's own: Python's and NumPy's global ones."""
     taken: dict[int, int] = {}
@@ -68,7 +77,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoint folder of a run: `<version>-<unique>/` each, and one `epoch-<n>` file per trainer.
 
-    The tokenizer of `base_model` goes into each checkpoint, so that its `model/` can be served as it is. The folder is
+    Configuration and tokenizer of `base_model` go into each checkpoint, so that it is a model by itself. The folder is
     made by the first trainer that claims an epoch: one that only stands by leaves no trace of a run.
     """
 
@@ -79,6 +88,8 @@ class Checkpoints:
         self._committed: list[str] = []
         self._obsolete: set[str] = set()
         """Folders that were there when the last checkpoint was written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._abandoned = threading.Event()
 
     def claim_epoch(self, at_least: int) -> int:
         """Creates the file of a new epoch, above every epoch that the disk or Redis (`at_least`) knows."""
@@ -91,7 +102,7 @@ class Checkpoints:
             except FileExistsError:
                 epoch += 1
                 continue
-            _fsync(self._folder)
+            fsync(self._folder)
             return epoch
 
     def newest_epoch(self) -> int:
@@ -103,45 +114,60 @@ class Checkpoints:
         """The newest committed checkpoint that this trainer knows."""
         return self._committed[-1] if self._committed else None
 
-    def write(self, learner: Any, state: CheckpointState) -> str:
-        """Writes and fsyncs a checkpoint under a unique name, which is returned. Nothing points to it yet.
+    def begin(self, learner: Any, state: CheckpointState) -> Future[str]:
+        """Takes a snapshot of the learner and writes it with `state`, in a thread, under a unique name, which is the
+        future's result once all is on the disk. Nothing points to it yet. One at a time.
 
         Raises:
-            CheckpointWriteError: the disk is full, say.
+            CheckpointWriteError: the disk is full, say; raised here or by the future.
         """
         name = f"{state.policy_version}-{uuid.uuid4().hex[:8]}"
+        try:
+            (self._folder / f"partial-{name}").mkdir()
+        except OSError as error:
+            raise self._write_error(name, error) from error
+        content = msgspec.json.encode(state)  # now: the counts move on
+        tensors = learner.begin_checkpoint(self._folder / f"partial-{name}" / TENSORS_FOLDER)
+        return self._thread.submit(self._write, name, content, tensors)
+
+    def abandon(self) -> None:
+        """Lets a checkpoint that is being written come to nothing, unless it is whole already. For a trainer that ends
+        and cannot commit it any more. Waits for the writing to end; the disk unblocks it."""
+        self._abandoned.set()
+        self._thread.shutdown()
+
+    def _write(self, name: str, content: bytes, tensors: Future[dict[str, str]]) -> str:
         partial = self._folder / f"partial-{name}"
         try:
-            self._write(partial, learner, state)
+            sums = {f"{TENSORS_FOLDER}/{file}": found for file, found in tensors.result().items()}
+            (partial / _STATE).write_bytes(content)
+            self._copy_model_files(partial / MODEL_FOLDER)
+            for file in (partial / _STATE, *(partial / MODEL_FOLDER).iterdir()):
+                sums[str(file.relative_to(partial))] = digest(file)
+                fsync(file)
+            (partial / _SUMS).write_text(json.dumps(sums))
+            for path in (partial / _SUMS, *(path for path in partial.iterdir() if path.is_dir()), partial):
+                fsync(path)
+            if self._abandoned.is_set():
+                raise OSError("the trainer ends and cannot commit it")
             partial.rename(self._folder / name)
-            _fsync(self._folder)
+            fsync(self._folder)
         except (OSError, SafetensorError) as error:
             for folder in (partial, self._folder / name):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointWriteError(f"checkpoint {self._folder / name} cannot be written: {error}") from error
+            raise self._write_error(name, error) from error
         # Listed before the commit: what a newer trainer writes once this one is fenced is never deleted here.
         self._obsolete = {folder.name for folder in self._folder.iterdir() if folder.is_dir()}
         return name
 
-    def _write(self, partial: Path, learner: Any, state: CheckpointState) -> None:
-        partial.mkdir()
-        learner.save_model(partial / MODEL_FOLDER)
-        self._copy_tokenizer(partial / MODEL_FOLDER)
-        _save(learner.state_dict(), partial / "learner.pt")
-        (partial / "state.json").write_bytes(msgspec.json.encode(state))
-        sums = {}
-        for file in sorted(path for path in partial.rglob("*") if path.is_file()):
-            sums[str(file.relative_to(partial))] = _digest(file)
-            _fsync(file)
-        (partial / _SUMS).write_text(json.dumps(sums))
-        _fsync(partial / _SUMS)
-        for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
-            _fsync(folder)
+    def _write_error(self, name: str, error: Exception) -> CheckpointWriteError:
+        return CheckpointWriteError(f"checkpoint {self._folder / name} cannot be written: {error}")
 
-    def _copy_tokenizer(self, folder: Path) -> None:
+    def _copy_model_files(self, folder: Path) -> None:
+        folder.mkdir()
         if self._base_model is None:
             return
-        for pattern in _TOKENIZER_FILES:
+        for pattern in _MODEL_FILES:
             for file in self._base_model.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
 
@@ -153,19 +179,15 @@ class Checkpoints:
         for obsolete in self._obsolete.difference(self._committed):
             shutil.rmtree(self._folder / obsolete, ignore_errors=True)
 
-    def hand_out_model(self) -> Path:
+    def hand_out_model(self, export: Export) -> Path:
         """Puts the model of the newest committed checkpoint into the run's folder, in place of an earlier one; returns
-        where. Weights are links where the disk has them: they take no room, and outlive the checkpoint.
+        where.
 
         Raises:
             OSError: the disk is full, say.
         """
         folder = self._folder.parent / MODEL_FOLDER
-        partial = folder.with_name(f"partial-{MODEL_FOLDER}")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(self._folder / self._committed[-1] / MODEL_FOLDER, partial, copy_function=_link_weights)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        export_checkpoint(self._folder / self._committed[-1], folder, "float32", export)
         return folder
 
     def load(self, pointer: str | None, learner: Any) -> CheckpointState | None:
@@ -226,14 +248,35 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def _state(folder: Path) -> CheckpointState:
-    return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
+    return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
 
 
 def _restore(folder: Path, learner: Any) -> CheckpointState:
     state = _state(folder)
-    learner.load_model(folder / MODEL_FOLDER)
-    learner.load_state_dict(torch.load(folder / "learner.pt", map_location="cpu", weights_only=True))
+    learner.load_checkpoint(folder / TENSORS_FOLDER, state.learner)
     return state
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, export: Export) -> None:
+    """Makes a Hugging Face folder of a whole checkpoint's model, whole or not at all, in place of one that is there.
+
+    Raises:
+        OSError: the disk is full, say.
+        ConfigError: the checkpoint's `model/` and its tensors are not of one model.
+    """
+    partial = folder.with_name(f"partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        export(checkpoint / TENSORS_FOLDER, checkpoint / MODEL_FOLDER, partial, dtype)
+        for file in (checkpoint / MODEL_FOLDER).iterdir():
+            if not (partial / file.name).exists():
+                shutil.copyfile(file, partial / file.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def rng_state() -> dict[str, Any]:
@@ -251,17 +294,6 @@ def restore_rng(state: dict[str, Any]) -> None:
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def _save(state: dict[str, Any], file: Path) -> None:
-    try:
-        with file.open("wb") as stream:
-            torch.save(state, stream)
-    except RuntimeError as error:
-        # torch turns a full disk into this: it fails on the position at which the write stopped.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
 def _problem(folder: Path) -> str | None:
     """The reason why a checkpoint cannot be used, or None."""
     try:
@@ -271,31 +303,14 @@ def _problem(folder: Path) -> str | None:
     for name, expected in sums.items():
         file = folder / name
         try:
-            if _digest(file) != expected:
+            if digest(file) != expected:
                 return f"{name}: checksum differs"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name}: {error}"
-    return None if "state.json" in sums else "state.json is not listed"
-
-
-def _link_weights(source: str, target: str) -> None:
-    """A hard link for weights, a copy of small files: whoever edits those must not change the checkpoint."""
-    if source.endswith(".safetensors"):
-        with contextlib.suppress(OSError):  # a file system without links
-            return os.link(source, target)
-    shutil.copyfile(source, target)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if _STATE not in sums:
+        return f"{_STATE} is not listed"
+    if not any(name.startswith(f"{TENSORS_FOLDER}/") for name in sums):
+        return f"it has no {TENSORS_FOLDER}/: another version of penstock wrote it, in a form that is not read any more"
+    return None

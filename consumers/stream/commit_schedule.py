@@ -30,12 +30,16 @@ class CommitSchedule:
         """Updates at the last commit; -1 before the first."""
 
     def is_due(self, num_batches: int, num_settled: int, *, busy: bool) -> bool:
-        """busy: a checkpoint would delay training; False while the trainer waits for rollouts."""
+        """To be asked while none is being written. busy: a checkpoint would delay training; False while the trainer
+        waits for rollouts."""
         now = self._clock()
         self._for_memory = False
         if self._retry_at is not None:
             return now >= self._retry_at
-        if num_batches % self._every == 0 and num_batches != self.num_batches:
+        # One that became due while another was written is not on a multiple any more.
+        if num_batches // self._every > self.num_batches // self._every and (
+            self.num_batches >= 0 or num_batches % self._every == 0
+        ):
             return True
         if num_settled == self._num_settled:
             return False  # nothing to trim
@@ -45,6 +49,7 @@ class CommitSchedule:
         return self._for_memory
 
     def committed(self, num_batches: int, num_settled: int, took_s: float) -> None:
+        """The counts are those of the checkpoint, by now behind the trainer's."""
         self.num_batches = num_batches
         self._num_settled = num_settled
         self._took_s = took_s

@@ -124,13 +124,13 @@ class Reader:
         ids = [f"{milliseconds}-{sequence + 1}".encode(), *(held.entry_id for held in self.ready.values())]
         return min(ids, key=entry_key)
 
-    def forget_trimmed(self) -> None:
-        """To be called after the stream was trimmed to `first_unsettled`: trimmed entries are not read again.
+    def forget_trimmed(self, first: bytes) -> None:
+        """To be called after the stream was trimmed up to `first`: trimmed entries are not read again.
 
         Nor are ids past the cursor: they are of before a server whose clock is behind was emptied.
         """
-        first, last = entry_key(self.first_unsettled()), entry_key(self.cursor)
-        self._refused_entries = {entry for entry in self._refused_entries if first <= entry_key(entry) <= last}
+        kept, last = entry_key(first), entry_key(self.cursor)
+        self._refused_entries = {entry for entry in self._refused_entries if kept <= entry_key(entry) <= last}
 
     def _receive(self, entry_id: bytes, fields: dict[bytes, bytes], lag_of: LagOf) -> None:
         payload = fields.get(Field.PAYLOAD, b"")

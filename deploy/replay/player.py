@@ -168,9 +168,7 @@ def _load(checkpoint: Path, learner: Learner) -> None:
 def _resumed(learner: Learner, config: RunConfig) -> Learner:
     """A learner with other settings, as after a trainer's resume from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        learner.save_model(folder)
-        state = learner.state_dict()
+        learner.begin_checkpoint(Path(folder)).result()
         fresh = Learner(config)
-        fresh.load_model(folder)
-        fresh.load_state_dict(state)
+        fresh.load_checkpoint(Path(folder), learner.state())
     return fresh

@@ -1,5 +1,7 @@
-"""Files that appear whole or not at all, written beside their place and then renamed; files that hold a secret."""
+"""Files that appear whole or not at all, written beside their place and then renamed; their digests; files that hold a
+secret."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,21 @@ def write_whole(file: Path, data: str | bytes, *, mode: int = 0o666) -> None:
         partial.unlink(missing_ok=True)  # left by a killed process of the same id, perhaps with another mode
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)
+
+
+def digest(file: Path) -> str:
+    """BLAKE2b of 16 bytes, as hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Returns once a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_secret(file: Path, variable: str, kind: str) -> str:

@@ -58,15 +58,15 @@ def test_the_same_step_taken_by_two_trainers_is_one(chain):
 
 
 def test_a_digest_tells_weights_and_moments_of_one_another():
-    weights, moments = {"w": torch.ones(2)}, {0: {"exp_avg": torch.zeros(2)}}
+    one, zero = torch.ones(2), torch.zeros(2)
     found = {
-        digest(weights, {}),
-        digest(weights, moments),
-        digest({"w": torch.zeros(2)}, moments),
-        digest(weights, {0: {"exp_avg": torch.ones(2)}}),
+        digest({"masters/w": one}),
+        digest({"masters/w": one, "exp_avg/w": zero}),
+        digest({"masters/w": zero, "exp_avg/w": zero}),
+        digest({"masters/w": one, "exp_avg/w": one}),
     }
     assert len(found) == 4
-    assert digest({"w": torch.ones(2)}, {}) in found
+    assert digest({"masters/w": torch.ones(2)}) in found
 
 
 def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:

@@ -40,26 +40,22 @@ class ChainError(RuntimeError):
     """The saved policy cannot be traced back to the base model, step by step."""
 
 
-def digest(weights: Mapping[str, torch.Tensor], moments: Mapping[int, Mapping[str, torch.Tensor]]) -> str:
-    """A policy: weights by name and the optimizer's state by the parameter's number."""
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A policy: weights as `masters/<name>`, and the optimizer's state as `<moment>/<name>`."""
     hashed = hashlib.blake2b(digest_size=16)
-    for name in sorted(weights):
+    for name in sorted(tensors):
         hashed.update(name.encode())
-        hashed.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
-    for number in sorted(moments):
-        for name in sorted(moments[number]):
-            hashed.update(f"{number}:{name}".encode())
-            hashed.update(moments[number][name].detach().cpu().contiguous().numpy().tobytes())
+        hashed.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
     return hashed.hexdigest()
 
 
 def digest_of_base(model_folder: Path) -> str:
-    return digest(load_file(model_folder / "model.safetensors"), {})
+    weights = load_file(model_folder / "model.safetensors")
+    return digest({f"masters/{name}": weight for name, weight in weights.items()})
 
 
 def digest_of_checkpoint(folder: Path) -> str:
-    state = torch.load(folder / "learner.pt", weights_only=True)
-    return digest(load_file(folder / "model" / "model.safetensors"), state["optimizer"]["state"])
+    return digest(load_file(folder / "tensors" / "rank-0.safetensors"))
 
 
 def prompts_in(batch: Batch) -> tuple[int, ...]:
@@ -98,7 +94,11 @@ def observed_learner(file: Path) -> type[Learner]:
             return report
 
         def _digest(self) -> str:
-            return digest(self.model.module.state_dict(), self.optimizer.state_dict()["state"])
+            tensors = {}
+            for name, parameter in self.model.module.named_parameters():
+                moments = self.optimizer.state.get(parameter, {})
+                tensors |= {f"{key}/{name}": value for key, value in {"masters": parameter, **moments}.items()}
+            return digest(tensors)
 
     return ObservedLearner
 

@@ -40,7 +40,7 @@ class Learner(ScriptedLearner):
 
 LOADING_THE_CHECKPOINT = with_learner("""
 class Learner(ScriptedLearner):
-    def load_model(self, folder):
+    def load_checkpoint(self, folder, state):
         Path(os.environ["MARKER"]).touch()
         time.sleep(300)
 """)

@@ -41,9 +41,8 @@ class RecordedTraining:
         config = config or settings(self.model)
         learner = Learner(config)
         if self._learner is not None:
-            self._learner.save_model(self.folder / "handed-on")
-            learner.load_model(self.folder / "handed-on")
-            learner.load_state_dict(self._learner.state_dict())
+            self._learner.begin_checkpoint(self.folder / "handed-on").result()
+            learner.load_checkpoint(self.folder / "handed-on", self._learner.state())
         forks = dict.fromkeys(range(1, self._epoch + 1), FIRST_VERSION)
         current = make_version(self._epoch, 0) if self._epoch else FIRST_VERSION
         lag_of = LagTable(current, forks, {0: FIRST_VERSION})
@@ -66,9 +65,10 @@ class RecordedTraining:
             announced={},
             counters={},
             taken=self._taken,
+            learner=learner.state(),
         )
         (self.folder / "checkpoints").mkdir(exist_ok=True)
-        self.checkpoints.append(Checkpoints(self.folder / "checkpoints", 2).write(learner, state))
+        self.checkpoints.append(Checkpoints(self.folder / "checkpoints", 2).begin(learner, state).result())
         self._epoch += 1
         self._learner = learner
         assert all(report.metrics["loss"] for report in self.reports), "a step without a loss would show nothing"

@@ -1,6 +1,8 @@
 """A learner without a model: it notes what it was given. For tests of the protocol around it."""
 
 import json
+import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -8,6 +10,10 @@ import torch
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
+from penstock.schemas.process.files import digest
+
+FILE = "trained.json"
+"""Its one tensor file."""
 
 
 class KilledError(Exception):
@@ -57,15 +63,26 @@ class ScriptedLearner:
     def published_weights(self) -> dict[str, torch.Tensor]:
         return {"steps": torch.tensor([float(self.num_steps)])}
 
-    def state_dict(self) -> dict:
+    def state(self) -> dict:
         return {"num_steps": self.num_steps}
 
-    def load_state_dict(self, state: dict) -> None:
+    def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
+        written: Future[dict[str, str]] = Future()
+        try:
+            written.set_result(self.write(folder))
+        except Exception as error:
+            written.set_exception(error)
+        return written
+
+    def write(self, folder: Path) -> dict[str, str]:
+        folder.mkdir()
+        (folder / FILE).write_text(json.dumps(self.trained))
+        return {FILE: digest(folder / FILE)}
+
+    def load_checkpoint(self, folder: Path, state: dict) -> None:
         self.num_steps = state["num_steps"]
+        self.trained = json.loads((folder / FILE).read_text())
 
-    def save_model(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "trained.json").write_text(json.dumps(self.trained))
-
-    def load_model(self, folder: Path) -> None:
-        self.trained = json.loads((folder / "trained.json").read_text())
+    @staticmethod
+    def export(tensors: Path, config: Path, folder: Path, dtype: str) -> None:
+        shutil.copytree(tensors, folder)

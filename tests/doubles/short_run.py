@@ -25,6 +25,7 @@ from penstock.schemas.config import (
 )
 from penstock.schemas.keys import Keys
 from scripted_learner import ScriptedLearner
+from trainer_bench import commit_at_once
 
 
 class ShortRun:
@@ -58,6 +59,7 @@ class ShortRun:
         connection = TrainerConnection(self.url, outage_s=20)
         trainer = entry.open_trainer(self.config, self.runs, connection, TrainerMetrics(), resume=resume)
         assert trainer is not None
+        commit_at_once(trainer)
         trainer.learner.fail_at.update(fail_at or {})
         self._closing += [trainer.close, connection.close]
         return trainer

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 import redis
@@ -18,6 +19,7 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
+from scripted_learner import FILE
 
 RUN_FILE = """
 name = "test"
@@ -55,6 +57,8 @@ class TrainerBench:
         self.connections: list[TrainerConnection] = []
         self.trainers: list[Trainer] = []
         self.metrics: TrainerMetrics | None = None
+        self.commits_later = False
+        """Whether a checkpoint is committed when it is on the disk and an update has ended, as in a run."""
 
     @property
     def config(self) -> RunConfig:
@@ -70,6 +74,8 @@ class TrainerBench:
         self.metrics = TrainerMetrics()
         trainer = entry.open_trainer(self.config, self.runs, connection, self.metrics, resume=resume, standby=standby)
         assert trainer is not None
+        if not self.commits_later:
+            commit_at_once(trainer)
         self.trainers.append(trainer)
         return trainer
 
@@ -96,7 +102,7 @@ class TrainerBench:
     def saved_training(self, client: redis.Redis) -> list[int]:
         """The indexes that the policy in the committed checkpoint was trained on, by the learner's own account."""
         pointer = client.hget(self.keys.commit, "checkpoint").decode()
-        return json.loads((self.folder / "checkpoints" / pointer / "model" / "trained.json").read_text())
+        return json.loads((self.folder / "checkpoints" / pointer / "tensors" / FILE).read_text())
 
     def close(self) -> None:
         for producer in self.producers:
@@ -134,6 +140,19 @@ def assert_balanced(bench: TrainerBench, trainer: Trainer) -> None:
     assert ledger["num_groups_released"] == settled + ledger["num_groups_cancelled"] + ledger["num_groups_open"]
     trained = trainer.learner.trained
     assert len(set(trained)) == len(trained), "an index was trained twice in the saved policy"
+
+
+def commit_at_once(trainer: Trainer) -> None:
+    """Has the trainer wait for each checkpoint that it begins, so that it is known when which one is committed."""
+    commit_if_due = trainer._commit_if_due
+
+    def commit(*, busy: bool) -> None:
+        commit_if_due(busy=busy)
+        if trainer.commits._snapshot is not None:
+            wait([trainer.commits._snapshot.writing])
+            commit_if_due(busy=busy)
+
+    trainer._commit_if_due = commit
 
 
 def at_step(trainer, step: int, action: Callable[[], object]) -> None:

@@ -65,10 +65,22 @@ def test_a_model_with_weights_missing_is_refused(folder) -> None:
         Learner(configuration(folder))
 
 
-def test_a_checkpoint_of_another_shape_is_refused(folder, tmp_path) -> None:
-    tiny_model(tmp_path / "other", hidden_size=8)
-    with pytest.raises(ConfigError, match="does not fit the model"):
-        Learner(configuration(folder)).load_model(tmp_path / "other")
+def test_a_checkpoint_of_another_model_is_refused_by_what_differs(folder, tmp_path) -> None:
+    tiny_model(tmp_path / "smaller", hidden_size=8)
+    tiny_model(tmp_path / "deeper", num_hidden_layers=3)
+    models = {name: Learner(configuration(tmp_path / name)) for name in ("smaller", "deeper")}
+    for name, other in models.items():
+        other.begin_checkpoint(tmp_path / f"saved-{name}").result()
+    learner = Learner(configuration(folder))
+    with pytest.raises(
+        ConfigError, match=r"another model .*: masters/\S+ is \[\d+, 8\], in the model \[\d+, \d+\]; .*more"
+    ):
+        learner.load_checkpoint(tmp_path / "saved-smaller", learner.state())
+    with pytest.raises(ConfigError, match=r"another model .*: has masters/model.layers.2.\S+, which the model has not"):
+        learner.load_checkpoint(tmp_path / "saved-deeper", learner.state())
+    learner.begin_checkpoint(tmp_path / "saved").result()
+    with pytest.raises(ConfigError, match=r"another model .*: lacks masters/model.layers.2.\S+"):
+        models["deeper"].load_checkpoint(tmp_path / "saved", learner.state())
 
 
 def test_cuda_without_a_device_is_refused(folder, monkeypatch) -> None:

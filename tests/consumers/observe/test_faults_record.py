@@ -25,7 +25,7 @@ pytestmark = pytest.mark.redis
 PLACES = {
     "before the record is on the disk": (RecordFiles, "sync", "before"),
     "between record and checkpoint": (RecordFiles, "sync", "after"),
-    "between checkpoint and commit": (Checkpoints, "write", "after"),
+    "between checkpoint and commit": (Checkpoints, "_write", "after"),
     "after the commit": (Checkpoints, "committed", "before"),
     "in the middle of a batch": (RecordFiles, "append", "before"),
 }

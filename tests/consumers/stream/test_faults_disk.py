@@ -12,6 +12,7 @@ import torch
 
 import penstock.consumers.__main__ as entry
 from penstock.consumers.stream.checkpoints import CheckpointWriteError
+from penstock.schemas.process.files import digest
 from trainer_bench import assert_settled_once
 
 pytestmark = pytest.mark.redis
@@ -37,8 +38,14 @@ def errors(caplog) -> list[str]:
 
 def with_large_state(trainer):
     """An optimizer of 1 MB; the policy itself stays small."""
-    state = trainer.learner.state_dict
-    trainer.learner.state_dict = lambda: {**state(), "moments": torch.zeros(250_000)}
+    write = trainer.learner.write
+
+    def write_moments_too(folder):
+        sums = write(folder)
+        (folder / "moments").write_bytes(bytes(1_000_000))
+        return {**sums, "moments": digest(folder / "moments")}
+
+    trainer.learner.write = write_moments_too
     return trainer
 
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.redis
 
 PLACES = {
     # Where the second checkpoint (of update 8) meets the kill, and the update that is continued from.
-    "before the checkpoint": ("write", "before", 4),
-    "with the checkpoint half written": ("_write", "after", 4),
-    "between checkpoint and commit": ("write", "after", 4),
+    "before the checkpoint": ("begin", "before", 4),
+    "with the checkpoint half written": ("_copy_model_files", "after", 4),
+    "between checkpoint and commit": ("_write", "after", 4),
     "after the commit": ("committed", "before", 8),
     "after the deletion of older checkpoints": ("committed", "after", 8),
 }
@@ -50,7 +50,7 @@ def test_a_trainer_killed_around_a_commit_is_continued(bench, redis_client, monk
 
 def spoil(bench, client, how: str) -> None:
     pointer = client.hget(bench.keys.commit, "checkpoint").decode()
-    file = bench.folder / "checkpoints" / pointer / "learner.pt"
+    file = bench.folder / "checkpoints" / pointer / "tensors" / "trained.json"
     content = file.read_bytes()
     if how == "torn":
         file.write_bytes(content[: len(content) // 2])
@@ -71,7 +71,7 @@ def test_a_spoiled_checkpoint_costs_the_work_since_the_one_before_it_and_no_grou
     spoil(bench, redis_client, how)
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4
-    assert "learner.pt" in caplog.text and "cannot be used" in caplog.text
+    assert "tensors/trained.json" in caplog.text and "cannot be used" in caplog.text
     assert second.run()
     assert_settled_once(bench, redis_client)
 

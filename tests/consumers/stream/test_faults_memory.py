@@ -89,8 +89,8 @@ def test_memory_that_no_commit_can_free_is_no_reason_to_commit_all_the_time(benc
     bench.hardy_producer()
     trainer = bench.trainer()
     written = []
-    write = trainer.leadership.checkpoints.write
-    trainer.leadership.checkpoints.write = lambda *args: (written.append(1), write(*args))[1]
+    begin = trainer.leadership.checkpoints.begin
+    trainer.leadership.checkpoints.begin = lambda *args: (written.append(1), begin(*args))[1]
     assert trainer.run()
     assert len(written) < 12, "fewer than one for each update"
 

@@ -127,8 +127,9 @@ def no_index(n: int) -> dict:
 
 
 def trim(reader: Reader, redis_client) -> None:
-    redis_client.xtrim(KEYS.rollouts, minid=reader.first_unsettled())
-    reader.forget_trimmed()
+    first = reader.first_unsettled()
+    redis_client.xtrim(KEYS.rollouts, minid=first)
+    reader.forget_trimmed(first)
 
 
 def test_what_names_no_index_leaves_one_letter_however_often_the_stream_is_read(reader, redis_client):

@@ -126,7 +126,8 @@ def test_a_rollback_of_fifty_steps_samples_stale_indexes_again_and_masks_no_toke
 
     def step(batch):
         if first.learner.num_steps == 2:
-            first.commits.commit()
+            first.commits.begin()
+            first.commits.complete(wait=True)
         return train(batch)
 
     first.learner.step = step

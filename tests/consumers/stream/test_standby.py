@@ -244,14 +244,14 @@ def test_a_trainer_told_to_stop_hands_its_run_to_the_standby(bench, redis_client
     assert_settled_once(bench, redis_client)
 
 
-# It reads its checkpoint as a real learner does: transformers finds no model in a folder that is gone.
+# It reads its checkpoint as a real learner does, and there are no tensors in a folder that is gone.
 ASLEEP_WHILE_LOADING = with_learner("""
-from penstock.consumers.learning.model import _load
+from penstock.consumers.learning.tensor_files import specs_in
 
 class Learner(ScriptedLearner):
-    def load_model(self, folder):
+    def load_checkpoint(self, folder, state):
         os.kill(os.getpid(), signal.SIGSTOP)
-        _load(str(folder))
+        specs_in(folder)
 """)
 
 
@@ -303,9 +303,9 @@ def test_a_trainer_that_was_not_replaced_is_told_what_is_wrong_with_its_checkpoi
     first.learner.fail_at[5] = KilledError()
     with pytest.raises(KilledError):
         first.run()
-    for file in (bench.folder / "checkpoints").glob("4-*/learner.pt"):
+    for file in (bench.folder / "checkpoints").glob("4-*/tensors/*"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*learner.pt is missing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*tensors/trained.json is missing"):
         bench.trainer(resume=True)
 
 

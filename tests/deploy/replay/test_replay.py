@@ -224,9 +224,11 @@ def test_a_checkpoint_behind_which_the_run_was_rolled_back_is_refused(training, 
 
 def test_a_spoiled_checkpoint_is_refused(training, capsys):
     training.train(1)
-    file = training.folder / "checkpoints" / training.checkpoints[0] / "learner.pt"
+    file = training.folder / "checkpoints" / training.checkpoints[0] / "tensors" / "rank-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert "learner.pt: checksum differs" in refused(capsys, training, "--from", training.checkpoints[0])
+    assert "tensors/rank-0.safetensors: checksum differs" in refused(
+        capsys, training, "--from", training.checkpoints[0]
+    )
 
 
 def test_a_checkpoint_deleted_meanwhile_is_named(training, capsys, monkeypatch):

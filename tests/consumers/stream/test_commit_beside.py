@@ -1,0 +1,200 @@
+"""A checkpoint is written beside the training: what is trained meanwhile, and what must not have happened yet."""
+
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from penstock.consumers.stream.commit_schedule import CommitSchedule
+from penstock.consumers.stream.scripts import FencedError
+from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.trainer import Trainer
+from scripted_learner import KilledError
+from trainer_bench import TrainerBench, assert_settled_once, at_step
+from trainer_thread import TrainerThread
+from waiting import wait_for
+
+
+@pytest.fixture
+def beside(bench: TrainerBench) -> TrainerBench:
+    bench.commits_later = True
+    bench.overrides = ["evaluation.num_prompts=0"]
+    bench.hardy_producer()
+    return bench
+
+
+class SlowDisk:
+    """Holds a trainer's checkpoints back: each is whole only when `release` says so."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.num_begun = 0
+        self.held: list[tuple[Future[dict[str, str]], dict[str, str] | OSError]] = []
+        self._learner, self._begin = trainer.learner, trainer.learner.begin_checkpoint
+        trainer.learner.begin_checkpoint = self._hold
+        trainer.commits.schedule.num_batches = 0  # no checkpoint while it waits for the first rollouts
+        abandon = trainer.commits.abandon
+        trainer.commits.abandon = lambda: (self.held and self.release(), abandon())
+
+    def _hold(self, folder: Path) -> Future[dict[str, str]]:
+        assert not self.held, "one at a time"
+        self.num_begun += 1
+        self.held.append((Future(), self._begin(folder).result()))
+        return self.held[0][0]
+
+    def end(self) -> None:
+        """From now on all are written at once."""
+        self._learner.begin_checkpoint = self._begin
+        self.release()
+
+    def release(self, error: OSError | None = None) -> None:
+        (written, sums), self.held = self.held[0], []
+        if error is None:
+            written.set_result(sums)
+        else:
+            written.set_exception(error)
+
+
+def updates_of_checkpoints(bench: TrainerBench) -> list[int]:
+    names = [path.name for path in (bench.folder / "checkpoints").iterdir() if path.is_dir()]
+    return sorted(int(name.partition("-")[0]) for name in names if not name.startswith("partial"))
+
+
+@pytest.mark.redis
+def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it(beside, redis_client):
+    first = beside.trainer()
+    disk, seen = SlowDisk(first), []
+
+    def look() -> None:
+        seen.append((redis_client.hget(beside.keys.commit, "checkpoint"), len(first.learner.trained)))
+        assert redis_client.xlen(beside.keys.rollouts) >= 4 * 7, "nothing is trimmed before the commit"
+        disk.release()
+        wait_for(lambda: updates_of_checkpoints(beside) == [4])
+
+    at_step(first, 7, look)
+    first.learner.fail_at[8] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    assert seen == [(None, 4 * 7)], "it trains on, and nothing points to the checkpoint"
+    assert len(beside.saved_training(redis_client)) == 4 * 4
+    second = beside.trainer(resume=True)
+    assert second.learner.num_steps == 4 and second.learner.trained == first.learner.trained[:16]
+    assert second.run()
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+def test_a_trainer_killed_before_its_checkpoint_is_committed_continues_from_the_one_before(beside, redis_client):
+    first = beside.trainer()
+    disk = SlowDisk(first)
+    at_step(first, 5, disk.release)
+    first.learner.fail_at[11] = KilledError()
+    with pytest.raises(KilledError):
+        try:
+            first.run()
+        finally:
+            assert disk.num_begun == 2
+    second = beside.trainer(resume=True)
+    assert second.learner.num_steps == 4
+    assert second.run()
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+def test_a_commit_that_becomes_due_while_another_is_written_follows_it(beside, redis_client):
+    beside.overrides += ["num_updates=15"]
+    trainer = beside.trainer()
+    disk = SlowDisk(trainer)
+    train, found = trainer.learner.step, []
+
+    def step(batch):
+        found.append(disk.num_begun)
+        if trainer.learner.num_steps in (9, 12):
+            (disk.release if trainer.learner.num_steps == 9 else disk.end)()
+            wait_for(trainer.commits._snapshot.writing.done)
+        return train(batch)
+
+    trainer.learner.step = step
+    assert trainer.run()
+    assert found == [0] * 4 + [1] * 6 + [2] * 5, "those of updates 4 and 10; the second was due at 8"
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("ends", ["stopped", "given up"])
+def test_a_trainer_that_ends_waits_for_the_checkpoint_under_way_and_commits_what_it_has(beside, redis_client, ends):
+    trainer = beside.trainer()
+    disk = SlowDisk(trainer)
+    if ends == "stopped":
+        at_step(trainer, 6, trainer.stop)
+    else:
+        at_step(trainer, 6, lambda: (_ for _ in ()).throw(RunFailedError("it is enough")))
+    thread = TrainerThread(trainer)
+    for update in (4, 7 if ends == "stopped" else 6):
+        wait_for(lambda: disk.held)
+        time.sleep(0.05)
+        assert thread.is_alive()
+        disk.release()
+        wait_for(lambda update=update: update in updates_of_checkpoints(beside))
+    thread.join(60)
+    assert thread.outcome is False if ends == "stopped" else isinstance(thread.outcome, RunFailedError)
+    assert len(beside.saved_training(redis_client)) == 4 * (7 if ends == "stopped" else 6)
+    assert beside.trainer(resume=True).run()
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+def test_a_trainer_fenced_while_its_checkpoint_is_written_leaves_nothing_of_it(beside, redis_client):
+    first = beside.trainer()
+    disk = SlowDisk(first)
+
+    def replace() -> None:
+        second = beside.trainer(resume=True)
+        assert second.run()
+        disk.release()
+
+    at_step(first, 6, replace)
+    with pytest.raises(FencedError):
+        first.run()
+    left = [path.name for path in (beside.folder / "checkpoints").iterdir() if path.is_dir()]
+    assert all(int(name.partition("-")[0]) >= 10**9 for name in left), left
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+def test_a_server_emptied_while_a_checkpoint_is_written_loses_no_index(beside, redis_client, caplog):
+    trainer = beside.trainer()
+    disk = SlowDisk(trainer)
+    at_step(trainer, 6, redis_client.flushall)
+    at_step(trainer, 7, disk.end)
+    assert trainer.run()
+    assert "redis has nothing of the run" in caplog.text
+    assert_settled_once(beside, redis_client)
+
+
+@pytest.mark.redis
+def test_a_checkpoint_that_fails_beside_the_training_is_tried_again(beside, redis_client, monkeypatch, caplog):
+    monkeypatch.setattr("penstock.consumers.stream.commit_schedule.FIRST_RETRY_S", 0.0)
+    trainer = beside.trainer()
+    disk = SlowDisk(trainer)
+
+    def fail() -> None:
+        disk.release(OSError(28, "No space left on device"))
+        trainer.learner.begin_checkpoint = disk._begin
+        wait_for(trainer.commits._snapshot.writing.done)
+
+    at_step(trainer, 6, fail)
+    assert trainer.run()
+    assert "cannot be written: [Errno 28] No space left on device; training goes on" in caplog.text
+    assert not list((beside.folder / "checkpoints").glob("partial-*"))
+    assert_settled_once(beside, redis_client)
+
+
+def test_a_commit_missed_while_another_was_written_is_due_after_it_and_its_own_is_not() -> None:
+    schedule = CommitSchedule(None, 4)
+    schedule.committed(4, 0, took_s=1.0)
+    assert not schedule.is_due(5, 0, busy=True)
+    assert schedule.is_due(9, 0, busy=True), "update 8 went by"
+    schedule.committed(9, 0, took_s=1.0)
+    assert not schedule.is_due(11, 0, busy=True)
+    assert schedule.is_due(12, 0, busy=True)
