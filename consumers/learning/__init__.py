@@ -1,11 +1,12 @@
 """Numerics of the trainer: lag, packing, the model and its float32 head, importance weights, objectives, the learner.
 
-Tensors in, tensors out; nothing here imports streams or files of a run. Imported by
+Tensors in, tensors out, and into the files of a checkpoint; nothing here imports streams. Imported by
 
 - the loop and the stream through `learner.Learner`, `packing.pack`, `trainable.check_trainable`, `lag.LagTable`,
   `step_report.StepReport` and `advantages.has_variance`; the evaluation through `outcome`;
 - the start checks through `device.choose_device` and `interfaces`;
 - the record and the run log through `batch.Batch` as well;
+- `penstock export` through `export`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
 - the parity check through `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention` and
   `diagnostics.MismatchSums`.

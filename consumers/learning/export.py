@@ -7,11 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from penstock.consumers.learning.learner_state import MASTERS
-from penstock.consumers.learning.model import DTYPES
+from penstock.consumers.learning.learner_state import MASTERS, check_masters
+from penstock.consumers.learning.model import DTYPES, tensors_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.tensor_files import read_tensors, specs_in
-from penstock.schemas.config import ConfigError
 
 
 def export_model(
@@ -32,6 +31,7 @@ def export_model(
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
     specs = specs_in(tensors)
+    check_masters(tensors_of(module), specs, tensors)
     masters = {name: torch.empty(shape, dtype=of) for name, (shape, of) in specs.items() if name.startswith(MASTERS)}
     progress(f"reading {sum(master.nbytes for master in masters.values()) / 1e9:.2f} GB from {tensors}")
     read_tensors(masters, tensors, Ranks())
@@ -39,14 +39,8 @@ def export_model(
     for name in list(masters):
         master = masters.pop(name)  # so that no more than one is in memory twice
         weights[name.removeprefix(MASTERS)] = master.to(DTYPES[dtype]) if master.is_floating_point() else master
-    try:
-        unknown = module.load_state_dict(weights, strict=False, assign=True).unexpected_keys
-    except RuntimeError as error:
-        raise ConfigError(f"{tensors}: not of the model in {config}: {error}") from None
+    module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
-    missing = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
-    if unknown or missing:
-        raise ConfigError(f"{tensors}: not of the model in {config}: lacks {missing[:3]}, has {unknown[:3]} beside it")
     if (config / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(config)
     progress(f"writing {folder} in {dtype}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.tensor_files import read_tensors, specs_in, write_tensors
+from penstock.consumers.learning.tensor_files import Specs, read_tensors, specs_in, write_tensors
 from penstock.schemas.config import ConfigError
 
 MASTERS = "masters/"
@@ -42,11 +42,7 @@ class LearnerState:
         """
         found = specs_in(folder)
         parameters = self._model.state()
-        _check(
-            {MASTERS + name: tuple(parameter.shape) for name, parameter in parameters.items()},
-            {name: tuple(shape) for name, (shape, _) in found.items() if name.startswith(MASTERS)},
-            folder,
-        )
+        check_masters(parameters, found, folder)
         self._optimizer.state.clear()
         for place, (shape, dtype) in found.items():
             moment, _, name = place.partition("/")
@@ -71,16 +67,19 @@ class LearnerState:
         return tensors
 
 
-def _check(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def check_masters(expected: Mapping[str, Tensor], specs: Specs, folder: Path) -> None:
+    """Raises ConfigError, naming what differs, unless `specs` has masters for `expected`, by parameter name."""
+    model = {MASTERS + name: tensor.shape for name, tensor in expected.items()}
+    found = {name: shape for name, (shape, _) in specs.items() if name.startswith(MASTERS)}
     differences = [
-        *(f"lacks {name}" for name in sorted(expected.keys() - found.keys())),
-        *(f"has {name}, which the model has not" for name in sorted(found.keys() - expected.keys())),
+        *(f"lacks {name}" for name in sorted(model.keys() - found.keys())),
+        *(f"has {name}, which the model has not" for name in sorted(found.keys() - model.keys())),
         *(
             f"{name} is {list(found[name])}, in the model {list(shape)}"
-            for name, shape in expected.items()
+            for name, shape in model.items()
             if found.get(name, shape) != shape
         ),
     ]
     if differences:
         more = f"; and {len(differences) - MOST_NAMED} more" if len(differences) > MOST_NAMED else ""
-        raise ConfigError(f"{folder}: of another model than model.path: {'; '.join(differences[:MOST_NAMED])}{more}")
+        raise ConfigError(f"{folder}: of another model: {'; '.join(differences[:MOST_NAMED])}{more}")

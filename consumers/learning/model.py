@@ -154,11 +154,16 @@ class PackedModel:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and saved buffers by name, tied ones once: those in use."""
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            found.setdefault(id(tensor), (name, tensor))
-        return dict(found.values())
+        """The masters, see `tensors_of`."""
+        return tensors_of(self.module)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, tied ones once: those in use."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def _logit_scale(config: Any) -> float:

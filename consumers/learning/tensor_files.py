@@ -24,6 +24,9 @@ from torch.futures import Future
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.process.files import digest, fsync
 
+Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""By name the shape and the type of a tensor."""
+
 # A world of one is meant here, and torch warns of it each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
@@ -101,7 +104,7 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> N
         raise _first(failures, ranks) from failures
 
 
-def specs_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def specs_in(folder: Path) -> Specs:
     """Shape and type of each whole tensor in `folder`, by name."""
     found: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: (spec.size, spec.properties.dtype) for name, spec in found.items()}

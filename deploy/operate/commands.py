@@ -1,8 +1,9 @@
-"""`penstock list`, `penstock audit`, `penstock dead` and `penstock producers`."""
+"""`penstock list`, `penstock audit`, `penstock dead`, `penstock producers` and `penstock export`."""
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +39,20 @@ def _add_requeue_arguments(parser: argparse.ArgumentParser) -> None:
         "--reason", metavar="R", help="all indexes that died of R: a reason, or its part before the colon"
     )
     parser.add_argument("--all", action="store_true", help="all dead indexes")
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
+    parser.add_argument(
+        "--checkpoint", metavar="N", help="its policy version, or its name (default: the one that is committed)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights: float32, as they are trained (the default), or rounded to half the size",
+    )
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -114,6 +129,24 @@ def _producers(arguments: argparse.Namespace) -> int:
     return _show(arguments, found, print_producers)
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    """Status 1 if a file cannot be read or written."""
+    from penstock.deploy.operate.export import export
+    from penstock.deploy.operate.run_access import open_run
+
+    def progress(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        with open_run(arguments.run, arguments.runs) as run:
+            name = export(run, arguments.checkpoint, arguments.folder, arguments.dtype, progress)
+    except OSError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
+    print(f"model    {arguments.folder} ({name}, {arguments.dtype})")
+    return 0
+
+
 def _show(arguments: argparse.Namespace, found: Any, print_found: Callable[[Any], None]) -> int:
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
@@ -128,5 +161,6 @@ COMMANDS = (
     Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
     Command("dead show", "show the letters of one index with their content", _add_show_arguments, _dead_show),
     Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _dead_requeue),
+    Command("export", "make a Hugging Face folder of a checkpoint's model", _add_export_arguments, _export),
     Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _producers),
 )

@@ -242,10 +242,24 @@ def test_report_is_written_again_for_a_run(capsys, tmp_path):
     assert shown.out == ""
 
 
-COMMANDS = ("run", "producer", "trainer", "make-model", "report", "list", "audit", "dead", "producers", "parity")
+COMMANDS = (
+    "run",
+    "producer",
+    "trainer",
+    "make-model",
+    "report",
+    "list",
+    "audit",
+    "dead",
+    "producers",
+    "parity",
+    "export",
+)
 
 
-@pytest.mark.parametrize("command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "parity"])
+@pytest.mark.parametrize(
+    "command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "export x out", "parity"]
+)
 def test_a_command_about_a_run_that_nobody_knows_is_refused(capsys, command, tmp_path):
     name, *rest = command.split(" ")
     words = [name, *(rest[:1] if name == "dead" else []), "nothing", *rest[1:]]
@@ -351,7 +365,7 @@ def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for()
     parser = argparse.ArgumentParser()
     cli.add_commands(parser, operate.COMMANDS)
     found = list(parsers_below(parser))
-    assert len(found) == 7
+    assert len(found) == 8
     for command in found:
         assert command.description, command.prog
         actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]

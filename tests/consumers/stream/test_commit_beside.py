@@ -30,7 +30,7 @@ class SlowDisk:
     def __init__(self, trainer: Trainer) -> None:
         self.num_begun = 0
         self.held: list[tuple[Future[dict[str, str]], dict[str, str] | OSError]] = []
-        self._learner, self._begin = trainer.learner, trainer.learner.begin_checkpoint
+        self._trainer, self._begin = trainer, trainer.learner.begin_checkpoint
         trainer.learner.begin_checkpoint = self._hold
         trainer.commits.schedule.num_batches = 0  # no checkpoint while it waits for the first rollouts
         abandon = trainer.commits.abandon
@@ -42,10 +42,16 @@ class SlowDisk:
         self.held.append((Future(), self._begin(folder).result()))
         return self.held[0][0]
 
+    def write(self) -> None:
+        """Returns once the checkpoint is whole, and only its commit is left."""
+        writing = self._trainer.commits._snapshot.writing
+        self.release()
+        wait_for(writing.done)
+
     def end(self) -> None:
         """From now on all are written at once."""
-        self._learner.begin_checkpoint = self._begin
-        self.release()
+        self._trainer.learner.begin_checkpoint = self._begin
+        self.write()
 
     def release(self, error: OSError | None = None) -> None:
         (written, sums), self.held = self.held[0], []
@@ -68,8 +74,8 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it
     def look() -> None:
         seen.append((redis_client.hget(beside.keys.commit, "checkpoint"), len(first.learner.trained)))
         assert redis_client.xlen(beside.keys.rollouts) >= 4 * 7, "nothing is trimmed before the commit"
-        disk.release()
-        wait_for(lambda: updates_of_checkpoints(beside) == [4])
+        disk.write()
+        assert updates_of_checkpoints(beside) == [4]
 
     at_step(first, 7, look)
     first.learner.fail_at[8] = KilledError()
@@ -87,7 +93,7 @@ def test_what_is_trained_while_a_checkpoint_is_written_is_not_acknowledged_by_it
 def test_a_trainer_killed_before_its_checkpoint_is_committed_continues_from_the_one_before(beside, redis_client):
     first = beside.trainer()
     disk = SlowDisk(first)
-    at_step(first, 5, disk.release)
+    at_step(first, 5, disk.write)
     first.learner.fail_at[11] = KilledError()
     with pytest.raises(KilledError):
         try:
@@ -110,8 +116,7 @@ def test_a_commit_that_becomes_due_while_another_is_written_follows_it(beside, r
     def step(batch):
         found.append(disk.num_begun)
         if trainer.learner.num_steps in (9, 12):
-            (disk.release if trainer.learner.num_steps == 9 else disk.end)()
-            wait_for(trainer.commits._snapshot.writing.done)
+            (disk.write if trainer.learner.num_steps == 9 else disk.end)()
         return train(batch)
 
     trainer.learner.step = step

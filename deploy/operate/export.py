@@ -1,0 +1,65 @@
+"""`penstock export`: a checkpoint of a run as a Hugging Face folder."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.consumers.learning.export import export_model
+from penstock.consumers.stream.checkpoints import CheckpointError, export_checkpoint, read_state
+from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
+from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import Commit
+
+
+def export(run: OpenRun, wanted: str | None, folder: Path, dtype: str, progress: Callable[[str], None]) -> str:
+    """Makes `folder` of the checkpoint `wanted`, by default of the one that is committed; returns its name.
+
+    Raises:
+        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole.
+        OSError: a file cannot be read or written.
+    """
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise ConfigError(f"{folder}: exists already; expected a new or an empty folder")
+    if run.folder is None:
+        raise ConfigError(f"{run.name}: its folder is not on this machine, and its checkpoints are in it")
+    checkpoint = _find(run, run.folder, wanted)
+    progress(f"checking {checkpoint}")
+    try:
+        read_state(checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; expected another one: {_there(run.folder)}") from None
+    export_checkpoint(checkpoint, folder, dtype, partial(export_model, progress=progress))
+    return checkpoint.name
+
+
+def _find(run: OpenRun, run_folder: Path, wanted: str | None) -> Path:
+    checkpoints = run_folder / CHECKPOINTS
+    pointer: Any = None if run.client is None else run.client.hget(run.keys.commit, Commit.CHECKPOINT)
+    committed = None if pointer is None else pointer.decode()
+    if wanted is None:
+        try:
+            name = read_saved_ledger(run_folder, committed).name
+        except UnreadableError as error:
+            raise ConfigError(f"{checkpoints}: no checkpoint is whole: {error}") from None
+        if name is None:
+            raise ConfigError(f"{checkpoints}: run {run.name} has no checkpoint yet")
+        return checkpoints / name
+    names = [name for name in _names(run_folder) if wanted in (name, name.partition("-")[0])]
+    if committed in names:
+        return checkpoints / committed
+    if len(names) != 1:
+        found = f"is {' and '.join(names)}" if names else "is not there"
+        raise ConfigError(f"--checkpoint {wanted}: {found}; expected a policy version or a name: {_there(run_folder)}")
+    return checkpoints / names[0]
+
+
+def _names(run_folder: Path) -> list[str]:
+    """Oldest first."""
+    names = [file.parent.name for file in run_folder.glob(f"{CHECKPOINTS}/[0-9]*/{STATE}")]
+    return sorted(names, key=lambda name: int(name.partition("-")[0]))
+
+
+def _there(run_folder: Path) -> str:
+    return ", ".join(_names(run_folder)) or "there is none"

@@ -1,0 +1,118 @@
+"""`penstock export`: which checkpoint, where to, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inspected_run import byte_tokenizer
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
+from penstock.deploy import cli
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.keys import Keys
+from training_groups import configuration, tiny_model
+
+Export = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with one of three checkpoints, whose every weight is the checkpoint's version."""
+    folder = tmp_path_factory.mktemp("exported")
+    byte_tokenizer(folder / "base")
+    tiny_model(folder / "base")
+    config = configuration(folder / "base")
+    save_run_file(config, folder / "runs" / "test")
+    checkpoints = Checkpoints(folder / "runs" / "test" / "checkpoints", 9, folder / "base")
+    checkpoints.claim_epoch(0)
+    learner = Learner(config)
+    for version in (3, 5, 10):
+        for parameter in learner.model.parameters():
+            parameter.data.fill_(version + 1 / 300)
+        checkpoints.begin(learner, CheckpointState.new(version)).result()
+    return folder
+
+
+@pytest.fixture
+def export(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Export:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+    def run(*words: str, folder: Path = tmp_path / "out", of: str = "test") -> tuple[int, str, str]:
+        status = cli.main(["export", of, str(folder), "--runs", str(written / "runs"), *words])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def names(written: Path) -> dict[int, str]:
+    found = [folder.name for folder in (written / "runs" / "test" / "checkpoints").iterdir() if folder.is_dir()]
+    return {int(name.partition("-")[0]): name for name in found}
+
+
+def test_without_a_number_the_newest_is_exported_in_float32_with_its_tokenizer(export, written, tmp_path) -> None:
+    status, out, _ = export()
+    assert status == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {parameter.unique().item() for parameter in model.parameters()} == {torch.tensor(10 + 1 / 300).item()}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([65, 66]) == "AB"
+    assert f"checking {written / 'runs' / 'test' / 'checkpoints' / names(written)[10]}" in out
+    assert f"out ({names(written)[10]}, float32)" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing half written"
+
+
+def test_a_number_or_a_name_chooses_a_checkpoint_and_bfloat16_halves_it(export, written, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert export("--checkpoint", "3", folder=tmp_path / "empty")[0] == 0
+    assert export("--checkpoint", names(written)[5], "--dtype", "bfloat16", folder=tmp_path / "in" / "half")[0] == 0
+    three, five = (load_file(tmp_path / name / "model.safetensors") for name in ("empty", "in/half"))
+    assert {tensor.dtype for tensor in five.values()} == {torch.bfloat16}
+    assert {int(tensor.max()) for tensor in three.values()} == {3} and {int(t.max()) for t in five.values()} == {5}
+
+
+@pytest.mark.redis
+def test_the_committed_checkpoint_counts_and_not_a_newer_one(export, written, redis_client, redis_url, monkeypatch):
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    redis_client.hset(Keys("test").commit, "checkpoint", names(written)[5])
+    status, out, _ = export()
+    assert status == 0 and names(written)[5] in out
+
+
+def test_what_cannot_be_exported_is_refused_with_what_there_is(export, written, tmp_path) -> None:
+    there = ", ".join(name for _, name in sorted(names(written).items()))
+    status, _, err = export("--checkpoint", "4")
+    assert (status, err) == (
+        2, f"penstock: --checkpoint 4: is not there; expected a policy version or a name: {there}\n",
+    )  # fmt: skip
+    assert export(of="nothing")[::2] == (
+        2, f"penstock: nothing: neither a folder nor a run in {written / 'runs'}\n",
+    )  # fmt: skip
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    status, _, err = export(folder=tmp_path / "full")
+    assert (status, err) == (2, f"penstock: {tmp_path / 'full'}: exists already; expected a new or an empty folder\n")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes"] and not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(export, written, tmp_path) -> None:
+    tensors = written / "runs" / "test" / "checkpoints" / names(written)[3] / "tensors" / "rank-0.safetensors"
+    content = tensors.read_bytes()
+    try:
+        tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        status, _, err = export("--checkpoint", "3")
+    finally:
+        tensors.write_bytes(content)
+    assert status == 2 and "no whole checkpoint: tensors/rank-0.safetensors: checksum differs; expected another" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_no_checkpoint_yet_says_so(export, written) -> None:
+    save_run_file(configuration(written / "base", name="new"), written / "runs" / "new")
+    status, _, err = export(of="new")
+    assert status == 2 and "run new has no checkpoint yet" in err
