@@ -1,5 +1,7 @@
 """The fault suite's own ledger: what it counts, what it refuses to count."""
 
+from unittest import mock
+
 import msgspec
 import pytest
 import torch
@@ -10,7 +12,16 @@ from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
 from tests.chaos.environment import text_of
-from tests.chaos.witness import ChainError, StepChain, digest, prompts_in
+from tests.chaos.witness import (
+    ChainError,
+    StepChain,
+    digest,
+    digest_of_base,
+    digest_of_checkpoint,
+    observed_learner,
+    prompts_in,
+)
+from training_groups import configuration, lag_from, random_group, tiny_model
 
 BASE, A, B, C = "0", "a", "b", "c"
 
@@ -67,6 +78,18 @@ def test_a_digest_tells_weights_and_moments_of_one_another():
     }
     assert len(found) == 4
     assert digest({"masters/w": torch.ones(2)}) in found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_files_of_a_checkpoint_are_what_the_last_step_has_made(tmp_path, tied):
+    tiny_model(tmp_path / "base", tied=tied)
+    learner = observed_learner(tmp_path / "steps")(configuration(tmp_path / "base"))
+    before = learner._digest()
+    assert digest_of_base(tmp_path / "base") == before
+    with mock.patch("tests.chaos.witness.prompts_in", return_value=(1,)):
+        learner.step(pack([random_group(1, 0)], lag_from(7), learner.config))
+    learner.begin_checkpoint(tmp_path / "tensors").result()
+    assert digest_of_checkpoint(tmp_path) == learner._digest() != before
 
 
 def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:
