@@ -7,8 +7,10 @@ from typing import Any
 
 import redis
 
+from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.record import RolloutRecorder
@@ -50,6 +52,8 @@ def main(
     signals: StopSignals | None = None,
     check_server: Callable[[Mapping[str, Any]], None] = lambda info: None,
     on_open: Callable[[], None] = lambda: None,
+    ranks: Ranks | None = None,
+    watch: Watch | None = None,
 ) -> int:
     """Runs one trainer until the run is complete or a signal asks it to stop. Returns the exit status: 0 in both cases,
     2 for settings that cannot be used, 1 for any other failure, each with one logged line.
@@ -58,13 +62,19 @@ def main(
     signals: those of a caller that installed its handlers before this module was imported; they stay installed.
     check_server: called first, with Redis' answer to INFO; raises ConfigError for an unsuitable server.
     on_open: called once this trainer leads the run.
+    ranks, watch: of several ranks, of which this is the lead; the others `follow`.
     """
     signals = StopSignals() if signals is None else signals
     try:
-        return _main(config, runs, signals, check_server, on_open, resume=resume, standby=standby)
+        return _main(config, runs, signals, check_server, on_open, ranks or Ranks(), resume=resume, standby=standby)
     except StoppedError as stopped:
         log.info("%s", stopped)
         return 0
+    except Exception as error:
+        if watch is None:
+            raise
+        watch.leave(error)
+        return 1
     finally:
         signals.ignore()
 
@@ -75,6 +85,7 @@ def _main(
     signals: StopSignals,
     check_server: Callable[[Mapping[str, Any]], None],
     on_open: Callable[[], None],
+    ranks: Ranks,
     *,
     resume: bool,
     standby: bool,
@@ -90,7 +101,7 @@ def _main(
             on_error=lambda kind: metrics.stream_errors.labels(kind).inc(),
         )
         check_server(connection.call(lambda client: client.info()))
-        trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby)
+        trainer = open_trainer(config, runs, connection, metrics, resume=resume, standby=standby, ranks=ranks)
         if trainer is None:
             log.info("the run is finished: nothing to stand by for")
             return 0
@@ -127,6 +138,7 @@ def open_trainer(
     *,
     resume: bool,
     standby: bool = False,
+    ranks: Ranks | None = None,
 ) -> Trainer | None:
     """A trainer of a new epoch, from the committed checkpoint when resuming.
 
@@ -146,7 +158,7 @@ def open_trainer(
     try:
         if standby and not leadership.stand_by():
             return None
-        return _open(config, runs, metrics, leadership, resume=resume or standby)
+        return _open(config, runs, metrics, leadership, ranks or Ranks(), resume=resume or standby)
     except StoppedError:
         leadership.end(hand_over=True)
         raise
@@ -155,13 +167,15 @@ def open_trainer(
         raise
 
 
-def _open(config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, *, resume: bool) -> Trainer:
+def _open(
+    config: RunConfig, runs: Path, metrics: TrainerMetrics, leadership: Leadership, ranks: Ranks, *, resume: bool
+) -> Trainer:
     connection, checkpoints = leadership.connection, leadership.checkpoints
     known = int(connection.call(lambda client: client.hget(leadership.keys.commit, Commit.EPOCH)) or -1)
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
-    learner = _load_learner(config)
+    learner = _load_learner(config, ranks)
     # Claimed late: a trainer that ends before it opens its epoch leaves no sign of a newer one.
     epoch = checkpoints.claim_epoch(known + 1)
     if epoch and not resume:
@@ -226,7 +240,7 @@ def _assemble(
         evaluator=evaluator,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
-        gate=Gate(config, folder, run_log.alert.narrow),
+        gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),
         recorder=recorder,
         run_log=run_log,
     )
@@ -241,11 +255,12 @@ def _load_checkpoint(pointer: bytes | None, learner: Learner, leadership: Leader
         raise
 
 
-def _load_learner(config: RunConfig) -> Learner:
+def _load_learner(config: RunConfig, ranks: Ranks) -> Learner:
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path = {config.model.path!r}: no model there; expected a folder with config.json "
             "(`penstock make-model` makes one)"
         )
-    return Learner(config)
+    ranks.order("learner")
+    return Learner(config, ranks)

@@ -47,7 +47,6 @@ import time
 from dataclasses import dataclass
 
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate
@@ -137,7 +136,7 @@ class Trainer:
             if self.gate.is_pending:
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
             took_s = time.monotonic()
-            batch = pack(groups, lag_of, self.config, every_row=self.learner.trains_every_row)
+            batch = self.learner.pack(groups, lag_of)
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)

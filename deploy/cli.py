@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -37,6 +37,10 @@ from penstock.deploy.watch import command as watch
 from penstock.schemas.config import ConfigError, ObjectivePlug, RunConfig, load_config, run_name
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
+
+if TYPE_CHECKING:
+    from penstock.consumers.distributed.watch import Watch
+    from penstock.consumers.learning.ranks import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -315,18 +319,44 @@ def _trainer(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
-    from penstock.deploy.launch.start_checks import check, check_server
-
     if arguments.resume and arguments.standby:
         raise ConfigError(
             "--resume --standby: expected one of them: --resume continues the run now, --standby once it has no trainer"
         )
     config = _load(arguments)
+    if config.trainer.num_processes > 1 and "WORLD_SIZE" not in os.environ:
+        return _launch_ranks(config.trainer.num_processes, signals)
+    limit_threads(config.trainer.num_threads)
+    logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
+    if "WORLD_SIZE" not in os.environ:
+        return _lead(arguments, config, signals)
+    from penstock.consumers.distributed.follower import follow
+    from penstock.consumers.distributed.start import join
+
+    ranks, lookout = join(config)
+    if not ranks.is_lead:
+        signals.ignore()  # the lead ends in order, and ends the others
+        return follow(config, ranks, lookout)
+    status = 2
+    try:
+        status = _lead(arguments, config, signals, ranks, lookout)
+    finally:
+        lookout.ended(status)
+    return status
+
+
+def _lead(
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    signals: StopSignals,
+    ranks: "Ranks | None" = None,
+    lookout: "Watch | None" = None,
+) -> int:
+    from penstock.deploy.launch.start_checks import check, check_server
+
     place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
     if config.evaluation.num_prompts is None:  # not the run file that `penstock run` completed
         config = check(config).config
-    limit_threads(config.trainer.num_threads)
-    logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     from penstock.consumers.__main__ import main as train
     from penstock.deploy.launch.run_folder import save_run_file
 
@@ -338,7 +368,17 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         signals=signals,
         check_server=lambda info: check_server(config, info, place),
         on_open=lambda: save_run_file(config, config.folder(arguments.runs)),  # other commands read it
+        ranks=ranks,
+        watch=lookout,
     )
+
+
+def _launch_ranks(num_processes: int, signals: StopSignals) -> int:
+    """Runs this command line as so many ranks."""
+    from penstock.consumers.distributed.start import launch
+
+    signals.ignore()  # the launcher of the ranks has handlers of its own
+    return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]])
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

@@ -165,6 +165,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`auto` takes CUDA if torch sees a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    num_processes: Positive = 1
+    """Ranks on this machine, one a device, that share the model's parameters; under torchrun its own number counts."""
+    gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"
+    """Of several ranks: `unsharded` adds their gradients up once an optimizer step, and holds 4 bytes a parameter more
+    on each meanwhile; `sharded` adds them up in every pass."""
+    rank_timeout_s: PositiveFloat = 300.0
+    """A rank that others have waited for so long ends the trainer."""
     lease_s: PositiveFloat = 5.0
     """A trainer not heard of for this long may be replaced by one that stands by."""
     max_dead_in_a_row: Positive = 64

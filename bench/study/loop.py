@@ -13,7 +13,6 @@ from bench.study.cells import StudyCell, StudyResult, settings
 from bench.study.sampler import Sampled, StudySampler
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.step_report import StepReport
 from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.producers.rollout.episode import load_tokenizer
@@ -168,7 +167,7 @@ def run_cell(cell: StudyCell, config: RunConfig, on_update: Callable[[int], None
         batch_indexes = list(islice(indexes, config.groups_per_batch))
         groups = recorder.groups(batch_indexes, version, config.seed * _SEEDS_APART + update)
         lag = lag_of(version)
-        report = learner.step(pack(groups, lag_of, config, every_row=learner.trains_every_row))
+        report = learner.step(learner.pack(groups, lag_of))
         if report.skipped_reason is None:
             policies.publish(learner.num_steps, learner.published_weights())
             lag_of.advance(learner.num_steps)

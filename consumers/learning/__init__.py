@@ -2,12 +2,13 @@
 
 Tensors in, tensors out, and into the files of a checkpoint; nothing here imports streams. Imported by
 
-- the loop and the stream through `learner.Learner`, `packing.pack`, `trainable.check_trainable`, `lag.LagTable`,
+- the loop and the stream through `learner.Learner`, `trainable.check_trainable`, `lag.LagTable`,
   `step_report.StepReport` and `advantages.has_variance`; the evaluation through `outcome`;
 - the start checks through `device.choose_device` and `interfaces`;
+- the trainer's processes through `ranks.Ranks`, all that the numerics know of each other;
 - the record and the run log through `batch.Batch` as well;
 - `penstock export` through `export`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
-- the parity check through `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention` and
-  `diagnostics.MismatchSums`.
+- the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`
+  and `diagnostics.MismatchSums`.
 """

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.consumers.learning.attention import PackedLayout
+from penstock.consumers.learning.attention import PackedLayout, make_layout
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,36 @@ class MicroBatch:
     row_ids: Tensor
     support: "Support | None" = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is sampled in it: the pass of a rank that has no rows left while others have."""
+        return not len(self.targets)
+
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
             return self
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
+
+
+def idle_microbatch() -> MicroBatch:
+    """One token of which nothing is scored: every rank has to take part in every forward and backward pass."""
+    start, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    no_ids, no_values = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    return MicroBatch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        layout=make_layout(start, one, start, one, 1),
+        predicting=no_ids,
+        targets=no_ids,
+        behavior_logprobs=no_values,
+        advantages=no_values,
+        temperature=no_values,
+        rollout_tokens=no_values,
+        lag=no_ids,
+        loss_mask=torch.empty(0, dtype=torch.bool),
+        row_ids=no_ids,
+    )
 
 
 @dataclass(frozen=True)
@@ -98,13 +124,20 @@ class Place(NamedTuple):
     segment: int
 
 
+def _no_groups() -> Iterator["MiniBatch"]:
+    return iter(())
+
+
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """The groups of one optimizer step: forward passes, and the denominators of the loss."""
+    """The groups of one optimizer step: forward passes, and the denominators of the loss.
+
+    With several ranks `microbatches` and `skipped` are of all of them in turn, the same number for each.
+    """
 
     microbatches: tuple[MicroBatch, ...]
     places: tuple[tuple[Place, ...], ...] = ()
-    """The segments of each micro-batch's rows, in the order of their sampled tokens."""
+    """The segments of each micro-batch's rows, in the order of their sampled tokens; idle ones have no entry."""
     indexes: tuple[int, ...]
     """The released task indexes in it."""
     num_tokens: int
@@ -115,8 +148,21 @@ class MiniBatch:
     """A rollout of each group that is not trained on, for the metrics: scored without gradient."""
     skipped_scale: float = 1.0
     """Unmasked tokens of all rollouts of those groups, for each one in `skipped`."""
-    alone: Callable[[], Iterator["MiniBatch"]] = field(default=lambda: iter(()), compare=False)
-    """Each group that is trained on as a mini-batch of its own, with the denominators of this one."""
+    alone: Callable[[], Iterator["MiniBatch"]] = field(default=_no_groups, compare=False)
+    """Each group that is trained on as a mini-batch of its own, with the denominators of this one; the lead's alone."""
+
+    def of_rank(self, rank: int, num_ranks: int) -> "MiniBatch":
+        """The part of one rank; what only the lead needs is left out: places and, of the others, the groups alone."""
+        own = slice(rank, None, num_ranks)
+        return MiniBatch(
+            microbatches=self.microbatches[own],
+            indexes=self.indexes,
+            num_tokens=self.num_tokens,
+            num_rollouts=self.num_rollouts,
+            skipped=self.skipped[own],
+            skipped_scale=self.skipped_scale,
+            alone=self.alone if rank == 0 else _no_groups,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +187,11 @@ class Batch:
     def indexes(self) -> tuple[int, ...]:
         """The released task indexes, in the order of the mini-batches."""
         return tuple(index for minibatch in self.minibatches for index in minibatch.indexes)
+
+    def of_rank(self, rank: int, num_ranks: int) -> "Batch":
+        """The part of one rank."""
+        parts = tuple(minibatch.of_rank(rank, num_ranks) for minibatch in self.minibatches)
+        return replace(self, minibatches=parts)
 
     @property
     def microbatches(self) -> tuple[MicroBatch, ...]:

@@ -60,7 +60,6 @@ class MismatchSums:
     """Sums, counts and extremes over some rows; those of more rows come from `merge`, in any order and grouping.
 
     Nothing here waits for a device: the tensors stay where the tokens were until `metrics` fetches them at once.
-    Across ranks `tokens` and `rows` add and of `maxima` the larger counts: one all_reduce each.
     """
 
     tokens: Tensor
@@ -164,6 +163,9 @@ class MismatchSums:
     def scaled(self, factor: float) -> "MismatchSums":
         """The sums of `factor` times as many rows like these."""
         return replace(self, tokens=self.tokens * factor, rows=self.rows * factor)
+
+    def cpu(self) -> "MismatchSums":
+        return replace(self, tokens=self.tokens.cpu(), rows=self.rows.cpu(), maxima=self.maxima.cpu())
 
     def metrics(self) -> dict[str, float]:
         """All names with their values, the sums fetched in one transfer.

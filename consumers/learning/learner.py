@@ -1,12 +1,15 @@
 """The trainer's model and optimizer: one batch in, its optimizer steps taken, weights out."""
 
+import logging
 import math
 from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
@@ -15,15 +18,24 @@ from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.learner_state import LearnerState
 from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.lag import Lags
+from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
+from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.plugins import construct
+from penstock.schemas.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
     """Owns the float32 masters, the optimizer and the objective. Knows no Redis, and no files but those it is given.
+
+    With several ranks each has its shard of them. The lead's methods start the same ones of the others, which wait for
+    them in `Ranks.follow`; all that is decided from data is decided from the sums over the ranks.
 
     The forward pass runs on the weights that are published: rounded to `model.dtype`, gradients straight through to the
     masters, head in float32 on the rounded values. On CPU it sets torch's thread count to `trainer.num_threads`, and
@@ -34,13 +46,13 @@ class Learner:
             trainer cannot reproduce or that would count one gap twice.
     """
 
-    def __init__(self, config: RunConfig, *, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
         self.config = config
-        self.ranks = ranks or Ranks()
+        self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken: the learning rate follows it."""
         trainer = config.trainer
-        self.device = choose_device(trainer.device)
+        self.device = choose_device(trainer.device, self.ranks.local_rank)
         if self.device.type == "cpu":
             torch.set_num_threads(trainer.num_threads)
             if trainer.cpu_matmul == "onednn":
@@ -49,9 +61,11 @@ class Learner:
             config.model.path,
             config.model.dtype,
             self.device,
+            self.ranks,
             gradient_checkpointing=trainer.gradient_checkpointing,
         )
-        self.scorer = TokenScorer(config, self.model, construct(config.objective, "objective", Objective), self.device)
+        objective = construct(config.objective, "objective", Objective)
+        self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=trainer.learning_rate,
@@ -68,10 +82,33 @@ class Learner:
         in their order: equal batch and state give equal bits on CPU. A mini-batch whose loss or gradient norm is not
         finite, or in which every token is masked or rejected, leaves the model as it was.
 
-        Every group must have passed `check_trainable` with the model's vocabulary.
+        Every group must have passed `check_trainable` with the model's vocabulary. batch: of `pack`.
         """
-        tally = BatchTally(self.config)
+        if batch.num_rows < self.ranks.size:
+            log.warning("a batch of %d rows for %d ranks: some compute nothing", batch.num_rows, self.ranks.size)
+        return self._step(self._order("step", batch))
+
+    @property
+    def orders(self) -> dict[str, Callable[..., object]]:
+        """What the lead starts on the other ranks, by name."""
+        return {
+            "step": self._step,
+            "proximal logprobs": self._proximal_logprobs,
+            "published weights": self.model.published_weights,
+            "begin checkpoint": self._begin_checkpoint,
+            "load checkpoint": self._load_checkpoint,
+        }
+
+    def _order(self, name: str, batch: Batch) -> Batch:
+        """Starts a method on the other ranks, with their parts of a batch; returns the lead's own."""
+        size = self.ranks.size
+        self.ranks.order(name, lambda rank: (batch.of_rank(rank, size),))
+        return batch if size == 1 else batch.of_rank(0, size)
+
+    def _step(self, batch: Batch) -> StepReport:
+        tally = BatchTally(self.config, self.ranks)
         learning_rate = self._learning_rate()
+        self.ranks.phase = "forward"
         constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
         for epoch in range(self.config.trainer.num_epochs):
@@ -80,31 +117,45 @@ class Learner:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
         return tally.report(batch, learning_rate)
 
-    @torch.no_grad()
     def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
-        """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken."""
-        found = []
-        for cpu_microbatch in batch.microbatches:
-            found.append(self.scorer.logprobs(cpu_microbatch.to(self.device))[0])
-        return found
+        """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken.
+
+        With several ranks of the lead's own micro-batches alone.
+        """
+        return self._proximal_logprobs(self._order("proximal logprobs", batch))
+
+    @torch.no_grad()
+    def _proximal_logprobs(self, batch: Batch) -> list[Tensor]:
+        return [self.scorer.logprobs(each.to(self.device))[0] for each in batch.microbatches]
 
     def published_weights(self) -> dict[str, Tensor]:
         """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
+        self.ranks.order("published weights")
         return self.model.published_weights()
 
     def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
         """Takes a snapshot of masters and moments and writes it into `folder` in a thread (`LearnerState.begin`).
-        Collective, at one point of the training."""
+        At one point of the training of all ranks."""
+        self.ranks.order("begin checkpoint", lambda _: (folder,))
+        return self._begin_checkpoint(folder)
+
+    def _begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
+        self.ranks.phase = "checkpoint"
         return self._saved.begin(folder)
 
     def load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         """Continues from the tensors in `folder` and the `state` of the same moment; the optimizer's settings are those
-        of this learner's own configuration. Collective.
+        of this learner's own configuration.
 
         Raises:
             ConfigError: they are another model's.
             OSError: they cannot be read.
         """
+        self.ranks.order("load checkpoint", lambda _: (folder, state))
+        self._load_checkpoint(folder, state)
+
+    def _load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
         self.num_steps = state["num_steps"]
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
@@ -122,8 +173,13 @@ class Learner:
 
     @property
     def trains_every_row(self) -> bool:
-        """Whether the objective asks for groups without reward variance too; `pack` must be told."""
+        """Whether the objective asks for groups without reward variance too."""
         return getattr(self.scorer.objective, "trains_every_row", False)
+
+    def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
+        """The groups of one update as `step` takes them; see `packing.pack`."""
+        sharing = Sharing(self.ranks.size, self.model.even_length)
+        return pack(groups, lag_of, self.config, every_row=self.trains_every_row, sharing=sharing)
 
     @property
     def vocabulary(self) -> int:
@@ -145,18 +201,23 @@ class Learner:
         self.optimizer.zero_grad()
         for number, cpu_microbatch in enumerate((*minibatch.microbatches, *minibatch.skipped)):
             is_trained, microbatch = number < num_trained, cpu_microbatch.to(self.device)
+            self.ranks.phase = "forward"
             with torch.set_grad_enabled(is_trained):
                 loss, part = self.scorer.score(microbatch, minibatch, constants[number])
             if is_trained:
                 tally.end_phase("forward")
-                loss.backward()
+                self._backward(loss, is_last=number == num_trained - 1)
                 tally.end_phase("backward")
+            if part is None:
+                continue
+            if is_trained:
                 scored.append(part)
             scale = None if is_trained else minibatch.skipped_scale
             if first_epoch:
                 tally.diagnose(place, microbatch, part, scale)
             sums.append(metric_sums(microbatch, part, self.config, first_epoch=first_epoch, scale=scale))
             tally.end_phase("diagnostics")
+        self.ranks.phase = "optimizer"
         grad_norm = self._grad_norm()
         if tally.end_step(place, minibatch, scored, sums, grad_norm.item()):
             self._update(grad_norm)
@@ -170,15 +231,24 @@ class Learner:
         """Whether loss and gradient of a mini-batch are finite, by the present weights as the proximal policy."""
         self.optimizer.zero_grad()
         constants, total = self.scorer.constants(minibatch.microbatches), 0.0
-        for microbatch, microbatch_constants in zip(minibatch.microbatches, constants, strict=True):
-            loss, _ = self.scorer.score(microbatch.to(self.device), minibatch, microbatch_constants)
-            loss.backward()
+        last = len(constants) - 1
+        for number, microbatch in enumerate(minibatch.microbatches):
+            loss, _ = self.scorer.score(microbatch.to(self.device), minibatch, constants[number])
+            self._backward(loss, is_last=number == last)
             total += loss.item()
+        total = self.ranks.add(torch.tensor(total, dtype=torch.float64)).item()
         return math.isfinite(total + self._grad_norm().item())
 
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self.ranks.phase = "backward"
+        self.model.reduce_gradients(is_last or self.config.trainer.gradient_accumulation == "sharded")
+        loss.backward()
+
     def _grad_norm(self) -> Tensor:
+        """Over the ranks."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _learning_rate(self) -> float:
         """The rate of the next step: linear up to the configured one, then, with a linear decay, down to zero at the

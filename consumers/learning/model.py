@@ -17,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, PackedLayout
 from penstock.consumers.learning.batch import MicroBatch
 from penstock.consumers.learning.model_check import ModelCheckError, check_model
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.shards import empty_model, fill, gathered, shard
 from penstock.schemas.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,6 +33,7 @@ class PackedModel:
     Args:
         path: folder of a transformers model.
         dtype: "float32" or "bfloat16", of the published weights and of the body's arithmetic.
+        ranks: those that share the parameters; each has a shard of every one, and gathers a block's while it runs.
         frozen: the model is not trained: it is held in `dtype`, without masters.
 
     Raises:
@@ -43,32 +46,52 @@ class PackedModel:
         path: str,
         dtype: str,
         device: torch.device,
+        ranks: Ranks | None = None,
         *,
         gradient_checkpointing: bool = False,
         frozen: bool = False,
     ) -> None:
         self._path = path
+        self._ranks = Ranks() if ranks is None else ranks
         self._dtype = torch.float32  # until the check is over
         self._rounded: dict[str, Tensor] = {}
         """The body's parameters in `dtype` during a forward pass."""
-        # Without dropout: the trainer must reproduce the policy that sampled.
-        self.module: Any = _load(path).to(device).eval()
-        if gradient_checkpointing:
-            self._checkpoint_layers()
-        head = self.module.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ConfigError(f"model.path = {path!r}: expected a linear language-model head without bias")
-        self.vocabulary: int = head.weight.shape[0]
-        """Token ids are below this."""
-        self._logit_scale: float = _logit_scale(self.module.config.get_text_config())
-        try:
-            check_model(self.module, self.forward)
-        except ModelCheckError as error:
-            raise ConfigError(f"model.path = {path!r}: {type(self.module).__name__} {error}") from error
+        self._shards: Any = None
+        """What runs the body of a model that several ranks share; None in a world of one."""
+        if self._ranks.mesh is None:
+            self._take(_load(path).to(device), gradient_checkpointing)
+            self._check()
+        else:
+            whole = PackedModel(path, dtype, torch.device("cpu")).module if self._ranks.is_lead else None
+            self._take(empty_model(path, DTYPES[dtype] if frozen else torch.float32), gradient_checkpointing)
+            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], f"model.path = {path!r}")
+            fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]
         if frozen:
             for parameter in self.module.parameters():
-                parameter.requires_grad_(False).data = parameter.data.to(self._dtype)
+                parameter.requires_grad_(False)
+                if self._shards is None:
+                    parameter.data = parameter.data.to(self._dtype)
+
+    def _take(self, module: Any, gradient_checkpointing: bool) -> None:
+        # Without dropout: the trainer must reproduce the policy that sampled.
+        self.module: Any = module.eval()
+        if gradient_checkpointing:
+            self._checkpoint_layers()
+        head = module.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ConfigError(f"model.path = {self._path!r}: expected a linear language-model head without bias")
+        self.vocabulary: int = head.weight.shape[0]
+        """Token ids are below this."""
+        self._logit_scale: float = _logit_scale(module.config.get_text_config())
+        self.even_length: float = _even_length(module)
+        """Tokens of a row from which on attention's products cost more than those of the weights."""
+
+    def _check(self) -> None:
+        try:
+            check_model(self.module, self.forward)
+        except ModelCheckError as error:
+            raise ConfigError(f"model.path = {self._path!r}: {type(self.module).__name__} {error}") from error
 
     def _checkpoint_layers(self) -> None:
         try:
@@ -95,8 +118,14 @@ class PackedModel:
         return body
 
     def parameters(self) -> list[nn.Parameter]:
-        """The masters, tied ones once."""
-        return list(self.module.parameters())
+        """The masters, tied ones once; of a model that several ranks share this rank's shards."""
+        return list(self.at_rest().parameters())
+
+    def at_rest(self) -> Any:
+        """The module with its masters in place: a pass without gradient leaves the gathered values there."""
+        if self._shards is not None:
+            self._shards.reshard()
+        return self.module
 
     def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Hidden states [N, H], `scaled`, and the head's weight [V, H], both in `dtype`: the published values."""
@@ -106,13 +135,22 @@ class PackedModel:
     def run(
         self, token_ids: Tensor, position_ids: Tensor, layout: PackedLayout | OwnAttention
     ) -> tuple[Tensor, Tensor]:
-        """The body over [N] tokens in any layout, and the head; `scaled` makes of the hidden states what it takes."""
+        """The body over [N] tokens in any layout, and the head; `scaled` makes of the hidden states what it takes.
+
+        Of a model that several ranks share: every rank has to run it, on whatever tokens, and the head is valid until
+        the next run.
+        """
         arguments = {
             "input_ids": token_ids[None],
             "position_ids": position_ids[None],
             "use_cache": False,
             "layout": layout,
         }
+        if self._shards is not None:
+            # The parameters that a pass without gradient has gathered are those before the next optimizer step.
+            self._shards.reshard()
+            hidden: Tensor = self._shards(**arguments)
+            return hidden[0], self.module.get_output_embeddings().weight
         head: Tensor = self.module.get_output_embeddings().weight
         if self._dtype is torch.float32:
             outputs = self.body(**arguments)
@@ -131,9 +169,21 @@ class PackedModel:
         is_exact = abs(math.frexp(self._logit_scale)[0]) == 0.5
         return (hidden if is_exact else hidden.float()) * self._logit_scale
 
+    def reduce_gradients(self, now: bool) -> None:
+        """Whether the next backward pass adds the ranks' gradients up, or leaves that to a later one, which every step
+        of the optimizer needs."""
+        if self._shards is not None:
+            self._shards.set_requires_gradient_sync(now)
+
     def published_weights(self) -> dict[str, Tensor]:
-        """Copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory."""
-        state = remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
+        """Copies on CPU in `dtype`, by the names that `save_pretrained` would write; no two share memory.
+
+        Of a model that several ranks share: the lead's alone; the others take part, and return nothing.
+        """
+        if self._shards is None:
+            state = remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
+        elif not (state := gathered(self.at_rest(), self._dtype, self._ranks)):
+            return {}
         state = revert_weight_conversion(self.module, state)
         return {
             name: tensor.detach()
@@ -148,6 +198,8 @@ class PackedModel:
         Raises:
             ConfigError: no model there, or one of other shapes.
         """
+        if self._shards is not None:
+            raise NotImplementedError("a model that several ranks share is loaded from their checkpoint")
         try:
             self.module.load_state_dict(_load(str(folder)).state_dict())
         except RuntimeError as error:
@@ -155,7 +207,7 @@ class PackedModel:
 
     def state(self) -> dict[str, Tensor]:
         """The masters, see `tensors_of`."""
-        return tensors_of(self.module)
+        return tensors_of(self.at_rest())
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -170,6 +222,16 @@ def _logit_scale(config: Any) -> float:
     """The model's factor on its logits: Cohere's architectures multiply by theirs, Granite's divide."""
     factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
     return (factor if isinstance(factor, float | int) else 1.0) / (divisor or 1.0)
+
+
+def _even_length(module: Any) -> float:
+    """A token's products with weights cost 2 a parameter; those of attention 4 times the width of the heads for each
+    token before it, on average half the row, in every layer."""
+    config = module.config.get_text_config()
+    heads, layers = getattr(config, "num_attention_heads", 0), getattr(config, "num_hidden_layers", 0)
+    width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads))
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    return num_parameters / (layers * width) if layers * width else math.inf
 
 
 def _load(path: str) -> Any:

@@ -10,9 +10,10 @@ import torch
 
 from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.attention import make_layout
-from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support
+from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
 from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.outcome import outcome
+from penstock.consumers.learning.sharing import ALONE, Sharing, shared_out, spread
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
 
@@ -34,7 +35,14 @@ class _Row:
     rollout_tokens: int
 
 
-def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, every_row: bool = False) -> Batch:
+def pack(
+    groups: Sequence[RolloutGroup],
+    lag_of: Lags,
+    config: RunConfig,
+    *,
+    every_row: bool = False,
+    sharing: Sharing = ALONE,
+) -> Batch:
     """Packs the groups of one update; each must have passed `check_trainable`.
 
     They are split into `trainer.num_minibatches` parts of one optimizer step each: in their order in synchronous mode,
@@ -47,6 +55,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, eve
 
     Args:
         every_row: trains on groups without variance as well, for an objective whose loss is not 0 there.
+        sharing: the ranks that the rows are for; `Batch.of_rank` is the part of each.
         lag_of: the lag of a policy version. If it raises UnknownVersionError the token counts as the row's oldest
             known version, without one as the lag bound, and never as less than 1.
 
@@ -63,7 +72,7 @@ def pack(groups: Sequence[RolloutGroup], lag_of: Lags, config: RunConfig, *, eve
             histogram[lag] = histogram.get(lag, 0) + count
     num_trained = sum(has_variance(group) for group in groups)
     return Batch(
-        minibatches=tuple(_pack_part(part, config) for part in parts),
+        minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
         num_tokens_trained=_num_unmasked(rows, config.lag_bound),
         num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
         num_groups_trained=num_trained,
@@ -135,25 +144,29 @@ def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig,
     return part
 
 
-def _pack_part(part: _Part, config: RunConfig) -> MiniBatch:
+def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     budget, bound = config.trainer.tokens_per_microbatch, config.lag_bound
+
+    def passes(rows: list[_Row]) -> list[list[_Row]]:
+        return [_longest_first(each) for each in _passes(rows, budget, sharing)]
+
     alive, skipped = ([row for row in rows if _num_unmasked([row], bound)] for rows in (part.rows, part.skipped))
     sample = _a_rollout_of_each_group(skipped)
     rollouts = [rollout for group in part.groups for rollout in group.rollouts]
-    split = [_longest_first(rows) for rows in _split(alive, budget)]
+    split = passes(alive)
     whole = MiniBatch(
         microbatches=tuple(_pack_rows(rows, bound) for rows in split),
-        places=tuple(tuple(row.place for row in rows) for rows in split),
+        places=tuple(tuple(row.place for row in rows) for rows in split if rows),
         indexes=tuple(group.index for group in part.groups),
         num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
         num_rollouts=len(rollouts),
-        skipped=tuple(_pack_rows(_longest_first(rows), bound) for rows in _split(sample, budget)),
+        skipped=tuple(_pack_rows(rows, bound) for rows in passes(sample)),
         skipped_scale=_num_unmasked(skipped, bound) / _num_unmasked(sample, bound) if sample else 1.0,
     )
 
     def alone() -> Iterator[MiniBatch]:
         for index, rows in groupby(alive, key=lambda row: row.place.group):
-            own = tuple(_pack_rows(_longest_first(each), bound) for each in _split(list(rows), budget))
+            own = tuple(_pack_rows(each, bound) for each in passes(list(rows)))
             yield replace(whole, microbatches=own, places=(), indexes=(index,), skipped=())
 
     return replace(whole, alone=alone)
@@ -214,12 +227,28 @@ def _split(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
         yield part
 
 
+def _passes(rows: list[_Row], budget: int, sharing: Sharing) -> list[list[_Row]]:
+    """The rows of each forward pass; with several ranks the first pass of each, then the second of each, and so on.
+
+    Every rank has the same number of passes of about equal cost; one that has too few rows gets empty ones.
+    """
+    if sharing.num_ranks == 1:
+        return list(_split(rows, budget))
+    groups = [list(of_group) for _, of_group in groupby(rows, key=lambda row: row.prefix[0])]
+    shares = shared_out(groups, lambda row: sharing.cost(row.length), sharing.num_ranks)
+    num_passes = max(sum(1 for _ in _split(share, budget)) for share in shares)
+    spread_out = [spread(share, lambda row: row.length, num_passes) for share in shares]
+    return [share[number] for number in range(num_passes) for share in spread_out]
+
+
 def _longest_first(rows: list[_Row]) -> list[_Row]:
     """The rows in the order that lets attention cut rectangles with little padding."""
     return sorted(rows, key=lambda row: -row.length)
 
 
 def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
+    if not rows:
+        return idle_microbatch()
     token_ids = np.frombuffer(b"".join(row.segment.token_ids for row in rows), dtype=np.int32)
     sizes = np.array([row.segment.num_tokens for row in rows])
     offsets = np.cumsum(sizes) - sizes

@@ -1,13 +1,22 @@
 """The ranks of a trainer: what the numerics know of the processes beside their own."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
+
+
+class OfRank(Protocol):
+    """What has a part for each rank."""
+
+    def of_rank(self, rank: int, num_ranks: int) -> Self: ...
+
+
+Shared = TypeVar("Shared", bound=OfRank)
 
 
 class Ranks:
@@ -19,6 +28,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    """Its number among those on this machine."""
     mesh: DeviceMesh | None = None
     """The devices that share the parameters; None in a world of one, whose parameters are whole."""
     group: dist.ProcessGroup | None = None
@@ -30,6 +41,17 @@ class Ranks:
     def is_lead(self) -> bool:
         """Rank 0 alone speaks to Redis and holds what is durable."""
         return self.rank == 0
+
+    def order(self, name: str, part: Callable[[int], tuple[Any, ...]] = lambda rank: ()) -> None:
+        """The lead's alone: the others, which wait in `follow`, call what they know by this name with their part."""
+
+    def follow(self, orders: Mapping[str, Callable[..., object]]) -> None:
+        """Of every rank but the lead: waits for its orders and carries them out, until the lead ends."""
+        raise NotImplementedError("there is no lead to follow in a world of one")
+
+    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
+        """The part of this rank of the next item, which the lead alone has; None after the last."""
+        return next(items, None)
 
     def hand_out(self, part: Callable[[int], Value]) -> Value:
         """The part of this rank; asked for on the lead alone, for each rank."""

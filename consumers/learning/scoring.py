@@ -15,6 +15,7 @@ from penstock.consumers.learning.head import selected_logprobs
 from penstock.consumers.learning.importance import Correction, correct_packed
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.schemas.config import ConfigError, RunConfig
 
@@ -63,9 +64,12 @@ class TokenScorer:
             that nothing reads.
     """
 
-    def __init__(self, config: RunConfig, model: PackedModel, objective: Objective, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, model: PackedModel, objective: Objective, device: torch.device, ranks: Ranks
+    ) -> None:
         check_objective(config, objective)
         self.objective = objective
+        self._ranks = ranks
         self._model = model
         self._device = device
         self._steps_per_batch = config.steps_per_batch
@@ -73,7 +77,7 @@ class TokenScorer:
         self._reference: PackedModel | None = None
         if getattr(objective, "needs_reference", False):
             self._reference = PackedModel(
-                config.model.reference or config.model.path, config.model.dtype, device, frozen=True
+                config.model.reference or config.model.path, config.model.dtype, device, ranks, frozen=True
             )
             if self._reference.vocabulary != model.vocabulary:
                 raise ConfigError(
@@ -95,7 +99,7 @@ class TokenScorer:
         """Of these micro-batches, which make up a batch for a correction that judges a batch as a whole."""
         config = self._correction
         needs_proximal = config.is_batch_level or self._steps_per_batch > 1
-        if not microbatches or not (needs_proximal or self._reference):
+        if not (needs_proximal or self._reference):
             return [StepConstants()] * len(microbatches)
         constants = []
         for cpu_microbatch in microbatches:
@@ -108,8 +112,16 @@ class TokenScorer:
             )
         return self._corrected(microbatches, constants) if config.is_batch_level else constants
 
-    def score(self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants) -> tuple[Tensor, Scored]:
-        """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values."""
+    def score(
+        self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants
+    ) -> tuple[Tensor, Scored | None]:
+        """The micro-batch's share of the mini-batch's loss, under gradient, and its detached per-token values.
+
+        Of an idle one: a loss of 0 with gradients of 0, and None.
+        """
+        if microbatch.is_idle:
+            hidden, head = self._model.forward(microbatch)
+            return (hidden.sum() + head.sum()) * 0.0, None
 
         def outputs(part: slice, current: Tensor, entropy: Tensor) -> tuple[LossOutputs, Tensor, Correction]:
             return self._outputs(microbatch, minibatch, constants, part, current, entropy)
@@ -126,6 +138,8 @@ class TokenScorer:
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
         hidden, head = (model or self._model).forward(microbatch)
+        if microbatch.is_idle:
+            return microbatch.temperature, microbatch.temperature
         return head_logprobs(hidden, head, microbatch, token_grads=token_grads)
 
     def _outputs(
@@ -190,28 +204,38 @@ class TokenScorer:
     def _corrected(self, microbatches: Sequence[MicroBatch], constants: list[StepConstants]) -> list[StepConstants]:
         """The correction of the whole batch at once, for statistics that no micro-batch has alone.
 
-        Off-policy rows are left for `_correct`, which judges them anew at each step.
+        Every rank computes it from the tokens of all. Off-policy rows are left for `_correct`, which judges them anew
+        at each step.
         """
-        parts = [microbatch.to(self._device) for microbatch in microbatches]
-
-        def joined(name: str) -> Tensor:
-            return torch.cat([getattr(part, name) for part in parts])
-
+        own = [
+            (each.proximal_logprobs.cpu(), part.behavior_logprobs, part.lag, part.row_ids, part.advantages)
+            for part, each in zip(microbatches, constants, strict=True)
+            if each.proximal_logprobs is not None
+        ]
+        by_rank = self._ranks.gather(own)
+        parts = [part for of_rank in by_rank for part in of_rank if len(part[0])]
+        if not parts:
+            return constants
         first_row, row_ids = 0, []
         for part in parts:
-            row_ids.append(part.row_ids + first_row)
-            first_row += int(part.row_ids[-1]) + 1
-        whole = correct_packed(
-            torch.cat([each.proximal_logprobs for each in constants if each.proximal_logprobs is not None]),
-            joined("behavior_logprobs"),
-            torch.ones_like(joined("loss_mask")),
-            joined("lag"),
-            torch.cat(row_ids),
-            replace(self._correction, off_policy_delta=None),
-            advantages=joined("advantages"),
+            row_ids.append(part[3] + first_row)
+            first_row += int(part[3][-1]) + 1
+        proximal, behavior, lag, _, advantages = (
+            torch.cat(column).to(self._device) for column in zip(*parts, strict=True)
         )
-        sizes = [len(part.targets) for part in parts]
-        split = (tensor.split(sizes) for tensor in (whole.weights, whole.keep_mask, whole.corrected_mask))
+        whole = correct_packed(
+            proximal,
+            behavior,
+            torch.ones_like(proximal, dtype=torch.bool),
+            lag,
+            torch.cat(row_ids).to(self._device),
+            replace(self._correction, off_policy_delta=None),
+            advantages=advantages,
+        )
+        first = sum(len(part[0]) for of_rank in by_rank[: self._ranks.rank] for part in of_rank)
+        sizes = [len(part.targets) for part in microbatches]
+        found = (whole.weights, whole.keep_mask, whole.corrected_mask)
+        split = (column[first : first + sum(sizes)].split(sizes) for column in found)
         return [
             StepConstants(each.proximal_logprobs, each.reference_logprobs, Correction(weights, keep, {}, corrected))
             for each, weights, keep, corrected in zip(constants, *split, strict=True)

@@ -4,14 +4,16 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.diagnostics import Level, MismatchSums
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import Scored
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
 from penstock.schemas.metrics import part_key
@@ -83,7 +85,8 @@ class StepReport:
 class BatchTally:
     """Adds up the optimizer steps of one batch, and makes its report."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.failed: dict[int, str] = {}
         """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
         self._failed_groups: dict[int, str] = {}
@@ -135,11 +138,16 @@ class BatchTally:
     def end_step(
         self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: float
     ) -> bool:
-        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken."""
-        loss = torch.stack([part.loss for part in scored]).sum().item() if scored else 0.0
+        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken.
+
+        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them.
+        """
+        own_loss = torch.stack([part.loss for part in scored]).sum().item() if scored else 0.0
+        num_kept = sum(bool(part.correction.keep_mask.any()) for part in scored)
+        loss, num_kept = self._ranks.add(torch.tensor([own_loss, num_kept], dtype=torch.float64)).tolist()
         self._losses.append(loss)
         self._grad_norms.append(grad_norm)
-        reason = _reason_to_skip(scored, loss, grad_norm)
+        reason = _reason_to_skip(num_kept > 0, loss, grad_norm)
         self._taken.append(reason is None)
         if reason is None:
             self._trained.add(place)
@@ -147,7 +155,8 @@ class BatchTally:
             self._skipped[reason] += 1
             if reason != NOTHING_TO_TRAIN:
                 self.failed[place] = reason
-                log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
+                if self._ranks.is_lead:
+                    log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
         if place not in self.failed:
             for values in sums:
                 for name, value in values.items():
@@ -161,7 +170,10 @@ class BatchTally:
         """
         if place in self._trained:
             return
-        finite = {alone.indexes[0]: is_finite(alone) for alone in minibatch.alone()}
+        finite: dict[int, bool] = {}
+        waiting = minibatch.alone()
+        while (alone := self._ranks.hand_out_next(waiting)) is not None:
+            finite[alone.indexes[0]] = is_finite(alone)
         spared = {index for index, is_spared in finite.items() if is_spared}
         if len(spared) == len(finite):
             spared = set()  # each is finite alone: which of them it was cannot be told
@@ -174,13 +186,15 @@ class BatchTally:
         learning_rate: of the batch's first step.
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
-        sums = {name: value.item() for name, value in self._sums.items()}
+        own = _Found({name: value.item() for name, value in self._sums.items()}, self._mismatch, self._findings)
+        found = _merged(self._ranks.gather(own.cpu()))
+        sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)
         num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
         if num_tokens:
             metrics |= {name: value / num_tokens for name, value in sums.items()}
-        if self._mismatch is not None:
-            metrics |= self._mismatch.metrics()
+        if found.mismatch is not None:
+            metrics |= found.mismatch.metrics()
         self.end_phase("diagnostics")
         return StepReport(
             metrics=metrics,
@@ -194,7 +208,7 @@ class BatchTally:
             failed=self._failed_groups,
             spared=frozenset(self._spared),
             phase_s=self._phase_s,
-            findings={place: [part.cpu() for part in parts] for place, parts in self._findings.items()},
+            findings=found.findings,
         )
 
     def _means(self) -> dict[str, float]:
@@ -202,6 +216,40 @@ class BatchTally:
         which = [n for n, taken in enumerate(self._taken) if taken] or range(len(self._taken))
         columns = {"loss": self._losses, "grad_norm": self._grad_norms}
         return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank adds to a report; see `BatchTally`."""
+
+    sums: dict[str, float]
+    mismatch: MismatchSums | None
+    findings: dict[int, list[TokenFindings]]
+
+    def cpu(self) -> "_Found":
+        findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
+        return _Found(self.sums, None if self.mismatch is None else self.mismatch.cpu(), findings)
+
+
+def _merged(by_rank: Sequence[_Found]) -> _Found:
+    """Of all ranks. The findings of a mini-batch in the order of its micro-batches: each rank's first, and so on."""
+    sums: dict[str, float] = {}
+    mismatch: MismatchSums | None = None
+    for each in by_rank:
+        sums = {name: sums.get(name, 0.0) + each.sums.get(name, 0.0) for name in sums | each.sums}
+        if each.mismatch is not None:
+            mismatch = each.mismatch if mismatch is None else mismatch.merge(each.mismatch)
+    places = sorted({place for each in by_rank for place in each.findings})
+    findings = {
+        place: [
+            part
+            for turn in zip_longest(*(each.findings.get(place, ()) for each in by_rank))
+            for part in turn
+            if part is not None
+        ]
+        for place in places
+    }
+    return _Found(sums, mismatch, findings)
 
 
 def metric_sums(
@@ -234,8 +282,8 @@ def _judged_level(correction: CorrectionConfig) -> Level:
     return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
 
 
-def _reason_to_skip(scored: list[Scored], loss: float, grad_norm: float) -> str | None:
-    if not any(part.correction.keep_mask.any() for part in scored):
+def _reason_to_skip(any_kept: bool, loss: float, grad_norm: float) -> str | None:
+    if not any_kept:
         return NOTHING_TO_TRAIN
     if not math.isfinite(loss):
         return "loss is not finite"

@@ -10,6 +10,7 @@ from statistics import fmean
 import msgspec
 
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.replay import LoadedPolicy
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityError, ParityReport, Verdict
@@ -41,13 +42,18 @@ class Gate:
     That is the first batch of a new run. After a resume, batches sampled earlier by older weights come first; they pass
     unchecked, and the gate stays pending.
 
-    on_checked: called with the mean gap in nats once a batch is in parity.
+    on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
     """
 
     def __init__(
-        self, config: RunConfig, run_folder: Path, on_checked: Callable[[float], None] = lambda gap: None
+        self,
+        config: RunConfig,
+        run_folder: Path,
+        on_checked: Callable[[float], None] = lambda gap: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config = config
+        self._ranks = Ranks() if ranks is None else ranks
         self._on_checked = on_checked
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
@@ -72,6 +78,8 @@ class Gate:
         if not fresh:
             self._say("no rollouts of the newest policy in this batch: parity is checked with the first that has some")
             return
+        self._ranks.order("gate", lambda _: (fresh, version))
+        self._ranks.phase = "gate"
         try:
             report = self._report(fresh, model, version)
         except ParityError as error:
@@ -87,13 +95,9 @@ class Gate:
         self._conclude(report)
 
     def _report(self, groups: list[RolloutGroup], model: PackedModel, version: int) -> ParityReport:
-        report = check_parity(
-            groups,
-            config=self._config,
-            weights=lambda _: None,
-            max_tokens=MAX_TOKENS,
-            loaded=LoadedPolicy(version, model),
-        )
+        report = measured(groups, self._config, model, version)
+        if isinstance(report, ParityError):
+            raise report
         return msgspec.structs.replace(report, gate=self._config.parity.gate, points=())
 
     def _write(self, report: ParityReport) -> None:
@@ -157,6 +161,21 @@ class Alert:
             )
         else:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
+
+
+def measured(
+    groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int
+) -> ParityReport | ParityError:
+    """What the gate finds in groups that `model` has sampled as `version`, or why it finds nothing.
+
+    If several ranks share the model, each of them has to do it.
+    """
+    try:
+        return check_parity(
+            groups, config=config, weights=lambda _: None, max_tokens=MAX_TOKENS, loaded=LoadedPolicy(version, model)
+        )
+    except ParityError as error:
+        return error
 
 
 def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:

@@ -9,7 +9,6 @@ import msgspec
 
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
@@ -138,9 +137,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
             groups = [each.decode() for each in recorded]
         except RecordError as error:
             raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
-        yield _played(
-            variant.name, head, learner.step(pack(groups, lag_of, config, every_row=learner.trains_every_row))
-        )
+        yield _played(variant.name, head, learner.step(learner.pack(groups, lag_of)))
 
 
 def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:

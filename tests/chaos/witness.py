@@ -78,8 +78,8 @@ def observed_learner(file: Path) -> type[Learner]:
     """A Learner that leaves a line in `file` for each step that changed it."""
 
     class ObservedLearner(Learner):
-        def __init__(self, config: RunConfig, **arguments: Any) -> None:
-            super().__init__(config, **arguments)
+        def __init__(self, config: RunConfig, *arguments: Any) -> None:
+            super().__init__(config, *arguments)
             self._lines = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
         def step(self, batch: Batch) -> StepReport:

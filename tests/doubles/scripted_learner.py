@@ -3,14 +3,19 @@
 import json
 import shutil
 from concurrent.futures import Future
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from penstock.consumers.learning.batch import Batch
+from penstock.consumers.learning.lag import Lags
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.files import digest
+from penstock.schemas.rollout import RolloutGroup
 
 FILE = "trained.json"
 """Its one tensor file."""
@@ -31,13 +36,17 @@ class ScriptedLearner:
     vocabulary = 100
     trains_every_row = False
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
         self.num_steps = 0
         self.trained: list[int] = []
         self.lags: list[dict[int, int]] = []
         self.fail_at: dict[int, str | BaseException] = {}
         self.never_finite: set[int] = set()
+
+    def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
+        return pack(groups, lag_of, self.config, every_row=self.trains_every_row)
 
     def step(self, batch: Batch) -> StepReport:
         failure = self.fail_at.pop(self.num_steps, None)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.consumers.learning.learner import Learner
 from penstock.deploy import cli
 from penstock.schemas.config import RecordingConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
@@ -107,10 +108,8 @@ def test_a_replay_from_a_checkpoint_goes_on_where_the_run_did(training, capsys):
 
 
 def test_losses_that_are_not_the_runs_are_told_and_are_a_failure(training, capsys, monkeypatch):
-    import penstock.deploy.replay.player as player
-
-    pack = player.pack
-    monkeypatch.setattr(player, "pack", lambda groups, *rest, **options: pack(groups[::-1], *rest, **options))
+    pack = Learner.pack
+    monkeypatch.setattr(Learner, "pack", lambda self, groups, lag_of: pack(self, groups[::-1], lag_of))
     status, out, _ = replay(capsys, training)
     assert status == 1
     assert "differ at " in out and "bit for bit" not in out

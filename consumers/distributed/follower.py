@@ -1,0 +1,31 @@
+"""A rank that carries out the lead's orders: it knows no Redis and decides nothing."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.consumers.distributed.watch import Watch
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.parity.gate import measured
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RolloutGroup
+
+
+def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
+    """Follows the lead until it ends, which ends this process; returns 1 after an error, which `watch` tells the
+    others."""
+    orders: dict[str, Callable[..., object]] = {}
+
+    def open_learner() -> None:
+        learner = Learner(config, ranks)
+
+        def gate(groups: Sequence[RolloutGroup], version: int) -> None:
+            measured(groups, config, learner.model, version)
+
+        orders.update(learner.orders, gate=gate)
+
+    orders["learner"] = open_learner
+    try:
+        ranks.follow(orders)
+    except Exception as error:
+        watch.leave(error)
+    return 1

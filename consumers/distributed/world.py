@@ -1,0 +1,81 @@
+"""Several ranks: torch.distributed behind the seam that the numerics know."""
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock.consumers.learning.ranks import Ranks, Shared, Value
+
+FOREVER = timedelta(days=365)
+"""An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there."""
+WAITING = "waiting for orders"
+
+
+class World(Ranks):
+    """The ranks of a process group.
+
+    store: through which they find each other. device: the type of device that holds the shards.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, local_rank: int = 0
+    ) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
+        self.mesh = init_device_mesh(device.type, (size,))
+        self.group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._beside = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def order(self, name: str, part: Callable[[int], tuple[Any, ...]] = lambda rank: ()) -> None:
+        orders = [None, *((name, part(rank)) for rank in range(1, self.size))]
+        dist.scatter_object_list([None], orders, group=self._orders)
+
+    def follow(self, orders: Mapping[str, Callable[..., object]]) -> None:
+        while True:
+            self.phase = WAITING
+            received: list[Any] = [None]
+            dist.scatter_object_list(received, group=self._orders)
+            name, part = received[0]
+            self.phase = name
+            orders[name](*part)
+
+    def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:
+        item = next(items, None) if self.is_lead else None
+        return self.hand_out(lambda rank: None if item is None else item.of_rank(rank, self.size))
+
+    def hand_out(self, part: Callable[[int], Value]) -> Value:
+        received: list[Any] = [None]
+        parts = [part(rank) for rank in range(self.size)] if self.is_lead else None
+        dist.scatter_object_list(received, parts, group=self.group)
+        found: Value = received[0]
+        return found
+
+    def gather(self, value: Value) -> list[Value]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def add(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def beside(self) -> Ranks:
+        return _Beside(self, self._beside)
+
+
+class _Beside(World):
+    """The ranks of a world in a group of their own."""
+
+    def __init__(self, world: World, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.local_rank = world.rank, world.size, world.local_rank
+        self.mesh, self.group = world.mesh, group

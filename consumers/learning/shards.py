@@ -1,0 +1,123 @@
+"""A model whose parameters several ranks share: FSDP2, block by block."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from penstock.consumers.learning.attention import IMPLEMENTATION
+from penstock.consumers.learning.ranks import Ranks
+from penstock.schemas.config import ConfigError
+
+
+class _BodyAndHead(nn.Module):
+    """The root of the shards: embedding, last norm and head are gathered as one."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **arguments: Any) -> Tensor:
+        hidden: Tensor = self.module.get_decoder()(**arguments).last_hidden_state
+        return hidden
+
+
+def empty_model(path: str, dtype: torch.dtype) -> Any:
+    """The model of a transformers folder with parameters that nothing has been written to, which take no memory yet;
+    buffers are without content."""
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), attn_implementation=IMPLEMENTATION, dtype=dtype
+        )
+    module.tie_weights()
+    filled: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                empty = torch.empty_like(parameter, dtype=dtype, device="cpu")
+                each._parameters[name] = filled.setdefault(id(parameter), nn.Parameter(empty))
+    return module
+
+
+def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, field: str) -> _BodyAndHead:
+    """Shards every block of the model and the rest of it over the ranks, and returns what runs it.
+
+    A block's parameters are gathered in `dtype` while it runs; gradients are added up in float32 over the ranks, not
+    averaged: the loss is a sum over all ranks' tokens already.
+
+    Raises:
+        ConfigError: no blocks can be found; `field` names the model.
+    """
+    found = blocks(module)
+    if not found:
+        raise ConfigError(
+            f"{field}: the blocks of {type(module).__name__} cannot be found (no GradientCheckpointingLayer, and "
+            "nothing of _no_split_modules in it), so it cannot be sharded; expected trainer.num_processes = 1"
+        )
+    # Inputs stay as they are, as without shards.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in found:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    root = _BodyAndHead(module)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    for each in root.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing beforehand
+            each.set_reduce_scatter_unused_params(True)  # experts that no token of this rank has met
+    return root
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that transformers checkpoints as one or does not split over devices."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    found: list[nn.Module] = []
+
+    def search(parent: nn.Module) -> None:
+        for child in parent.children():
+            if isinstance(child, GradientCheckpointingLayer) or type(child).__name__ in names:
+                found.append(child)
+            else:
+                search(child)
+
+    search(module)
+    return found
+
+
+@torch.no_grad()
+def fill(module: nn.Module, whole: nn.Module | None, ranks: Ranks, device: torch.device) -> None:
+    """Gives every rank its shards of the lead's whole model, one parameter after the other, and all of its buffers."""
+    assert ranks.mesh is not None
+    source = dict(whole.named_parameters()) if whole is not None else {}
+    for name, parameter in module.named_parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        full = source[name].to(device, parameter.dtype) if whole is not None else empty
+        _local(parameter).copy_(distribute_tensor(full, ranks.mesh, [Shard(0)], src_data_rank=0).to_local())
+    buffers = ranks.gather(dict(whole.named_buffers()) if whole is not None else {})[0]
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        module.get_submodule(owner)._buffers[own_name] = buffer.to(device)
+
+
+@torch.no_grad()
+def gathered(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """The whole parameters in `dtype`, and the buffers that are saved, on the lead's CPU; nothing on other ranks."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():  # of tied ones the first
+        own: Any = parameter.detach().to(dtype)
+        full: Tensor = own.full_tensor() if isinstance(own, DTensor) else own
+        if ranks.is_lead:
+            state[name] = full.cpu()
+    if ranks.is_lead:
+        saved = module.state_dict().keys()
+        state |= {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return state
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,77 @@
+"""Which rank gets which rows of a batch: equal cost, siblings together."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
+
+ALLOWED = 0.05
+"""A rank's cost above the mean, as a share of it, from which on siblings are parted."""
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """num_ranks: the ranks that share a batch. even_length: tokens of a row from which on attention's products cost
+    more than those of the weights."""
+
+    num_ranks: int = 1
+    even_length: float = math.inf
+
+    def cost(self, num_tokens: int) -> float:
+        """Of one row, in tokens of a row whose attention costs nothing; its quadratic share included."""
+        return num_tokens * (1 + num_tokens / self.even_length)
+
+
+ALONE = Sharing()
+
+
+def shared_out(groups: Sequence[list[Row]], cost: Callable[[Row], float], num_ranks: int) -> list[list[Row]]:
+    """The rows of each rank, in their order.
+
+    Whole groups first, the costliest one to the rank that has least (Graham, "Bounds on multiprocessing timing
+    anomalies", 1969); then single rows from the rank that has most to the one that has least, while that evens them.
+    Siblings that are parted store their prompt once more.
+    """
+    place = {id(row): number for number, row in enumerate(chain.from_iterable(groups))}
+    shares: list[list[Row]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for group in sorted(groups, key=lambda group: -sum(map(cost, group))):
+        least = loads.index(min(loads))
+        shares[least] += group
+        loads[least] += sum(map(cost, group))
+    while True:
+        most, least = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[most] - loads[least]
+        movable = [row for row in shares[most] if 0 < cost(row) < gap]
+        if max(loads) <= (1 + ALLOWED) * sum(loads) / num_ranks or not movable:
+            return [sorted(share, key=lambda row: place[id(row)]) for share in shares]
+        best = min(movable, key=lambda row: (abs(gap / 2 - cost(row)), place[id(row)]))
+        shares[most].remove(best)
+        shares[least].append(best)
+        loads[most] -= cost(best)
+        loads[least] += cost(best)
+
+
+def spread(rows: list[Row], size: Callable[[Row], int], num_parts: int) -> list[list[Row]]:
+    """Consecutive rows in `num_parts` parts whose largest sum of sizes is as small as can be; the last may be empty."""
+    low, high = max(map(size, rows), default=0), sum(map(size, rows))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(rows, size, middle)) <= num_parts else (middle + 1, high)
+    parts = _filled(rows, size, low)
+    return [*parts, *([] for _ in range(num_parts - len(parts)))]
+
+
+def _filled(rows: list[Row], size: Callable[[Row], int], limit: int) -> list[list[Row]]:
+    parts: list[list[Row]] = []
+    used = limit
+    for row in rows:
+        if used + size(row) > limit:
+            parts.append([])
+            used = 0
+        parts[-1].append(row)
+        used += size(row)
+    return parts

@@ -1,0 +1,123 @@
+"""The learner on 2 and 4 ranks against the learner of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.consumers.learning.step_report import StepReport
+from penstock.schemas.config import CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from rank_processes import on_ranks
+from rank_work import MARK, train
+from training_groups import configuration, group_of, random_group, segment, tiny_model
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SIZES = (2, 4)
+GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
+
+
+def _trainer(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{"device": "cpu", "learning_rate": 1e-3, "tokens_per_microbatch": 60} | changes)
+
+
+def _configs(folder: Path) -> dict[str, RunConfig]:
+    def run(model: str = "tied", dtype: str = "float32", reference: str | None = None, **changes: Any) -> RunConfig:
+        path = str(folder / model)
+        reference = reference and str(folder / reference)
+        model_config = ModelConfig(path=path, dtype=dtype, reference=reference)
+        return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
+
+    kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
+    return {
+        "plain": run(),
+        "again": run(),
+        "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded")),
+        "steps": run(trainer=_trainer(num_minibatches=2, num_epochs=2)),
+        "checkpointing": run(trainer=_trainer(gradient_checkpointing=True)),
+        "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
+        "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
+        "reference": run(objective=kl, reference="untied"),
+        "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
+        "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
+        "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
+    }
+
+
+def _batches() -> list[list]:
+    culprit = [[segment([1, 2, 3], [(1, 3)], [7, 7], [MARK, -1.0])], [segment([1, 2], [(1, 2)], [7])]]
+    batches = [[random_group(index, seed) for index in range(1, 7)] for seed in range(10)]
+    batches[1][2] = group_of(3, culprit, [1.0, 0.0])
+    batches[2] = [random_group(1, 2, siblings=2, rewards=[1.0, 0.0])]
+    batches[3] = [random_group(index, 3, rewards=[1.0] * 4 if index % 2 else None) for index in range(1, 7)]
+    return batches
+
+
+Found = dict[str, tuple[list[StepReport], dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+    """By the number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model(folder / "tied")
+    tiny_model(folder / "untied", tied=False, seed=1)
+    work = _configs(folder), _batches()
+    return {size: on_ranks(size, train, *work, folder=folder / str(size))[0] for size in (1, *SIZES)}
+
+
+NAMES = sorted(_configs(Path()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "bfloat16"])
+def test_weights_and_diagnostics_are_those_of_one_process(found, size: int, name: str) -> None:
+    (expected_reports, expected), (reports, weights) = found[1][name], found[size][name]
+    assert weights.keys() == expected.keys()
+    for key, tensor in weights.items():
+        assert tensor.shape == expected[key].shape and tensor.dtype == expected[key].dtype
+        assert (tensor - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+    for batch, (report, other) in enumerate(zip(reports, expected_reports, strict=True)):
+        where = f"batch {batch}"
+        assert report.metrics.keys() == other.metrics.keys(), where
+        assert report.metrics == pytest.approx(other.metrics, rel=2e-5, abs=1e-6), where
+        for figure in ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed"):
+            assert getattr(report, figure) == getattr(other, figure), where
+        assert report.spared == other.spared and report.steps_skipped == other.steps_skipped, where
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bfloat16_bodies_follow_one_process_within_their_rounding(found, size: int) -> None:
+    (expected_reports, expected), (reports, weights) = found[1]["bfloat16"], found[size]["bfloat16"]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+    assert reports[0].metrics["grad_norm"] == pytest.approx(expected_reports[0].metrics["grad_norm"], rel=2e-2)
+    for key, tensor in weights.items():
+        assert (tensor.float() - expected[key].float()).norm() <= 2e-2 * expected[key].float().norm(), key
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_same_number_of_ranks_gives_the_same_bits(found, size: int) -> None:
+    (reports, weights), (again, weights_again) = found[size]["plain"], found[size]["again"]
+    assert [report.metrics for report in reports] == [report.metrics for report in again]
+    assert all(torch.equal(tensor, weights_again[key]) for key, tensor in weights.items())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_group_that_is_not_finite_fails_alone_on_every_number_of_ranks(found, size: int) -> None:
+    report = found[size]["marked"][0][1]
+    assert report.failed == {3: "loss is not finite"}
+    assert report.spared == found[1]["marked"][0][1].spared and report.spared
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_findings_for_the_record_are_those_of_one_process_segment_by_segment(found, size: int) -> None:
+    for one, several in zip(found[1]["steps"][0], found[size]["steps"][0], strict=True):
+        assert one.findings.keys() == several.findings.keys()
+        for place, parts in one.findings.items():
+            for column in ("proximal_logprobs", "importance_weights", "kept"):
+                mine, theirs = (
+                    torch.cat([getattr(part, column).float() for part in each]).sort().values
+                    for each in (parts, several.findings[place])
+                )
+                assert mine == pytest.approx(theirs, abs=1e-5)

@@ -1,0 +1,95 @@
+"""Work done by several ranks, each a process of its own over gloo, as torchrun would start them."""
+
+import os
+import pickle
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from forked_programs import ForkedProgram, start_program
+
+_PROGRAM = "import sys; from rank_processes import work; work(*sys.argv[1:])"
+
+
+def on_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, folder: Path, statuses: Sequence[int] | None = None
+) -> list[Any]:
+    """What `function(ranks, watch, *arguments)` returns on each rank. It is looked up by name, so it lies in a module
+    of doubles, and takes and returns what pickle takes. statuses: of the ranks at their end; 0 each if left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = start_ranks(size, function, *arguments, folder=folder)
+    found = [process.wait(timeout=120) for process in processes]
+    if found != list(statuses or [0] * size):
+        raise AssertionError(f"statuses {found}\n" + "\n".join(log_of(folder, rank) for rank in range(size)))
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in _results(folder, size)]
+
+
+def start_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, folder: Path
+) -> list[subprocess.Popen | ForkedProgram]:
+    (folder / "work").write_bytes(pickle.dumps((function, arguments)))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    return [
+        start_program(
+            _PROGRAM,
+            [str(folder)],
+            {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            folder / f"rank-{rank}.log",
+            fresh=False,
+        )
+        for rank in range(size)
+    ]
+
+
+def log_of(folder: Path, rank: int) -> str:
+    return (folder / f"rank-{rank}.log").read_text()
+
+
+def work(folder: str) -> None:
+    """In the rank's process."""
+    import torch
+
+    from penstock.consumers.distributed.watch import Watch
+    from penstock.consumers.distributed.world import World
+    from penstock.consumers.learning.ranks import Ranks
+    from penstock.schemas.process import logs
+
+    torch.set_num_threads(1)
+    logs.configure("trainer", run="test", id=os.environ["RANK"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    function, arguments = pickle.loads((Path(folder) / "work").read_bytes())
+    ranks, watch = Ranks(), None
+    if size > 1:
+        timeout_s = float(os.environ.get("RANK_TIMEOUT_S", 60))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
+        ranks = World(store, rank, size, torch.device("cpu"), timeout_s)
+        watch = Watch(ranks, store, timeout_s)
+    try:
+        result = function(ranks, watch, *arguments)
+        _results(Path(folder), size)[rank].write_bytes(pickle.dumps(result))
+    except Exception as error:
+        if watch is None:
+            raise
+        watch.leave(error)
+        raise SystemExit(1) from error
+    if watch is not None:
+        ranks.gather(None)  # the store is the lead's here: it ends last
+
+
+def _results(folder: Path, size: int) -> list[Path]:
+    return [folder / f"result-{rank}" for rank in range(size)]
