@@ -2,8 +2,8 @@
 
 import logging
 import math
-from concurrent.futures import Future
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.export import export_model
 from penstock.consumers.learning.interfaces import Objective
+from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.learner_state import LearnerState
 from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
-from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer

@@ -54,3 +54,22 @@ def follow_to_the_end(ranks: Ranks, orders: dict[str, Any]) -> None:
         ranks.follow({**orders, "end": end})
     except EndOfOrders:
         return
+
+
+def train_from_checkpoints(
+    ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], read: Path, write: Path
+) -> dict[str, torch.Tensor] | None:
+    """The weights after the batches, from the tensors in `read` on if they are there; leaves its own in `write`."""
+    learner = Learner(config, ranks)
+    if not ranks.is_lead:
+        follow_to_the_end(ranks, learner.orders)
+        return None
+    if read.exists():
+        learner.load_checkpoint(read, {"num_steps": 3, "rng": torch.get_rng_state().tolist()})
+    for groups in batches:
+        learner.step(learner.pack(groups, lag_from(7)))
+    write.mkdir(parents=True)
+    learner.begin_checkpoint(write).result()
+    weights = learner.published_weights()
+    ranks.order("end")
+    return weights

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from concurrent.futures import Future
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch

@@ -9,7 +9,7 @@ import torch
 from penstock.consumers.learning.step_report import StepReport
 from penstock.schemas.config import CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
 from rank_processes import on_ranks
-from rank_work import MARK, train
+from rank_work import MARK, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -121,3 +121,20 @@ def test_findings_for_the_record_are_those_of_one_process_segment_by_segment(fou
                     for each in (parts, several.findings[place])
                 )
                 assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_a_checkpoint_is_continued_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    tiny_model(tmp_path / "model", tied=False)
+    config, batches = configuration(tmp_path / "model", trainer=_trainer()), _batches()[4:]
+
+    def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
+        places = tmp_path / read, tmp_path / write
+        return on_ranks(size, train_from_checkpoints, config, part, *places, folder=tmp_path / f"{write}-work")[0]
+
+    expected = train_on(1, batches, "none", "whole")
+    train_on(before, batches[:3], "none", "first")
+    weights = train_on(after, batches[3:], "first", "second")
+    assert len(list((tmp_path / "first").glob("*.safetensors"))) == before
+    for key, tensor in weights.items():
+        assert (tensor - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
