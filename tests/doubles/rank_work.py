@@ -1,5 +1,6 @@
 """What ranks do in tests of the sharded learner."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
