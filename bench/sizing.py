@@ -1,6 +1,6 @@
 """Measures the memory of the trainer beside the formula of docs/sizing.py: `python -m bench.sizing` writes a result.
 
-Each case is a process of its own, on one torch thread, that trains a few tokens and then a batch of two passes. What
+Each rank is a process of its own, on one torch thread, that trains a few tokens and then a batch of two passes. What
 counts is the peak of resident memory in that batch, over the memory before the model was loaded: the moments are there,
 and in its second pass the gradients.
 """
@@ -11,16 +11,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.result import RESULTS, now
+from penstock.consumers.distributed.world import World
+from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 from penstock.schemas.prompt import Prompt, Reward
@@ -51,17 +56,20 @@ class MemoryModel(msgspec.Struct, frozen=True):
 
 
 class MemoryCase(msgspec.Struct, frozen=True):
-    """tokens: of each of the two passes of a batch."""
+    """tokens: of each of the two passes that every rank has of a batch."""
 
     model: MemoryModel
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     tokens: int
     checkpointing: bool
+    ranks: int = 1
+    accumulation: Literal["unsharded", "sharded"] = "sharded"
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True):
     case: MemoryCase
     peak_bytes: int
+    """Of the rank that has most."""
 
 
 MODELS = (MemoryModel("20M", 384, 1024, 10, 6, 2, 12000), MemoryModel("100M", 768, 2048, 12, 12, 4, 32000))
@@ -77,15 +85,20 @@ CASES = (
         for tokens in (1024, 2048)
         for checkpointing in (False, True)
     ),
+    *(MemoryCase(LARGE, "float32", 1024, False, ranks) for ranks in (2, 4)),
+    *(MemoryCase(LARGE, dtype, 1024, True, ranks) for dtype in ("float32", "bfloat16") for ranks in (2, 4)),
+    *(MemoryCase(LARGE, "float32", 1024, True, ranks, "unsharded") for ranks in (2, 4)),
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sizing", description="Measure the trainer's memory.")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
-    case = parser.parse_args().case
-    if case is not None:
-        print(peak_bytes(msgspec.json.decode(case.read_bytes(), type=MemoryCase)))
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        case = msgspec.json.decode(arguments.case.read_bytes(), type=MemoryCase)
+        Rank(case, arguments.rank, arguments.case.parent).run()
         return 0
     found = []
     for each in CASES:
@@ -98,38 +111,71 @@ def main() -> int:
 
 
 def measure(case: MemoryCase) -> int:
-    """Runs a case in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "case.json"
-        file.write_bytes(msgspec.json.encode(case))
-        command = [sys.executable, "-m", "bench.sizing", "--case", str(file)]
-        # Large blocks of memory go back to the system when they are freed; by default glibc keeps ever larger ones.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return int(done.stdout.split()[-1])
+    """Runs a case, each of its ranks in a process of its own."""
+    # Large blocks of memory go back to the system when they are freed; by default glibc keeps ever larger ones.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as started:
+        folder = Path(name)
+        (folder / "case.json").write_bytes(msgspec.json.encode(case))
+        _save_model(case.model, folder)
+        command = [sys.executable, "-m", "bench.sizing", "--case", str(folder / "case.json"), "--rank"]
+        for rank in range(case.ranks):
+            started.enter_context(subprocess.Popen([*command, str(rank)], env=environment))
+        started.close()  # waits for all
+        return int((folder / "peak").read_text())
 
 
-def peak_bytes(case: MemoryCase) -> int:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        _save_model(case.model, Path(folder))
-        config = RunConfig(
-            name="sizing",
-            model=ModelConfig(path=folder, dtype=case.dtype),  # type: ignore[arg-type]
-            environment=Plug(path="none:None"),
-            trainer=TrainerConfig(
-                device="cpu", tokens_per_microbatch=case.tokens, gradient_checkpointing=case.checkpointing
-            ),
+class Rank:
+    """One rank of a case, the lead of which writes the largest peak into the folder."""
+
+    def __init__(self, case: MemoryCase, rank: int, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self._case, self._folder = case, folder
+        self._ranks = Ranks()
+        if case.ranks > 1:
+            store = dist.FileStore(str(folder / "store"), case.ranks)
+            self._ranks = World(store, rank, case.ranks, torch.device("cpu"), timeout_s=600.0)
+        trainer = TrainerConfig(
+            device="cpu",
+            tokens_per_microbatch=case.tokens,
+            gradient_checkpointing=case.checkpointing,
+            gradient_accumulation=case.accumulation,
         )
-        before = _status_bytes("VmRSS")
-        learner = Learner(config)
-        batch = pack([_group(1, case), _group(2, case)], lambda version: 0, config)
+        self._config = RunConfig(
+            name="sizing",
+            model=ModelConfig(path=str(folder), dtype=case.dtype),
+            environment=Plug(path="none:None"),
+            trainer=trainer,
+        )
+
+    def run(self) -> None:
+        self._before = _status_bytes("VmRSS")
+        self._learner = Learner(self._config, self._ranks)
+        own = {"forget": self._forget, "largest": self._largest, "end": sys.exit}
+        if not self._ranks.is_lead:
+            self._ranks.follow(self._learner.orders | own)
+        few, batch = (self._batch(num) for num in (2, self._case.tokens // ROW_TOKENS))
+        self._learner.step(few)
+        self._ranks.order("forget")
+        self._forget()
+        self._learner.step(batch)
+        self._ranks.order("largest")
+        (self._folder / "peak").write_text(str(self._largest()))
+        self._ranks.order("end")
+
+    def _batch(self, num_rollouts: int) -> Batch:
+        groups = [_group(index, self._case, num_rollouts) for index in range(2 * self._case.ranks)]
+        batch = self._learner.pack(groups, lambda version: 0)
         (minibatch,) = batch.minibatches
-        assert len(minibatch.microbatches) == 2
-        learner.step(pack([_group(0, case, num_rollouts=2)], lambda version: 0, config))
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        learner.step(batch)
-    return _status_bytes("VmHWM") - before
+        assert num_rollouts * ROW_TOKENS < self._case.tokens or len(minibatch.microbatches) == len(groups)
+        return batch
+
+    def _forget(self) -> None:
+        """Lets the peak so far be forgotten."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def _largest(self) -> int:
+        return max(self._ranks.gather(_status_bytes("VmHWM") - self._before))
 
 
 def _save_model(model: MemoryModel, folder: Path) -> None:
@@ -147,7 +193,7 @@ def _save_model(model: MemoryModel, folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def _group(index: int, case: MemoryCase, num_rollouts: int | None = None) -> RolloutGroup:
+def _group(index: int, case: MemoryCase, num_rollouts: int) -> RolloutGroup:
     """Rollouts of `ROW_TOKENS` tokens each, their shared prompt token among them: one forward pass."""
     rng = np.random.default_rng(index)
     num_sampled = ROW_TOKENS - 1
@@ -158,7 +204,7 @@ def _group(index: int, case: MemoryCase, num_rollouts: int | None = None) -> Rol
             loss_mask=((1, ROW_TOKENS),),
             version_spans=(VersionSpan(0, 1, ROW_TOKENS),),
         )
-        for _ in range(num_rollouts or case.tokens // ROW_TOKENS)
+        for _ in range(num_rollouts)
     ]
     return RolloutGroup(
         index=index,

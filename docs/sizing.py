@@ -219,21 +219,20 @@ def measured_case(case: dict[str, Any]) -> tuple[Shape, Setting]:
     model = case["model"]
     sizes = (model[name] for name in ("hidden", "intermediate", "layers", "heads", "kv_heads"))
     shape = Shape(model["name"], *sizes, head_dim=64, vocabulary=model["vocabulary"], tied=True)
-    return shape, Setting(1, case["tokens"], case["dtype"], case["checkpointing"], on_cuda=False)
+    unsharded = case["accumulation"] == "unsharded"
+    return shape, Setting(case["ranks"], case["tokens"], case["dtype"], case["checkpointing"], unsharded, on_cuda=False)
 
 
 def measured_table() -> str:
-    lines = [
-        "| model | `model.dtype` | tokens a pass | checkpointing | formula, MB | measured, MB | measured / formula |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    names = ("model", "ranks", "dtype", "tokens a pass", "checkpointing", "accumulation", "formula, MB", "measured, MB")
+    lines = [f"| {' | '.join(names)} | ratio |", "|---" * (len(names) + 1) + "|"]
     for each in newest_result():
         shape, setting = measured_case(each["case"])
         formula, measured = total_gb(shape, setting) * 1e3, each["peak_bytes"] / 1e6
-        lines.append(
-            f"| {shape.name} | {setting.dtype} | {setting.tokens:,} | {'yes' if setting.checkpointing else 'no'} | "
-            f"{formula:,.0f} | {measured:,.0f} | {measured / formula:.2f} |"
-        )
+        checkpointing = "yes" if setting.checkpointing else "no"
+        accumulation = each["case"]["accumulation"] if setting.ranks > 1 else ""
+        cells = (shape.name, setting.ranks, setting.dtype, f"{setting.tokens:,}", checkpointing, accumulation)
+        lines.append(f"| {' | '.join(map(str, cells))} | {formula:,.0f} | {measured:,.0f} | {measured / formula:.2f} |")
     return "\n".join(lines)
 
 
