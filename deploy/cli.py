@@ -328,10 +328,10 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         return _launch_ranks(config.trainer.num_processes, signals)
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
-    if "WORLD_SIZE" not in os.environ:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return _lead(arguments, config, signals)
     from penstock.consumers.distributed.follower import follow
-    from penstock.consumers.distributed.start import join
+    from penstock.consumers.distributed.start import check_alike, join
 
     ranks, lookout = join(config)
     if not ranks.is_lead:
@@ -339,6 +339,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         return follow(config, ranks, lookout)
     status = 2
     try:
+        check_alike(config, ranks)
         status = _lead(arguments, config, signals, ranks, lookout)
     finally:
         lookout.ended(status)

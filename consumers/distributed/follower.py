@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from penstock.consumers.distributed.start import check_alike
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import measured
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.rollout import RolloutGroup
 
 
@@ -25,7 +26,10 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
 
     orders["learner"] = open_learner
     try:
+        check_alike(config, ranks)
         ranks.follow(orders)
+    except (ConfigError, OSError) as error:
+        watch.refused(error)
     except Exception as error:
         watch.leave(error)
     return 1

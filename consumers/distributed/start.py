@@ -26,7 +26,7 @@ def join(config: RunConfig) -> tuple[World, Watch]:
     """The world of a process that torchrun has started, and the watch over its ranks.
 
     Raises:
-        ConfigError: no device for this rank; ranks of different run files.
+        ConfigError: no device for this rank.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(config.trainer.device, local_rank)
@@ -34,12 +34,6 @@ def join(config: RunConfig) -> tuple[World, Watch]:
     timeout_s = config.trainer.rank_timeout_s
     world = World(store, rank, size, device, timeout_s, local_rank)
     watch = Watch(world, store, timeout_s)
-    try:
-        check_alike(config, world)
-    except ConfigError:
-        if world.is_lead:
-            watch.ended(2)
-        raise
     return world, watch
 
 

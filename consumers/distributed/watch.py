@@ -49,13 +49,22 @@ class Watch:
         self._is_over.set()
         self._store.set(_ENDED, str(status))
 
+    def refused(self, error: Exception) -> None:
+        """Of a rank that cannot go on by a setting or a file, as the others cannot: the lead says so and ends them.
+
+        Waits for that; after the time-out of the ranks this one is alone in it, and leaves.
+        """
+        if not self._ranks.is_lead:
+            time.sleep(self._timeout_s)
+        self.leave(error)
+
     def leave(self, error: BaseException) -> None:
         """Of a rank that an error ends: tells the others, or says which rank is to blame once that is known."""
         if not _is_of_others(error):
             text = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
             self._store.set(f"{_FAILED}/{self._ranks.rank}", json.dumps([self._ranks.phase, text]))
             self._is_over.set()
-            self._say(f"rank {self._ranks.rank} failed in {self._ranks.phase}: {text}")
+            self._say(f"rank {self._ranks.rank} failed in {self._ranks.phase}: {text}", error)
             return
         self._is_taken = True
         self._store.set(f"{_LOST}/{self._ranks.rank}", self._ranks.phase)
@@ -123,14 +132,16 @@ class Watch:
             self._say(verdict)
             os._exit(1)
 
-    def _say(self, text: str) -> None:
-        """The first of the ranks to come here speaks: the lead may be the one that is lost."""
+    def _say(self, text: str, error: BaseException | None = None) -> None:
+        """The first of the ranks to come here speaks: the lead may be the one that is lost. error: shown with its
+        traceback."""
         try:
             is_first = self._store.add(_SAID, 1) == 1
         except Exception:  # the launcher is gone, and each says so
             is_first = True
         if is_first:
-            log.error("%s; the trainer ends, and --resume continues it from its last checkpoint", text)
+            ends = "the trainer ends, and --resume continues it from its last checkpoint"
+            log.error("%s; %s", text, ends, exc_info=error)
 
 
 def _is_of_others(error: BaseException) -> bool:

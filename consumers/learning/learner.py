@@ -51,6 +51,7 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken: the learning rate follows it."""
+        self._said = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
         if self.device.type == "cpu":
@@ -84,7 +85,8 @@ class Learner:
 
         Every group must have passed `check_trainable` with the model's vocabulary. batch: of `pack`.
         """
-        if batch.num_rows < self.ranks.size:
+        if batch.num_rows < self.ranks.size and not self._said:
+            self._said = True
             log.warning("a batch of %d rows for %d ranks: some compute nothing", batch.num_rows, self.ranks.size)
         return self._step(self._order("step", batch))
 

@@ -97,12 +97,15 @@ def bind(**fields: Any | Callable[[], Any]) -> None:
 
 def adopt() -> None:
     """Routes the loggers of libraries through the handler of `configure`: their own handlers are removed, their levels
-    stay. Call it after importing a library that configures logging itself. Without `configure` it does nothing."""
+    stay; what a library has silenced remains silent. Call it after importing a library that configures logging itself.
+    Without `configure` it does nothing."""
     if not any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers):
         return
     for name in list(logging.Logger.manager.loggerDict):
         logger = logging.Logger.manager.loggerDict[name]
         if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate):
+            if not logger.propagate and all(isinstance(each, logging.NullHandler) for each in logger.handlers):
+                continue  # silent on purpose
             for handler in list(logger.handlers):
                 logger.removeHandler(handler)
             logger.propagate = True

@@ -191,6 +191,17 @@ def test_libraries_that_set_themselves_up_are_adopted(capsys):
     assert [(record["logger"], record["message"]) for record in records(capsys)] == [("a_library.part", "said once")]
 
 
+def test_what_a_library_has_silenced_remains_silent(capsys):
+    library = logging.getLogger("a_silent_library")
+    library.propagate = False
+    library.setLevel(logging.DEBUG)
+    library.addHandler(logging.NullHandler())
+    logs.configure("trainer", run="r", id="t")
+    logs.adopt()
+    library.debug("of no interest")
+    assert records(capsys) == []
+
+
 def test_transformers_writes_through_the_same_handler():
     program = (
         "from penstock.schemas.process import logs\n"

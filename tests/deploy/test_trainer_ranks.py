@@ -1,0 +1,101 @@
+"""`penstock trainer` as several ranks: what it refuses, in one message, and how it ends."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from forked_programs import start_program
+from training_groups import tiny_model
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+_PROGRAM = "import sys; from penstock.deploy import cli; sys.exit(cli.main(sys.argv[1:]))"
+RUN_FILE = """
+name = "test"
+groups_per_batch = 2
+group_size = 2
+model.path = {model!r}
+environment.path = "none:None"
+evaluation.num_prompts = 0
+trainer.device = "cpu"
+trainer.rank_timeout_s = 20.0
+"""
+
+
+class Ended(NamedTuple):
+    statuses: list[int]
+    lines: list[str]
+    """All that the ranks have said, without what is said for information."""
+
+
+def trainer_on_ranks(
+    folder: Path, arguments: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
+) -> Ended:
+    """`penstock trainer` with the arguments of each rank, beside a store as torchrun's agent has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {name: value for name, value in os.environ.items() if name != "REDIS_URL"} | dict(environment or {})
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given |= {"WORLD_SIZE": str(len(arguments)), "TORCHELASTIC_RUN_ID": "test", "PENSTOCK_LOG": "text"}
+    files = [folder / f"rank-{rank}.log" for rank in range(len(arguments))]
+    ranks = [
+        start_program(
+            _PROGRAM,
+            ["trainer", *each, "--runs", str(folder / "runs")],
+            {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            files[rank],
+            fresh=False,
+        )
+        for rank, each in enumerate(arguments)
+    ]
+    statuses = [rank.wait(timeout=60) for rank in ranks]
+    return Ended(statuses, [line for file in files for line in file.read_text().splitlines() if " INFO " not in line])
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    tiny_model(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(model=str(tmp_path / "model")))
+    return str(tmp_path / "run.toml")
+
+
+def test_without_redis_rank_0_alone_says_so(tmp_path: Path, run_file: str) -> None:
+    ended = trainer_on_ranks(tmp_path, [[run_file]] * 2)
+    assert ended.statuses == [2, 2]
+    (line,) = ended.lines
+    assert "REDIS_URL" in line
+
+
+def test_a_redis_that_does_not_answer_ends_all_ranks_with_one_message(tmp_path: Path, run_file: str) -> None:
+    url = {"REDIS_URL": "redis://127.0.0.1:1/0"}
+    ended = trainer_on_ranks(tmp_path, [[run_file, "--set", "redis.outage_s=0.5"]] * 2, url)
+    assert ended.statuses == [1, 1]
+    assert sum("127.0.0.1:1" in line and " ERROR " in line for line in ended.lines) == 1
+
+
+def test_ranks_of_different_run_files_are_told_field_and_rank(tmp_path: Path, run_file: str) -> None:
+    other = [run_file, "--set", "trainer.learning_rate=0.5"]
+    ended = trainer_on_ranks(tmp_path, [[run_file], other, [run_file]])
+    assert ended.statuses == [2, 2, 2]
+    (line,) = ended.lines
+    assert "trainer.learning_rate = 0.5 on rank 1, and 1e-05 on rank 0" in line
+
+
+@pytest.mark.redis
+def test_a_model_whose_blocks_cannot_be_found_is_refused_once(
+    tmp_path: Path, run_file: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import penstock.consumers.learning.shards as shards\n"
+        "import penstock.consumers.learning.model as model\n"
+        "shards.blocks = lambda module: []\n" + _PROGRAM
+    )
+    monkeypatch.setitem(globals(), "_PROGRAM", program)
+    ended = trainer_on_ranks(tmp_path, [[run_file]] * 2, {"REDIS_URL": redis_url})
+    assert ended.statuses == [2, 2]
+    (line,) = ended.lines
+    assert "the blocks of Qwen3ForCausalLM cannot be found" in line and "model.path" in line
+    assert not list((tmp_path / "runs" / "test").glob("checkpoints/epoch-*")), "it left no sign of a run"
