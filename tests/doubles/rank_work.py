@@ -1,21 +1,36 @@
 """What ranks do in tests of the sharded learner."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from penstock.consumers.distributed.watch import Watch
+from penstock.consumers.learning.batch import Place
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
+from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.observe.record import Taken, records_of
+from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
 from penstock.schemas.config import RunConfig
+from penstock.schemas.record import SegmentFindings
 from penstock.schemas.rollout import RolloutGroup
 from training_groups import lag_from
 
 MARK = -3.25
 """A behavior logprob at which `Marked` has a loss of NaN."""
+
+
+class Trained(NamedTuple):
+    """By batch the reports and what is recorded of each segment; the weights after them."""
+
+    reports: list[StepReport]
+    findings: list[dict[Place, SegmentFindings]]
+    weights: dict[str, torch.Tensor]
 
 
 class Marked:
@@ -29,18 +44,34 @@ class Marked:
 
 def train(
     ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], batches: list[list[RolloutGroup]]
-) -> dict[str, tuple[list[StepReport], dict[str, torch.Tensor]]] | None:
-    """The reports of the batches and the weights after them, by the name of the configuration; on the lead."""
+) -> dict[str, Trained] | None:
+    """By the name of the configuration; on the lead."""
     found = {}
     for name, config in configs.items():
         learner = Learner(config, ranks)
         if ranks.is_lead:
-            reports = [learner.step(learner.pack(groups, lag_from(7))) for groups in batches]
-            found[name] = reports, learner.published_weights()
+            steps = [step(learner, groups) for groups in batches]
+            found[name] = Trained(*map(list, zip(*steps, strict=True)), learner.published_weights())
             ranks.order("end")
         else:
             follow_to_the_end(ranks, learner.orders)
     return found if ranks.is_lead else None
+
+
+def step(learner: Learner, groups: list[RolloutGroup]) -> tuple[StepReport, dict[Place, SegmentFindings]]:
+    """The report of a batch, and what is recorded of each segment."""
+    lag_of = LagTable(7, {}, {0: 7})
+    batch = learner.pack(groups, lag_of)
+    report = learner.step(batch)
+    _, recorded = records_of(Taken(0, 0, groups, batch, report, lag_of), learner.config)
+    by_index = {each.decode().index: each.findings for each in recorded}
+    found = {
+        Place(index, r, s): findings
+        for index, of_group in by_index.items()
+        for r, of_rollout in enumerate(of_group)
+        for s, findings in enumerate(of_rollout)
+    }
+    return report, found
 
 
 class EndOfOrders(Exception):
@@ -74,3 +105,52 @@ def train_from_checkpoints(
     weights = learner.published_weights()
     ranks.order("end")
     return weights
+
+
+def step_once(
+    ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], groups: list[RolloutGroup]
+) -> dict[str, tuple[dict[str, torch.Tensor], dict[Place, SegmentFindings]]] | None:
+    """The gradients of the last optimizer step on the groups, and what is recorded of each segment, by the name of the
+    configuration; on the lead."""
+    found = {}
+    for name, config in configs.items():
+        learner = Learner(config, ranks)
+        gradients: dict[str, torch.Tensor] = {}
+
+        def keep(*_: object, model: PackedModel = learner.model, kept: dict[str, torch.Tensor] = gradients) -> None:
+            for key, parameter in model.state().items():
+                if isinstance(gradient := parameter.grad, DTensor):
+                    gradient = gradient.full_tensor()
+                if gradient is not None:
+                    kept[key] = gradient.clone()
+
+        learner.optimizer.register_step_pre_hook(keep)
+        if ranks.is_lead:
+            found[name] = gradients, step(learner, groups)[1]
+            ranks.order("end")
+        else:
+            follow_to_the_end(ranks, learner.orders)
+    return found if ranks.is_lead else None
+
+
+def check_gate(
+    ranks: Ranks, watch: Watch | None, config: RunConfig, batches: dict[str, list[RolloutGroup]], folder: Path
+) -> dict[str, str] | None:
+    """What the gate says of each batch, which it refuses or not; leaves its reports in folders of their names."""
+    learner = Learner(config, ranks)
+    if not ranks.is_lead:
+
+        def gate(groups: list[RolloutGroup], version: int) -> None:
+            measured(groups, config, learner.model, version)
+
+        follow_to_the_end(ranks, {"gate": gate})
+        return None
+    said = {}
+    for name, groups in batches.items():
+        try:
+            Gate(config, folder / name, ranks=ranks).check(groups, learner.model, 0, LagTable(0, {}, {}))
+            said[name] = ""
+        except ParityRefusedError as error:
+            said[name] = str(error)
+    ranks.order("end")
+    return said

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -11,7 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from penstock.consumers.learning import model, model_check
 from penstock.consumers.learning.attention import IMPLEMENTATION
 from penstock.consumers.learning.model import PackedModel
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, RunConfig, TrainerConfig
+from rank_processes import on_ranks
+from rank_work import step_once
+from training_groups import configuration, random_group, tiny_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 TRAINED = "trained"
@@ -66,11 +70,11 @@ ROWS = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.M)
 """Architecture, model type and verdict of each row of the page's table."""
 
 
-def small_model(kind: str) -> PreTrainedModel:
+def small_model(kind: str, **changes: Any) -> PreTrainedModel:
     default = AutoConfig.for_model(kind).get_text_config()
     sizes = {name: size for name, size in SIZES.items() if hasattr(default, name)}
     torch.manual_seed(0)
-    config = type(default)(**sizes | SETTINGS.get(kind, {}))
+    config = type(default)(**sizes | SETTINGS.get(kind, {}) | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
 
 
@@ -92,3 +96,43 @@ def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, arch
 
     found, checkpointed = verdict_of(), verdict_of(gradient_checkpointing=True)
     assert verdict == (found if checkpointed == found else f"{found}; with gradient checkpointing {checkpointed}")
+
+
+ODD = {"hidden_size": 18, "intermediate_size": 25, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6}
+ON_RANKS = ("qwen3", "qwen2", "llama", "gemma3_text", "phi3", "cohere2", "gpt2", "mixtral", "qwen3_moe", "odd")
+MANY_EXPERTS = {"qwen3_moe": {"num_experts": 64, "num_local_experts": 64}}
+"""More than the tokens of a batch can meet."""
+
+
+@pytest.fixture(scope="module")
+def on_one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By architecture, on one process and on two ranks."""
+    folder = tmp_path_factory.mktemp("architectures")
+    configs: dict[str, RunConfig] = {}
+    for kind in ON_RANKS:
+        if kind == "odd":
+            tiny_model(folder / kind, **ODD)
+        else:
+            small_model(kind, **MANY_EXPERTS.get(kind, {})).save_pretrained(folder / kind)
+        trainer = TrainerConfig(device="cpu", max_grad_norm=1e9, tokens_per_microbatch=40)
+        configs[kind] = configuration(folder / kind, trainer=trainer, record=True)
+    groups = [random_group(index, 1, siblings=2) for index in range(1, 4)]
+    one, two = (on_ranks(size, step_once, configs, groups, folder=folder / str(size))[0] for size in (1, 2))
+    return one, two
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("kind", ON_RANKS)
+def test_two_ranks_find_logprobs_and_gradients_of_one_process(on_one_and_two, kind: str) -> None:
+    (expected_gradients, expected), (gradients, found) = (of_size[kind] for of_size in on_one_and_two)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).norm() <= 1e-5 * expected_gradients[name].norm() + 1e-9, name
+    assert all(gradient.any() for gradient in gradients.values())
+    if kind in MANY_EXPERTS:
+        by_expert = next(gradient for name, gradient in gradients.items() if name.endswith("experts.down_proj"))
+        assert not by_expert.flatten(1).any(1).all(), "every expert was met"
+    for place, findings in expected.items():
+        logprobs, others = (np.frombuffer(each.proximal_logprobs, np.float32) for each in (findings, found[place]))
+        assert len(logprobs)
+        np.testing.assert_allclose(others, logprobs, atol=1e-5)

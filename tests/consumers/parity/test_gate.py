@@ -17,6 +17,8 @@ from penstock.consumers.parity.gate import Alert, Gate, ParityRefusedError
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig
 from penstock.schemas.policy import make_version
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
+from rank_processes import on_ranks
+from rank_work import check_gate
 from training_groups import configuration
 
 WARM = SamplingSettings(max_tokens=16)
@@ -202,3 +204,23 @@ def test_the_gate_tells_what_it_measured(bench, model, sound, tmp_path):
     Gate(config_of(bench), tmp_path, measured.append).check(sound, model, 0, AT_0)
     (gap,) = measured
     assert 0 < gap < 1e-5
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_measure_what_one_process_measures_and_refuse_what_it_refuses(bench, sound, tmp_path):
+    batches = {"sound": sound, "wrong": in_base_2(sound)}
+    folders = {size: tmp_path / str(size) for size in (1, 2)}
+    said = {}
+    for size, folder in folders.items():
+        for name in batches:
+            (folder / name).mkdir(parents=True)
+        said[size] = on_ranks(size, check_gate, config_of(bench), batches, folder, folder=folder / "work")[0]
+    assert said[1] == said[2]
+    assert said[2]["sound"] == "" and "these are logarithms to base 2" in said[2]["wrong"]
+    for name in batches:
+        one, two = (report_in(folder / name) for folder in folders.values())
+        assert one["verdict"]["status"] == two["verdict"]["status"]
+        assert one["num_tokens"] == two["num_tokens"]
+        for mine, theirs in zip(one["hypotheses"], two["hypotheses"], strict=True):
+            assert mine["name"] == theirs["name"]
+            assert theirs["gap"] == pytest.approx(mine["gap"], rel=1e-5, abs=1e-5)
