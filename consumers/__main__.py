@@ -65,8 +65,11 @@ def main(
     ranks, watch: of several ranks, of which this is the lead; the others `follow`.
     """
     signals = StopSignals() if signals is None else signals
+    ranks = ranks or Ranks()
+    if ranks.size > 1:
+        log.info("%d ranks share the model", ranks.size)
     try:
-        return _main(config, runs, signals, check_server, on_open, ranks or Ranks(), resume=resume, standby=standby)
+        return _main(config, runs, signals, check_server, on_open, ranks, resume=resume, standby=standby)
     except StoppedError as stopped:
         log.info("%s", stopped)
         return 0

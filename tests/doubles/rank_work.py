@@ -43,14 +43,14 @@ class Marked:
 
 
 def train(
-    ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], batches: list[list[RolloutGroup]]
+    ranks: Ranks, watch: Watch | None, configs: dict[str, RunConfig], batches: dict[str, list[list[RolloutGroup]]]
 ) -> dict[str, Trained] | None:
     """By the name of the configuration; on the lead."""
     found = {}
     for name, config in configs.items():
         learner = Learner(config, ranks)
         if ranks.is_lead:
-            steps = [step(learner, groups) for groups in batches]
+            steps = [step(learner, groups) for groups in batches[name]]
             found[name] = Trained(*map(list, zip(*steps, strict=True)), learner.published_weights())
             ranks.order("end")
         else:

@@ -32,6 +32,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
     return {
         "plain": run(),
+        "once": run(),
         "again": run(),
         "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded")),
         "steps": run(trainer=_trainer(num_minibatches=2, num_epochs=2)),
@@ -60,7 +61,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Train
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
-    work = _configs(folder), _batches()
+    configs, batches = _configs(folder), _batches()
+    work = configs, {name: batches if name == "plain" else batches[:4] for name in configs}
     return {size: on_ranks(size, train, *work, folder=folder / str(size))[0] for size in (1, *SIZES)}
 
 
@@ -78,7 +80,9 @@ def test_weights_and_diagnostics_are_those_of_one_process(found, size: int, name
     for batch, (report, other) in enumerate(zip(reports, expected_reports, strict=True)):
         where = f"batch {batch}"
         assert report.metrics.keys() == other.metrics.keys(), where
-        assert report.metrics == pytest.approx(other.metrics, rel=2e-5, abs=1e-6), where
+        # Later on the weights differ by rounding errors, which Adam's division carries into the figures.
+        rel = 2e-5 if batch else 1e-6
+        assert report.metrics == pytest.approx(other.metrics, rel=rel, abs=1e-6 if batch else 1e-8), where
         for figure in ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed"):
             assert getattr(report, figure) == getattr(other, figure), where
         assert report.spared == other.spared and report.steps_skipped == other.steps_skipped, where
@@ -95,7 +99,7 @@ def test_bfloat16_bodies_follow_one_process_within_their_rounding(found, size: i
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_same_number_of_ranks_gives_the_same_bits(found, size: int) -> None:
-    (reports, findings, weights), (again, findings_again, weights_again) = found[size]["plain"], found[size]["again"]
+    (reports, findings, weights), (again, findings_again, weights_again) = found[size]["once"], found[size]["again"]
     assert [report.metrics for report in reports] == [report.metrics for report in again]
     assert findings == findings_again
     assert all(torch.equal(tensor, weights_again[key]) for key, tensor in weights.items())
