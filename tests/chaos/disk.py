@@ -1,6 +1,7 @@
 """A small file system for the checkpoint folder, which the suite can fill."""
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -45,12 +46,21 @@ class SmallDisk:
         self._filler = folder / ".filler"
 
     def fill(self, room: int) -> None:
-        """Leaves `room` bytes. What is deleted meanwhile makes room again."""
-        stat = os.statvfs(self._folder)
-        wanted = max(0, stat.f_bavail * stat.f_frsize - room)
+        """Leaves `room` bytes. What is deleted meanwhile makes room again.
+
+        Where something is written meanwhile, and less is left than was seen, it looks again.
+        """
         with self._filler.open("ab") as file:
-            size = file.tell()
-            os.posix_fallocate(file.fileno(), 0, max(1, size + wanted))
+            while True:
+                stat = os.statvfs(self._folder)
+                wanted = max(0, stat.f_bavail * stat.f_frsize - room)
+                if not wanted:
+                    return
+                try:
+                    return os.posix_fallocate(file.fileno(), 0, file.seek(0, os.SEEK_END) + wanted)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
 
     def drain(self) -> None:
         self._filler.unlink(missing_ok=True)
