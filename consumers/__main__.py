@@ -221,7 +221,9 @@ def _assemble(
     evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.evaluation.num_prompts or 0)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
-    recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of) if keeps_record else None
+    recorder = None
+    if keeps_record:
+        recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
     def sync_record() -> None:
         if recorder is None:
@@ -265,5 +267,5 @@ def _load_learner(config: RunConfig, ranks: Ranks) -> Learner:
             f"model.path = {config.model.path!r}: no model there; expected a folder with config.json "
             "(`penstock make-model` makes one)"
         )
-    ranks.order("learner")
+    ranks.order("learner", lambda _: (config,))
     return Learner(config, ranks)

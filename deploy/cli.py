@@ -25,6 +25,7 @@ from penstock.deploy.launch.command_line import (
     add_runs,
     find_run_file,
     limit_threads,
+    run_as_ranks,
     shipped_run_files,
     standard_output,
 )
@@ -325,7 +326,8 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         )
     config = _load(arguments)
     if config.trainer.num_processes > 1 and "WORLD_SIZE" not in os.environ:
-        return _launch_ranks(config.trainer.num_processes, signals)
+        signals.ignore()  # the launcher of the ranks has handlers of its own
+        return run_as_ranks(config.trainer.num_processes)
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -372,14 +374,6 @@ def _lead(
         ranks=ranks,
         watch=lookout,
     )
-
-
-def _launch_ranks(num_processes: int, signals: StopSignals) -> int:
-    """Runs this command line as so many ranks."""
-    from penstock.consumers.distributed.start import launch
-
-    signals.ignore()  # the launcher of the ranks has handlers of its own
-    return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]])
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

@@ -69,7 +69,8 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     line: for each earlier epoch on the way to this trainer's first policy, the position where it was cut (the first one
         that does not count).
     forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.
-    config: the run's settings, `penstock.schemas.config.RunConfig` as builtins.
+    config: the run's settings, `penstock.schemas.config.RunConfig` as builtins; `trainer.num_processes` is the number
+        of ranks that trained, over all machines.
     model_digest: `penstock.schemas.model_digest.model_digest` of the base model.
     """
 

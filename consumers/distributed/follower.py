@@ -16,7 +16,7 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
     others."""
     orders: dict[str, Callable[..., object]] = {}
 
-    def open_learner() -> None:
+    def open_learner(config: RunConfig) -> None:
         learner = Learner(config, ranks)
 
         def gate(groups: Sequence[RolloutGroup], version: int) -> None:

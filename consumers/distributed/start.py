@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.consumers.distributed.watch import Watch
+from penstock.consumers.distributed.watch import TRAINER_ENDS, Watch
 from penstock.consumers.distributed.world import World
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.ranks import Ranks
@@ -22,8 +22,8 @@ STOP_S = 600
 """The time that the ranks have to end after a signal: the lead writes a checkpoint first."""
 
 
-def join(config: RunConfig) -> tuple[World, Watch]:
-    """The world of a process that torchrun has started, and the watch over its ranks.
+def join(config: RunConfig, ending: str = TRAINER_ENDS) -> tuple[World, Watch]:
+    """The world of a process that torchrun has started, and the watch over its ranks. ending: as in `Watch`.
 
     Raises:
         ConfigError: no device for this rank.
@@ -33,7 +33,7 @@ def join(config: RunConfig) -> tuple[World, Watch]:
     store, rank, size = next(dist.rendezvous("env://"))
     timeout_s = config.trainer.rank_timeout_s
     world = World(store, rank, size, device, timeout_s, local_rank)
-    watch = Watch(world, store, timeout_s)
+    watch = Watch(world, store, timeout_s, ending)
     return world, watch
 
 

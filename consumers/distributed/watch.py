@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 1.0
 LOST_AFTER_BEATS = 5
 """Beats that are missing before a rank counts as gone, once another one has lost its connection to it."""
+TRAINER_ENDS = "the trainer ends, and --resume continues it from its last checkpoint"
 GRACE_S = 2.0
 """The time that the main thread has to end by itself after a verdict."""
 _ENDED, _FAILED, _LOST, _BEAT, _SAID = (f"watch/{name}" for name in ("ended", "failed", "lost", "beat", "said"))
@@ -27,13 +28,15 @@ class Watch:
 
     A rank is lost if it says so itself; if it has not been heard of for `timeout_s`; or, once this rank's communication
     has failed, if it is not heard of for some beats, or has not met the same failure.
+
+    ending: what the loss of a rank leads to, for the message about it.
     """
 
-    def __init__(self, ranks: Ranks, store: Any, timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, store: Any, timeout_s: float, ending: str = TRAINER_ENDS) -> None:
         self._ranks = ranks
         self._store: dist.Store = store.clone()  # a wait of the main thread would hold this one up
         self._store.set_timeout(timedelta(seconds=max(10 * BEAT_S, timeout_s)))
-        self._timeout_s = timeout_s
+        self._timeout_s, self._ending = timeout_s, ending
         self._beat_s = min(BEAT_S, timeout_s / 10)
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._verdict = ""
@@ -140,8 +143,7 @@ class Watch:
         except Exception:  # the launcher is gone, and each says so
             is_first = True
         if is_first:
-            ends = "the trainer ends, and --resume continues it from its last checkpoint"
-            log.error("%s; %s", text, ends, exc_info=error)
+            log.error("%s; %s", text, self._ending, exc_info=error)
 
 
 def _is_of_others(error: BaseException) -> bool:

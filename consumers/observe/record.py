@@ -63,6 +63,7 @@ class RolloutRecorder:
     last one; the end of the write unblocks both.
 
     taken: the positions at which the epochs before this one were cut, by epoch.
+    num_ranks: of the trainer, whoever has started them.
     """
 
     def __init__(
@@ -72,15 +73,17 @@ class RolloutRecorder:
         epoch: int,
         taken: Mapping[int, int],
         lag_of: LagTable,
+        num_ranks: int = 1,
     ) -> None:
         self._config = config
+        trainer = msgspec.structs.replace(config.trainer, num_processes=num_ranks)
         header = RecordHeader(
             run=config.name,
             epoch=epoch,
             line=dict(taken),
             forks=lag_of.forks,
             announced=lag_of.announced,
-            config=msgspec.to_builtins(config),
+            config=msgspec.to_builtins(msgspec.structs.replace(config, trainer=trainer)),
             model_digest=model_digest(Path(config.model.path)),
         )
         self._files = RecordFiles(run_folder / FOLDER, header, config.recording)

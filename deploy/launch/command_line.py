@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -74,3 +75,10 @@ def limit_threads(count: int) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
         os.environ[name] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def run_as_ranks(num_processes: int) -> int:
+    """Runs this command line as so many ranks on this machine; returns their status."""
+    from penstock.consumers.distributed.start import launch
+
+    return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]])

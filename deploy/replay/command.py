@@ -1,18 +1,21 @@
 """`penstock replay`: trains variants on a run's record, writes their numbers, prints the comparison."""
 
 import argparse
+import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.deploy.launch.command_line import Command, add_runs, limit_threads, standard_output
+from penstock.deploy.launch.command_line import Command, add_runs, limit_threads, run_as_ranks, standard_output
 from penstock.deploy.launch.run_folder import find_run_folder
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.record import RecordReadError
 from penstock.schemas.record_reader import Record
 
 if TYPE_CHECKING:
-    from penstock.deploy.replay.player import Played, Start
+    from penstock.consumers.learning.ranks import Ranks
+    from penstock.deploy.replay.player import Start
     from penstock.deploy.replay.variants import ReplayVariant
     from penstock.schemas.record_reader import BatchAt
 
@@ -57,37 +60,80 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--updates {arguments.updates}: expected 1 or more")
     variants = variants_of(arguments.objective, arguments.set, arguments.variant)
     run_folder = find_run_folder(arguments.run, arguments.runs)
-    results = _results_folder(run_folder, arguments.name)
     try:
         record = Record(run_folder)
         configs = {variant: variant.config(record.header.config, record.folder) for variant in variants}
         # Before torch is imported: equal thread counts make equal sums.
         limit_threads(next(iter(configs.values())).trainer.num_threads)
-        return _play_all(arguments, run_folder, results, record, configs)
+        return _start(arguments, run_folder, record, configs)
     except RecordReadError as error:
         raise ConfigError(str(error)) from None
 
 
+def _start(
+    arguments: argparse.Namespace, run_folder: Path, record: Record, configs: "dict[ReplayVariant, RunConfig]"
+) -> int:
+    """Plays on as many ranks as the run had, of which this process is one if torchrun has started it."""
+    from penstock.consumers.learning.ranks import Ranks
+    from penstock.deploy.replay.player import batches_from, find_start, num_ranks, ranks_of
+    from penstock.deploy.replay.variants import RANKS
+
+    start = find_start(record, run_folder, arguments.start)
+    batches = batches_from(record, start, arguments.updates)
+    size, started = num_ranks(record, batches, configs), int(os.environ.get("WORLD_SIZE", 1))
+    if started != size and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            f"{started} ranks started, to be played on {size}: expected {size}, or --set {RANKS}={started}"
+        )
+    if started == 1:
+        results = _results_folder(run_folder, arguments.name)
+        if size == 1:
+            return _play_all(results, record, batches, start, configs, Ranks())
+        if ranks_of(batches) == {size}:
+            said = f"on {size} ranks, as the run; --set {RANKS}=1 needs one only, and compares within a tolerance"
+            print(f"penstock: {said}", file=sys.stderr)
+        return run_as_ranks(size)
+    from penstock.consumers.distributed.follower import follow
+    from penstock.consumers.distributed.start import check_alike, join
+
+    config = next(iter(configs.values()))
+    ranks, watch = join(config, "the replay ends")
+    if not ranks.is_lead:
+        return follow(config, ranks, watch)
+    status = 2
+    try:
+        check_alike(config, ranks)
+        status = _play_all(_results_folder(run_folder, arguments.name), record, batches, start, configs, ranks)
+    except (ConfigError, RecordReadError):
+        raise
+    except Exception as error:
+        watch.leave(error)
+        status = 1
+    finally:
+        watch.ended(status)
+    return status
+
+
 def _play_all(
-    arguments: argparse.Namespace,
-    run_folder: Path,
     results: Path,
     record: Record,
+    batches: "list[BatchAt]",
+    start: "Start",
     configs: "dict[ReplayVariant, RunConfig]",
+    ranks: "Ranks",
 ) -> int:
     from rich.console import Console
     from rich.progress import track
 
     from penstock.deploy.launch.start_checks import check_objective
-    from penstock.deploy.replay.player import batches_from, check_model, find_start, play, recorded_updates
-    from penstock.deploy.replay.results import append_lines, print_table, write_comparison
+    from penstock.deploy.replay.player import check_model, play, ranks_of, recorded_updates
+    from penstock.deploy.replay.results import ALLOWED, append_lines, differing, print_table, write_comparison
+    from penstock.deploy.replay.variants import RECORDED
 
     console = standard_output()
     for config in configs.values():
         check_model(record, config)
         check_objective(config)
-    start = find_start(record, run_folder, arguments.start)
-    batches = batches_from(record, start, arguments.updates)
     for note in record.notes:
         console.print(f"record: {note}", markup=False, soft_wrap=True)
     played = recorded_updates(record, batches)
@@ -95,7 +141,7 @@ def _play_all(
     is_quiet = not progress.is_terminal
     num_written = 0
     for variant in configs:
-        steps = play(record, batches, start, variant)
+        steps = play(record, batches, start, variant, ranks)
         try:
             shown = track(steps, variant.name, len(batches), console=progress, transient=True, disable=is_quiet)
             played += list(shown)
@@ -104,33 +150,29 @@ def _play_all(
             raise ConfigError(f"variant {variant.name!r}: {error}{kept}") from None
         append_lines(results, played[num_written:])  # at once: a later variant may fail
         num_written = len(played)
-    write_comparison(results, _about(record, batches, start, configs), played)
+    write_comparison(results, _about(record, batches, start, configs, ranks.size), played)
     print_table(played, console)
-    different = _differing_own(played, configs)
-    if different is not None:
+    own = next((variant for variant in configs if variant.changes_sums_alone), None)
+    different: list[int] = []
+    if own is not None:
+        allowed = 0.0 if ranks_of(batches) == {ranks.size} else ALLOWED[configs[own].model.dtype]
+        found, recorded = ([line for line in played if line.variant == name] for name in (own.name, RECORDED))
+        different = differing(found, recorded, allowed)
+        how = f"within {allowed:g}" if allowed else "bit for bit"
         said = f"differ at {len(different)} of {len(batches)} updates, first at {different[0]}" if different else (
-            f"are those of the run, bit for bit, at all {len(batches)} updates"
+            f"are those of the run, {how}, at all {len(batches)} updates"
         )  # fmt: skip
         console.print(f"with the run's own settings, loss and gradient norm {said}", soft_wrap=True)
     console.print(f"results  {results}", markup=False, soft_wrap=True)
     return 1 if different else 0
 
 
-def _differing_own(played: "list[Played]", configs: "dict[ReplayVariant, RunConfig]") -> list[int] | None:
-    """The updates at which the variant without own settings differs from the record; None without that variant."""
-    from penstock.deploy.replay.results import differing
-    from penstock.deploy.replay.variants import RECORDED
-
-    own = next((variant.name for variant in configs if not variant.settings), None)
-    if own is None:
-        return None
-    return differing(
-        (line for line in played if line.variant == own), (line for line in played if line.variant == RECORDED)
-    )
-
-
 def _about(
-    record: Record, batches: "list[BatchAt]", start: "Start", configs: "dict[ReplayVariant, RunConfig]"
+    record: Record,
+    batches: "list[BatchAt]",
+    start: "Start",
+    configs: "dict[ReplayVariant, RunConfig]",
+    num_ranks: int,
 ) -> dict[str, Any]:
     import torch
 
@@ -138,6 +180,7 @@ def _about(
         "run": record.header.run,
         "from": start.checkpoint.name if start.checkpoint is not None else "base model",
         "updates": [batches[0].update, batches[-1].update],
+        "ranks": num_ranks,
         "model_digest": record.header.model_digest,
         "torch": str(torch.__version__),
         "notes": record.notes,

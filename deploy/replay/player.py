@@ -1,7 +1,7 @@
 """Recorded batches through the learner, in their order: without Redis, engine or randomness."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError, load_checkpoint, read_state
 from penstock.deploy.replay.variants import RECORDED, ReplayVariant, steps_alike
@@ -112,8 +113,31 @@ def check_model(record: Record, config: RunConfig) -> None:
         )
 
 
-def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVariant) -> Iterator[Played]:
-    """Trains one variant on the recorded batches.
+def num_ranks(record: Record, batches: list[BatchAt], variants: Iterable[ReplayVariant]) -> int:
+    """The ranks to play on: as many as trained the batches, unless the variants say otherwise.
+
+    Raises:
+        ConfigError: it is not one number.
+    """
+    headers = {at.file.path: at.file.header for at in batches}.values()
+    found = {v.config(each.config, record.folder).trainer.num_processes for v in variants for each in headers}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{record.folder}: to be played on {' and '.join(map(str, sorted(found)))} ranks; expected one number for "
+            "all updates and variants, as with --set trainer.num_processes=1"
+        )
+    return found.pop()
+
+
+def ranks_of(batches: list[BatchAt]) -> set[int]:
+    """The numbers of ranks that trained them."""
+    return {at.file.header.config["trainer"].get("num_processes", 1) for at in batches}
+
+
+def play(
+    record: Record, batches: list[BatchAt], start: Start, variant: ReplayVariant, ranks: Ranks
+) -> Iterator[Played]:
+    """Trains one variant on the recorded batches. ranks: this one is their lead, and the others follow.
 
     If the run was continued with other settings, so is the replay, from the same batch on.
 
@@ -126,7 +150,7 @@ def play(record: Record, batches: list[BatchAt], start: Start, variant: ReplayVa
         header = at.file.header
         config = variant.config(header.config, record.folder)
         if learner is None:
-            learner = Learner(config)
+            learner = _opened(config, ranks)
             if start.checkpoint is not None:
                 _load(start.checkpoint, learner)
         elif not steps_alike(config, learner.config):
@@ -155,6 +179,11 @@ def _played(variant: str, head: BatchHead, found: BatchHead | StepReport) -> Pla
     )
 
 
+def _opened(config: RunConfig, ranks: Ranks) -> Learner:
+    ranks.order("learner", lambda _: (config,))
+    return Learner(config, ranks)
+
+
 def _load(checkpoint: Path, learner: Learner) -> None:
     try:
         load_checkpoint(checkpoint, learner)
@@ -166,6 +195,6 @@ def _resumed(learner: Learner, config: RunConfig) -> Learner:
     """A learner with other settings, as after a trainer's resume from a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         learner.begin_checkpoint(Path(folder)).result()
-        fresh = Learner(config)
+        fresh = _opened(config, learner.ranks)
         fresh.load_checkpoint(Path(folder), learner.state())
     return fresh

@@ -33,6 +33,9 @@ MEASURES = {
 sampled; `corrected` is the share of tokens whose weight the correction bounded, `clipped` of those whose policy ratio
 the objective clipped."""
 MAX_LINES_DRAWN = len(SERIES)
+ALLOWED = {"float32": 1e-4, "bfloat16": 5e-2}
+"""How far a loss or a gradient norm may be off on another number of ranks, whose sums are of another order; by
+`model.dtype`."""
 
 
 def append_lines(folder: Path, played: Iterable[Played]) -> None:
@@ -86,14 +89,21 @@ def print_table(played: Sequence[Played], console: Console) -> None:
     console.print(table)
 
 
-def differing(one: Iterable[Played], other: Iterable[Played]) -> list[int]:
-    """The updates whose loss or gradient norm differ in any bit."""
+def differing(one: Iterable[Played], other: Iterable[Played], allowed: float) -> list[int]:
+    """The updates whose loss or gradient norm differ by more than `allowed`, relative to the larger one and to 1."""
     found = []
     for a, b in zip(one, other, strict=True):
         pairs = ((a.metrics.get(name), b.metrics.get(name)) for name in ("loss", "grad_norm"))
-        if any(x != y and not (x is not None and y is not None and x != x and y != y) for x, y in pairs):
+        if not all(_alike(x, y, allowed) for x, y in pairs):
             found.append(a.update)
     return found
+
+
+def _alike(x: float | None, y: float | None, allowed: float) -> bool:
+    if x is None or y is None:
+        return x is y
+    both_nan = math.isnan(x) and math.isnan(y)
+    return x == y or both_nan or abs(x - y) <= allowed * max(1.0, abs(x), abs(y))
 
 
 def figure(played: Sequence[Played]) -> Figure:

@@ -19,11 +19,19 @@ RECORDED = "recorded"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+RANKS = "trainer.num_processes"
+
+
 class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
     """settings: overrides of the run's own settings, `dotted.path=value` each."""
 
     name: str
     settings: tuple[str, ...] = ()
+
+    @property
+    def changes_sums_alone(self) -> bool:
+        """Whether it has the run's own settings, but perhaps for the number of ranks."""
+        return all(_field(setting) == RANKS for setting in self.settings)
 
     def config(self, recorded: dict[str, Any], source: Path) -> RunConfig:
         """The settings of a recorded run with this variant's overrides; `source` is named in errors.

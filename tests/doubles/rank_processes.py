@@ -29,6 +29,21 @@ def on_ranks(
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in _results(folder, size)]
 
 
+def command_on_ranks(size: int, words: Sequence[str], folder: Path) -> list[int]:
+    """The statuses of a `penstock` command that torchrun starts as so many ranks; see `log_of`."""
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_torchrun = {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    processes = _start(
+        size, "import sys; from penstock.deploy import cli; sys.exit(cli.main())", words, folder, of_torchrun
+    )
+    return [process.wait(timeout=120) for process in processes]
+
+
 def start_ranks(
     size: int, function: Callable[..., Any], *arguments: Any, folder: Path
 ) -> list[subprocess.Popen | ForkedProgram]:
@@ -36,18 +51,24 @@ def start_ranks(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
+    return _start(size, _PROGRAM, [str(folder)], folder, {"MASTER_PORT": str(port)})
+
+
+def _start(
+    size: int, program: str, words: Sequence[str], folder: Path, settings: dict[str, str]
+) -> list[subprocess.Popen | ForkedProgram]:
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **settings,
         "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),
     }
     return [
         start_program(
-            _PROGRAM,
-            [str(folder)],
+            program,
+            list(words),
             {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             folder / f"rank-{rank}.log",
             fresh=False,

@@ -19,6 +19,7 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
 from penstock.schemas.config import RunConfig
 from penstock.schemas.record import SegmentFindings
 from penstock.schemas.rollout import RolloutGroup
+from recorded_training import RecordedTraining, settings
 from training_groups import lag_from
 
 MARK = -3.25
@@ -154,3 +155,12 @@ def check_gate(
             said[name] = str(error)
     ranks.order("end")
     return said
+
+
+def record_updates(ranks: Ranks, watch: Watch | None, folder: Path, model: Path, num_updates: int) -> None:
+    """Trains so many updates and records them in `folder`."""
+    if not ranks.is_lead:
+        follow_to_the_end(ranks, Learner(settings(model), ranks).orders)
+        return
+    RecordedTraining(folder, model, ranks).train(num_updates)
+    ranks.order("end")

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
@@ -28,30 +28,38 @@ def settings(model: Path, **changes: Any) -> RunConfig:
 class RecordedTraining:
     """`train` may be called again as after a resume: another epoch, settings of its own."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
+    def __init__(self, folder: Path, model: Path, ranks: Ranks | None = None) -> None:
+        self.folder, self.model, self.ranks = folder, model, ranks or Ranks()
         self.reports: list[StepReport] = []
         self.checkpoints: list[str] = []
         self._taken: dict[int, int] = {}
         self._epoch = 0
         self._learner: Learner | None = None
 
-    def train(self, num_updates: int, *, config: RunConfig | None = None, seeds: Sequence[int] = ()) -> None:
-        """`seeds`: of each update's groups, by default its number."""
+    def train(
+        self,
+        num_updates: int,
+        *,
+        config: RunConfig | None = None,
+        seeds: Sequence[int] = (),
+        num_ranks: int | None = None,
+    ) -> None:
+        """`seeds`: of each update's groups, by default its number. num_ranks: what the record says, if
+        not the truth."""
         config = config or settings(self.model)
-        learner = Learner(config)
+        learner = Learner(config, self.ranks)
         if self._learner is not None:
             self._learner.begin_checkpoint(self.folder / "handed-on").result()
             learner.load_checkpoint(self.folder / "handed-on", self._learner.state())
         forks = dict.fromkeys(range(1, self._epoch + 1), FIRST_VERSION)
         current = make_version(self._epoch, 0) if self._epoch else FIRST_VERSION
         lag_of = LagTable(current, forks, {0: FIRST_VERSION})
-        recorder = RolloutRecorder(config, self.folder, self._epoch, self._taken, lag_of)
+        recorder = RolloutRecorder(config, self.folder, self._epoch, self._taken, lag_of, num_ranks or self.ranks.size)
         position = max(self._taken.values(), default=0)
         for update in range(position, position + num_updates):
             seed = seeds[update - position] if seeds else update
             groups = [random_group(GROUPS * update + n + 1, seed) for n in range(GROUPS)]
-            batch = pack(groups, lag_of, config)
+            batch = learner.pack(groups, lag_of)
             self.reports.append(learner.step(batch))
             recorder.add(Taken(update, update, groups, batch, self.reports[-1], lag_of))
         recorder.sync()

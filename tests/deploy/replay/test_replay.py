@@ -13,8 +13,11 @@ import pytest
 
 from penstock.consumers.learning.learner import Learner
 from penstock.deploy import cli
+from penstock.deploy.replay import command
 from penstock.schemas.config import RecordingConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
+from rank_processes import command_on_ranks, log_of, on_ranks
+from rank_work import record_updates
 from recorded_training import RecordedTraining, settings
 from training_groups import tiny_model
 
@@ -250,12 +253,12 @@ def test_what_finished_before_the_record_broke_is_kept(training, capsys, monkeyp
 
     play = player.play
 
-    def break_before_the_second(record, batches, start, variant):
+    def break_before_the_second(record, batches, start, variant, ranks):
         if variant.name == "second":
             with closing(sqlite3.connect(batches[-1].file.path)) as connection:
                 connection.execute("UPDATE contents SET payload = x'00' WHERE position = 3")
                 connection.commit()
-        return play(record, batches, start, variant)
+        return play(record, batches, start, variant, ranks)
 
     monkeypatch.setattr(player, "play", break_before_the_second)
     argv = ["--variant", "first", "max_lag=3", "--variant", "second", "max_lag=4", "--name", "broken"]
@@ -278,3 +281,50 @@ def test_a_recorded_group_that_breaks_the_contract_is_named(training, capsys, mo
     monkeypatch.setattr(RecordedGroup, "decode", lambda self: decode_group(self.payload[:-1]))
     said = refused(capsys, training)
     assert "variant 'own': " in said and "batch 0: " in said
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> RecordedTraining:
+    """A run that two ranks trained."""
+    folder = tmp_path_factory.mktemp("on-two")
+    tiny_model(folder / "model")
+    on_ranks(2, record_updates, folder / "runs" / "test", folder / "model", 4, folder=folder / "work")
+    return RecordedTraining(folder / "runs" / "test", folder / "model")
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_run_of_two_ranks_is_played_on_two_bit_for_bit_and_on_one_within_a_tolerance(on_two, capsys, monkeypatch):
+    assert Record(on_two.folder).header.config["trainer"]["num_processes"] == 2
+    started: list[int] = []
+    monkeypatch.setattr(command, "run_as_ranks", lambda size: started.append(size) or 0)
+    status, _, err = replay(capsys, on_two)
+    assert (status, started) == (0, [2])
+    assert (
+        "on 2 ranks, as the run; --set trainer.num_processes=1 needs one only, and compares within a tolerance" in err
+    )
+    words = ["replay", str(on_two.folder), "--name", "two"]
+    statuses = command_on_ranks(2, words, on_two.folder / "command")
+    said = log_of(on_two.folder / "command", 0)
+    assert statuses == [0, 0], said
+    assert "are those of the run, bit for bit, at all 4 updates" in said
+    assert losses(on_two, "two", "own") == losses(on_two, "two", "recorded")
+    status, out, err = replay(capsys, on_two, "--set", "trainer.num_processes=1", "--name", "one")
+    assert status == 0, err
+    assert "are those of the run, within 0.0001, at all 4 updates" in out
+    assert losses(on_two, "one", "set") == pytest.approx(losses(on_two, "one", "recorded"), abs=1e-5)
+
+
+def test_batches_of_different_numbers_of_ranks_are_refused_until_one_is_chosen(training, model, capsys):
+    training.train(2, config=settings(model), num_ranks=3)
+    err = refused(capsys, training)
+    assert "to be played on 1 and 3 ranks; expected one number for all updates and variants" in err
+    assert replay(capsys, training, "--updates", "4")[0] == 0
+    status, out, _ = replay(capsys, training, "--set", "trainer.num_processes=1")
+    assert status == 0 and "are those of the run, within 0.0001, at all 6 updates" in out
+
+
+def test_ranks_of_another_number_than_the_run_s_are_refused(training, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 ranks started, to be played on 1: expected 1, or --set trainer.num_processes=2" in refused(
+        capsys, training
+    )
