@@ -12,6 +12,7 @@ from bench.pipeline.section import PIPELINE
 from bench.result import RESULTS, BenchError, Result, print_result, write_result
 from bench.section import BenchSection, measure
 from bench.stream.section import STREAM
+from bench.trainer.section import TRAINER
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.redis_server import ServerError
 from penstock.schemas.config import ConfigError, load_config
@@ -19,7 +20,7 @@ from penstock.schemas.config import ConfigError, load_config
 DOCS = Path(__file__).parents[1] / "docs"
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 WORK = Path("runs") / "bench"
-SECTIONS = {section.name: section for section in (PIPELINE, STREAM, HEAD, ENDPOINT)}
+SECTIONS = {section.name: section for section in (PIPELINE, STREAM, HEAD, ENDPOINT, TRAINER)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

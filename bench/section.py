@@ -19,6 +19,7 @@ from bench.result import BenchError, Breakdown, Figure, Result, describe_machine
 from penstock.deploy.launch.child import Child, describe_status
 
 PART_LIMIT_S = 900.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 REDIS_ERRORS = (
     redis.RedisError,
     penstock.consumers.stream.connection.RedisGoneError,
@@ -111,19 +112,36 @@ def measure_apart(
     job_file, result_file = folder / f"{name}-job.json", folder / f"{name}-result.json"
     job_file.write_bytes(msgspec.json.encode(job))
     command = [python, "-m", module, str(job_file), str(result_file)]
-    settings = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    child = Child(name, command, log=folder / f"{name}.log", environment={**settings, **(environment or {})})
-    try:
-        deadline = time.monotonic() + PART_LIMIT_S
-        while child.poll() is None:
-            if time.monotonic() > deadline:
-                raise BenchError(f"{name}: not done after {PART_LIMIT_S:g} s; its log ends:\n{child.last_lines()}")
-            time.sleep(0.05)
-    finally:
-        child.kill()
-    if child.returncode:
-        raise BenchError(f"{name} {describe_status(child.returncode)}; its log ends:\n{child.last_lines()}")
+    child = Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
+    wait_for([child])
     return msgspec.json.decode(result_file.read_bytes(), type=result_type)
+
+
+def wait_for(children: Sequence[Child]) -> None:
+    """Waits until all have ended well; all of them end with this call, however that ends.
+
+    Raises:
+        BenchError: one failed, or took longer than `PART_LIMIT_S`.
+    """
+    deadline = time.monotonic() + PART_LIMIT_S
+    try:
+        while None in (found := [child.poll() for child in children]) and not any(found):
+            if time.monotonic() > deadline:
+                late = children[found.index(None)]
+                raise BenchError(f"{late.name}: not done after {PART_LIMIT_S:g} s; {_end_of_log(late)}")
+            time.sleep(0.05)
+        for child, status in zip(children, found, strict=True):
+            if status:
+                raise BenchError(f"{child.name} {describe_status(status)}; {_end_of_log(child)}")
+    finally:
+        for child in children:
+            child.kill()
+        while None in [child.poll() for child in children]:
+            time.sleep(0.01)
+
+
+def _end_of_log(child: Child) -> str:
+    return f"its log ends:\n{child.last_lines()}"
 
 
 def make_model(folder: Path, **recipe: Any) -> None:

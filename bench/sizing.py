@@ -6,7 +6,6 @@ and in its second pass the gradients.
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -16,29 +15,19 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from bench.result import RESULTS, now
+from bench.trainer.groups import random_group
 from penstock.consumers.distributed.world import World
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
-from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import (
-    EngineFingerprint,
-    Rollout,
-    RolloutGroup,
-    SamplingSettings,
-    Segment,
-    VersionSpan,
-    pack_floats,
-    pack_ids,
-)
 
 ROW_TOKENS = 512
 
@@ -69,7 +58,9 @@ class MemoryCase(msgspec.Struct, frozen=True):
 class MemoryMeasured(msgspec.Struct, frozen=True):
     case: MemoryCase
     peak_bytes: int
-    """Of the rank that has most."""
+    """Of the rank that has most, while it trains."""
+    loading_bytes: int
+    """The same until the model is loaded and shared out."""
 
 
 MODELS = (MemoryModel("20M", 384, 1024, 10, 6, 2, 12000), MemoryModel("100M", 768, 2048, 12, 12, 4, 32000))
@@ -102,7 +93,7 @@ def main() -> int:
         return 0
     found = []
     for each in CASES:
-        found.append(MemoryMeasured(each, measure(each)))
+        found.append(measure(each))
         print(f"{each}: {found[-1].peak_bytes / 1e6:.0f} MB", flush=True)
     file = RESULTS / f"sizing-{now()[:10]}.json"
     write_whole(file, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
@@ -110,23 +101,24 @@ def main() -> int:
     return 0
 
 
-def measure(case: MemoryCase) -> int:
+def measure(case: MemoryCase) -> MemoryMeasured:
     """Runs a case, each of its ranks in a process of its own."""
     # Large blocks of memory go back to the system when they are freed; by default glibc keeps ever larger ones.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name, ExitStack() as started:
         folder = Path(name)
         (folder / "case.json").write_bytes(msgspec.json.encode(case))
-        _save_model(case.model, folder)
+        save_model(case.model, folder)
         command = [sys.executable, "-m", "bench.sizing", "--case", str(folder / "case.json"), "--rank"]
         for rank in range(case.ranks):
             started.enter_context(subprocess.Popen([*command, str(rank)], env=environment))
         started.close()  # waits for all
-        return int((folder / "peak").read_text())
+        loading, peak = map(int, (folder / "peaks").read_text().split())
+    return MemoryMeasured(case, peak, loading)
 
 
 class Rank:
-    """One rank of a case, the lead of which writes the largest peak into the folder."""
+    """One rank of a case, the lead of which writes the largest peaks into the folder."""
 
     def __init__(self, case: MemoryCase, rank: int, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -149,22 +141,26 @@ class Rank:
         )
 
     def run(self) -> None:
-        self._before = _status_bytes("VmRSS")
+        self._forget()
+        self._before = status_bytes("VmRSS")
         self._learner = Learner(self._config, self._ranks)
         own = {"forget": self._forget, "largest": self._largest, "end": sys.exit}
         if not self._ranks.is_lead:
             self._ranks.follow(self._learner.orders | own)
+        self._ranks.order("largest")
+        loading = self._largest()
         few, batch = (self._batch(num) for num in (2, self._case.tokens // ROW_TOKENS))
         self._learner.step(few)
         self._ranks.order("forget")
         self._forget()
         self._learner.step(batch)
         self._ranks.order("largest")
-        (self._folder / "peak").write_text(str(self._largest()))
+        (self._folder / "peaks").write_text(f"{loading} {self._largest()}")
         self._ranks.order("end")
 
     def _batch(self, num_rollouts: int) -> Batch:
-        groups = [_group(index, self._case, num_rollouts) for index in range(2 * self._case.ranks)]
+        lengths, vocabulary = [ROW_TOKENS - 1] * num_rollouts, self._case.model.vocabulary
+        groups = [random_group(index, lengths, vocabulary) for index in range(2 * self._case.ranks)]
         batch = self._learner.pack(groups, lambda version: 0)
         (minibatch,) = batch.minibatches
         assert num_rollouts * ROW_TOKENS < self._case.tokens or len(minibatch.microbatches) == len(groups)
@@ -175,10 +171,11 @@ class Rank:
         Path("/proc/self/clear_refs").write_text("5")
 
     def _largest(self) -> int:
-        return max(self._ranks.gather(_status_bytes("VmHWM") - self._before))
+        return max(self._ranks.gather(status_bytes("VmHWM") - self._before))
 
 
-def _save_model(model: MemoryModel, folder: Path) -> None:
+def save_model(model: MemoryModel, folder: Path) -> None:
+    disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=model.vocabulary,
@@ -193,41 +190,7 @@ def _save_model(model: MemoryModel, folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def _group(index: int, case: MemoryCase, num_rollouts: int) -> RolloutGroup:
-    """Rollouts of `ROW_TOKENS` tokens each, their shared prompt token among them: one forward pass."""
-    rng = np.random.default_rng(index)
-    num_sampled = ROW_TOKENS - 1
-    segments = [
-        Segment(
-            token_ids=pack_ids([1, *rng.integers(0, case.model.vocabulary, num_sampled).tolist()]),
-            behavior_logprobs=pack_floats([-math.log(case.model.vocabulary)] * num_sampled),
-            loss_mask=((1, ROW_TOKENS),),
-            version_spans=(VersionSpan(0, 1, ROW_TOKENS),),
-        )
-        for _ in range(num_rollouts)
-    ]
-    return RolloutGroup(
-        index=index,
-        prompt=Prompt(text="?"),
-        rollouts=tuple(
-            Rollout(segments=(segment,), reward=Reward(value=float(n % 2))) for n, segment in enumerate(segments)
-        ),
-        producer_id="producer-0",
-        fingerprint=EngineFingerprint(
-            engine="none",
-            version="0",
-            model="Qwen3ForCausalLM",
-            dtype=case.dtype,
-            head_dtype="float32",
-            logprobs_mode="processed_logprobs",
-            prefix_caching=False,
-            async_scheduling=False,
-        ),
-        sampling=SamplingSettings(temperature=1.0, max_tokens=ROW_TOKENS),
-    )
-
-
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 

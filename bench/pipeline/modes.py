@@ -224,9 +224,9 @@ def mode_breakdowns(name: str, run: ModeRun) -> list[Breakdown]:
     ]
 
 
-def trainer_parts(run: ModeRun) -> dict[str, float]:
-    """Mean seconds per update by phase."""
-    updates, phases = run.telemetry.updates[FIRST_UPDATE:], run.phases_s[FIRST_UPDATE : run.num_updates]
+def trainer_parts(run: ModeRun, first_update: int = FIRST_UPDATE) -> dict[str, float]:
+    """Mean seconds per update by phase, from `first_update` on."""
+    updates, phases = run.telemetry.updates[first_update:], run.phases_s[first_update : run.num_updates]
     steps = mean(update.step_s or 0.0 for update in updates)
     parts = {"wait for groups": mean(update.wait_s or 0.0 for update in updates)}
     for phase in sorted({name for line in phases for name in line}):

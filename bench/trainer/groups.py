@@ -1,0 +1,56 @@
+"""Prompt groups of random tokens, as a producer would have made them."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import (
+    EngineFingerprint,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
+
+FINGERPRINT = EngineFingerprint(
+    engine="none",
+    version="0",
+    model="none",
+    dtype="float32",
+    head_dtype="float32",
+    logprobs_mode="processed_logprobs",
+    prefix_caching=False,
+    async_scheduling=False,
+)
+
+
+def random_group(index: int, lengths: Sequence[int], vocabulary: int, *, prompt_tokens: int = 1) -> RolloutGroup:
+    """One rollout of each length, in sampled tokens, which a policy of equal logits is said to have sampled."""
+    rng = np.random.default_rng(index)
+    prompt = rng.integers(0, vocabulary, prompt_tokens).tolist()
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="?"),
+        rollouts=tuple(
+            Rollout(segments=(_segment(prompt, length, vocabulary, rng),), reward=Reward(value=float(n % 2)))
+            for n, length in enumerate(lengths)
+        ),
+        producer_id="producer-0",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(temperature=1.0, max_tokens=max(lengths)),
+    )
+
+
+def _segment(prompt: list[int], length: int, vocabulary: int, rng: np.random.Generator) -> Segment:
+    start, end = len(prompt), len(prompt) + length
+    return Segment(
+        token_ids=pack_ids([*prompt, *rng.integers(0, vocabulary, length).tolist()]),
+        behavior_logprobs=pack_floats([-math.log(vocabulary)] * length),
+        loss_mask=((start, end),),
+        version_spans=(VersionSpan(0, start, end),),
+    )

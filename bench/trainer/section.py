@@ -1,0 +1,244 @@
+"""The trainer section: ranks against one process, and one process against a plain loop.
+
+Every rank has one torch thread, like each process of a run on one machine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+
+from bench.result import Breakdown, Figure, Goal, compare, in_turns
+from bench.section import Bench, BenchSection, make_model
+from bench.sizing import LARGE, SMALL, MemoryCase, MemoryMeasured, MemoryModel, measure, save_model
+from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, relative_difference, run_parts
+from bench.trainer.peer import PeerSettings, peer_figures
+from docs.sizing import measured_case, total_gb
+
+MAX_DIFFERENCE = 1e-5
+DEMO_WORK = Work(num_groups=32, group_size=8, prompt_tokens=6, sampled_tokens=4, tokens_per_pass=8192)
+"""The demo's update: a sum of three digits and the end."""
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and repetitions. The defaults take about half an hour on two quiet cores, most of it TRL's."""
+
+    model: MemoryModel = SMALL
+    work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=496, tokens_per_pass=4096)
+    plain_rounds: int = 5
+    demo_steps: int = 30
+    ranks_rounds: int = 3
+    ranks_steps: int = 2
+    memory_model: MemoryModel = LARGE
+    memory_tokens: int = 1024
+    """Of each pass."""
+    memory_ranks: tuple[int, ...] = (1, 2, 4)
+    weights_work: Work = Work(num_groups=4, group_size=4, prompt_tokens=16, sampled_tokens=48, tokens_per_pass=512)
+    weights_ranks: tuple[int, ...] = (2, 4)
+    weights_steps: int = 10
+    peer: PeerSettings = PeerSettings()
+
+
+_TINY = MemoryModel("tiny", 64, 128, 2, 2, 1, 300)
+_LITTLE = Work(num_groups=4, group_size=2, prompt_tokens=4, sampled_tokens=16, tokens_per_pass=64)
+QUICK_TRAINER = TrainerSettings(
+    model=_TINY,
+    work=_LITTLE,
+    plain_rounds=1,
+    demo_steps=2,
+    ranks_rounds=1,
+    ranks_steps=1,
+    memory_model=_TINY,
+    memory_ranks=(1, 2),
+    weights_work=_LITTLE,
+    weights_ranks=(2,),
+    weights_steps=2,
+    peer=PeerSettings(hidden_size=64, intermediate_size=128, num_layers=2, max_tokens=32, updates=3, first_update=1),
+)
+"""Shows that everything runs. Its figures mean nothing."""
+
+
+def measure_plain(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    demo = bench.folder / "demo"
+    make_model(demo, train=False)
+    jobs = {
+        "the demo's model": (demo, DEMO_WORK, settings.demo_steps),
+        settings.model.name: (_model(bench, settings.model), settings.work, 1),
+    }
+    found = []
+    for name, (folder, work, steps) in jobs.items():
+        job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps)
+        (timed,) = run_parts(f"plain-{folder.name}", [job], Timed, bench.folder)
+        found.append(plain_figure(name, timed, work.num_tokens * steps))
+    return found
+
+
+def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
+    """The median over rounds of the plain loop's time / the learner's. num_tokens: of each round."""
+    learner, plain = timed.seconds["learner"], timed.seconds["plain"]
+    return compare(
+        f"one rank: tokens trained per second, {name}",
+        unit="/s",
+        measured=num_tokens / median(learner),
+        reference=num_tokens / median(plain),
+        reference_is="a plain loop without diagnostics on the same batches, in turns; processor time of one thread",
+        goal=Goal(at_least=0.97),
+        ratio=median(theirs / ours for ours, theirs in zip(learner, plain, strict=True)),
+        details=msgspec.to_builtins(timed),
+    )
+
+
+def measure_ranks(bench: Bench) -> list[Figure]:
+    """In turns: one rank, two ranks, and two trainers that share nothing but the machine, each with the whole batch."""
+    settings = bench.settings
+    model = _model(bench, settings.model)
+
+    def seconds(name: str, num_ranks: int, copies: int = 1) -> float:
+        job = OnRanks(model=str(model), work=settings.work, num_ranks=num_ranks, steps=settings.ranks_steps)
+        return max(median(found) for found in run_parts(name, [job] * copies, list[float], bench.folder))
+
+    measures = {
+        "one": lambda: seconds("one-rank", 1),
+        "two": lambda: seconds("two-ranks", 2),
+        "apart": lambda: seconds("apart", 1, copies=2),
+    }
+    return list(ranks_figures(in_turns(settings.ranks_rounds, measures), settings))
+
+
+def ranks_figures(found: Mapping[str, Sequence[float]], settings: TrainerSettings) -> Iterator[Figure]:
+    """The second is the most that the machine can give the first: what two busy cores take from each other."""
+    num_tokens, details = settings.work.num_tokens, {f"{name}_s": list(values) for name, values in found.items()}
+    one = num_tokens / median(found["one"])
+    yield compare(
+        f"two ranks: tokens trained per second, {settings.model.name}",
+        unit="/s",
+        measured=num_tokens / median(found["two"]),
+        reference=one,
+        reference_is="one rank; one thread a rank, in turns",
+        goal=Goal(at_least=1.6),
+        ratio=median(a / b for a, b in zip(found["one"], found["two"], strict=True)),
+        details=details,
+    )
+    yield compare(
+        f"two trainers that share nothing: tokens trained per second, {settings.model.name}",
+        unit="/s",
+        measured=2 * num_tokens / median(found["apart"]),
+        reference=one,
+        reference_is="one of them alone: what is short of 2 is caches, memory and clock",
+        ratio=median(2 * a / b for a, b in zip(found["one"], found["apart"], strict=True)),
+    )
+
+
+def measure_memory(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    cases = (
+        MemoryCase(settings.memory_model, "float32", settings.memory_tokens, False, ranks)
+        for ranks in settings.memory_ranks
+    )
+    return [figure for case in cases for figure in memory_figures(measure(case))]
+
+
+def memory_figures(measured: MemoryMeasured) -> Iterator[Figure]:
+    case = measured.case
+    formula = total_gb(*measured_case(msgspec.to_builtins(case))) * 1e3
+    where = f"{case.model.name}, {case.ranks} rank{'s' * (case.ranks > 1)}"
+    yield compare(
+        f"peak memory per rank, {where}",
+        unit="MB",
+        measured=measured.peak_bytes / 1e6,
+        reference=formula,
+        reference_is="16 / N bytes a parameter, activations, and what is gathered: docs/sizing.md",
+        goal=Goal(at_most=1.15),
+    )
+    yield compare(
+        f"peak memory while loading, {where}",
+        unit="MB",
+        measured=measured.loading_bytes / 1e6,
+        reference=measured.peak_bytes / 1e6,
+        reference_is="the peak while training; of the rank that has most, which holds the whole model once",
+    )
+
+
+def measure_weights(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    model = _model(bench, settings.model)
+
+    def weights(num_ranks: int, again: str = "") -> dict[str, torch.Tensor]:
+        name = f"weights-{num_ranks}{again}"
+        file = bench.folder / f"{name}.pt"
+        job = OnRanks(
+            model=str(model),
+            work=settings.weights_work,
+            num_ranks=num_ranks,
+            steps=settings.weights_steps - 1,
+            weights=str(file),
+        )
+        run_parts(name, [job], list[float], bench.folder)
+        found: dict[str, torch.Tensor] = torch.load(file)
+        return found
+
+    expected, start = weights(1), load_file(model / "model.safetensors")
+    found: list[Figure] = []
+    for num_ranks in settings.weights_ranks:
+        first, again = weights(num_ranks), weights(num_ranks, "-again")
+        found += weights_figures(f"{num_ranks} ranks, {settings.model.name}", expected, first, again, start)
+    return found
+
+
+def weights_figures(
+    where: str,
+    expected: Mapping[str, torch.Tensor],
+    first: Mapping[str, torch.Tensor],
+    again: Mapping[str, torch.Tensor],
+    start: Mapping[str, torch.Tensor],
+) -> Iterator[Figure]:
+    apart = {name: relative_difference(first[name], tensor) for name, tensor in expected.items()}
+    moved = max(relative_difference(tensor, start[name]) for name, tensor in expected.items())
+    yield compare(
+        f"weights after training on {where}: relative difference",
+        unit="",
+        measured=max(apart.values()),
+        reference=MAX_DIFFERENCE,
+        reference_is="the difference allowed from those of one rank, of the parameter that differs most",
+        goal=Goal(at_most=1.0),
+        details={"parameter": max(apart, key=lambda name: apart[name]), "moved_by_training": moved},
+    )
+    num_different = sum(not torch.equal(first[name], tensor) for name, tensor in again.items())
+    yield compare(
+        f"the same once more on {where}: parameters with other bits",
+        unit="",
+        measured=float(num_different),
+        reference=0.0,
+        reference_is="the first time",
+        goal=Goal(at_most=0.0),
+        ratio=float(num_different),
+    )
+
+
+def _model(bench: Bench, model: MemoryModel) -> Path:
+    folder = bench.folder / model.name
+    if not folder.exists():
+        save_model(model, folder)
+    return folder
+
+
+def measure_peer(bench: Bench) -> list[Figure | Breakdown]:
+    return list(peer_figures(bench.settings.peer, bench.folder))
+
+
+TRAINER = BenchSection(
+    "trainer",
+    {
+        "plain": measure_plain,
+        "ranks": measure_ranks,
+        "rank-memory": measure_memory,
+        "weights": measure_weights,
+        "long-answers": measure_peer,
+    },
+    TrainerSettings(),
+    QUICK_TRAINER,
+)
