@@ -138,11 +138,14 @@ class EndpointConfig(Section, frozen=True, kw_only=True):
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
     learning_rate: PositiveFloat = 1e-5
-    """AdamW's, after the warm-up."""
+    """The optimizer's, after the warm-up."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's."""
+    optimizer: Plug | None = None
+    """A `torch.optim.Optimizer` in AdamW's place, called with the parameters, `lr` and `kwargs`: `torch.optim:SGD`. Its
+    state has to be tensors of the parameters' shape or of one element."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly to its value."""
     decay: Literal["constant", "linear"] = "constant"
@@ -177,6 +180,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     max_dead_in_a_row: Positive = 64
     """Stop the run with the last reason once so many groups have died with no good one arriving in between. Those that
     their agents have abandoned do not count."""
+
+    def __post_init__(self) -> None:
+        unread = {"betas": self.betas != (0.9, 0.95), "weight_decay": self.weight_decay != 0}
+        if self.optimizer is not None and any(unread.values()):
+            name = next(name for name in unread if unread[name])
+            raise ValueError(
+                f"{name} = {getattr(self, name)!r} with optimizer.path = {self.optimizer.path!r}: it is AdamW's; "
+                "expected in optimizer.kwargs what the optimizer takes"
+            )
 
 
 class AdvantageConfig(Section, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.learner_state import LearnerState
 from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.optimizer import make_optimizer
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
@@ -67,13 +68,7 @@ class Learner:
         )
         objective = construct(config.objective, "objective", Objective)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=trainer.learning_rate,
-            betas=trainer.betas,
-            weight_decay=trainer.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)
 
     def step(self, batch: Batch) -> StepReport:

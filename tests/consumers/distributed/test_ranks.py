@@ -15,6 +15,7 @@ from training_groups import configuration, group_of, random_group, segment, tiny
 pytestmark = pytest.mark.xdist_group("ranks")
 
 SIZES = (2, 4)
+SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
 
 
@@ -37,6 +38,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded")),
         "steps": run(trainer=_trainer(num_minibatches=2, num_epochs=2)),
         "checkpointing": run(trainer=_trainer(gradient_checkpointing=True)),
+        "sgd": run(trainer=_trainer(optimizer=SGD)),
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
@@ -126,10 +128,14 @@ def test_what_is_recorded_of_each_segment_is_what_one_process_records(found, siz
                 assert theirs == pytest.approx(mine, abs=2e-5), (place, column)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_a_checkpoint_is_continued_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "optimizer"), [(1, 2, None), (2, 1, None), (2, 4, None), (4, 2, None), (1, 2, SGD)]
+)
+def test_a_checkpoint_is_continued_on_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int, optimizer: Plug | None
+) -> None:
     tiny_model(tmp_path / "model", tied=False)
-    config, batches = configuration(tmp_path / "model", trainer=_trainer()), _batches()[4:]
+    config, batches = configuration(tmp_path / "model", trainer=_trainer(optimizer=optimizer)), _batches()[4:]
 
     def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
         places = tmp_path / read, tmp_path / write

@@ -1,0 +1,71 @@
+"""An optimizer by its import path."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.optimizer import make_optimizer
+from penstock.schemas.config import ConfigError, Plug, TrainerConfig
+from training_groups import configuration, lag_from, random_group, tiny_model
+
+
+class CountsInIntegers(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = 1
+
+
+def of_the_first(parameters, lr):
+    return torch.optim.SGD(parameters[:1], lr=lr)
+
+
+def nothing(parameters, lr):
+    return None
+
+
+def trainer(path: str, **kwargs) -> TrainerConfig:
+    return TrainerConfig(device="cpu", learning_rate=0.1, optimizer=Plug(path=path, kwargs=kwargs))
+
+
+def test_a_step_is_that_of_the_optimizer_named_at_the_trainer_s_learning_rate(tmp_path):
+    tiny_model(tmp_path / "model")
+    learner = Learner(configuration(tmp_path / "model", trainer=trainer("torch.optim:SGD", momentum=0.9)))
+    before = {name: tensor.detach().clone() for name, tensor in learner.model.state().items()}
+    gradients = {}
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update((name, each.grad.clone()) for name, each in learner.model.state().items())
+    )
+    learner.step(learner.pack([random_group(index, 1) for index in range(1, 4)], lag_from(7)))
+    assert gradients
+    for name, tensor in learner.model.state().items():
+        torch.testing.assert_close(tensor.detach(), before[name] - 0.1 * gradients[name])
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        ("torch.optim:Sgd", {}, "trainer.optimizer.path = 'torch.optim:Sgd': module 'torch.optim' has no 'Sgd'"),
+        ("nowhere:SGD", {}, "trainer.optimizer.path = 'nowhere:SGD': cannot import 'nowhere'"),
+        ("torch.optim:SGD", {"beta": 1}, "trainer.optimizer: torch.optim:SGD with lr and kwargs = {'beta': 1}: "),
+        ("torch.optim:SGD", {"momentum": -1}, "Invalid momentum value: -1"),
+        ("test_optimizer:nothing", {}, "makes a NoneType, expected a torch.optim.Optimizer"),
+        ("torch.optim:LBFGS", {}, "cannot take a step: "),
+        ("torch.optim:Adafactor", {}, "'row_var' of a parameter of [4, 6] is a tensor of [4, 1]; expected tensors"),
+        ("test_optimizer:CountsInIntegers", {}, "its state 'count' of a parameter of [4, 6] is 1; expected tensors"),
+        ("test_optimizer:of_the_first", {}, "holds 1 of the 3 parameters"),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_with_what_was_expected(monkeypatch, path, kwargs, message):
+    monkeypatch.setitem(sys.modules, "test_optimizer", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_optimizer(trainer(path, **kwargs), [nn.Parameter(torch.zeros(3)) for _ in range(3)])
+
+
+def test_settings_of_adamw_beside_another_optimizer_are_refused():
+    with pytest.raises(ValueError, match=r"weight_decay = 0.1 with optimizer.path = 'torch.optim:SGD': it is AdamW's"):
+        TrainerConfig(weight_decay=0.1, optimizer=Plug(path="torch.optim:SGD"))
