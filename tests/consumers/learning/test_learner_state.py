@@ -54,6 +54,9 @@ class Model(nn.Module):
     def module(self):
         return self
 
+    def at_rest(self):
+        return self
+
     def forward(self, x):
         return self.last(self.first(self.norm(x))) * self.scale
 
