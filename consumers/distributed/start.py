@@ -1,25 +1,26 @@
 """The start of several ranks: by torchrun, or by the trainer itself on one machine."""
 
-import logging
+import hashlib
+import math
 import os
-import signal
+import subprocess
+import time
 import uuid
 from collections.abc import Sequence
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.consumers.distributed.watch import TRAINER_ENDS, Watch
 from penstock.consumers.distributed.world import World
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.stop_signals import StopSignals
 from penstock.schemas.config import ConfigError, RunConfig
 
-STOP_S = 600
-"""The time that the ranks have to end after a signal: the lead writes a checkpoint first."""
+END_S = 15.0
+"""The time that the other ranks have to end after one has failed; a frozen one is killed then."""
+TICK_S = 0.05
 
 
 def join(config: RunConfig, ending: str = TRAINER_ENDS) -> tuple[World, Watch]:
@@ -31,10 +32,29 @@ def join(config: RunConfig, ending: str = TRAINER_ENDS) -> tuple[World, Watch]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(config.trainer.device, local_rank)
     store, rank, size = next(dist.rendezvous("env://"))
+    store = store_of_this_start(store, rank, size)
     timeout_s = config.trainer.rank_timeout_s
     world = World(store, rank, size, device, timeout_s, local_rank)
     watch = Watch(world, store, timeout_s, ending)
     return world, watch
+
+
+def store_of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store that no earlier start of the ranks has written to: torchrun keeps its store when it starts
+    them again, and numbers the starts by machine.
+
+    All ranks agree on it. Each says who it is and, again and again, whom it sees; they agree once all see the same:
+    whoever sees this rank's new name has started after it was chosen, or with it.
+    """
+    keys = [f"start/{name}/{number}" for name in ("own", "seen") for number in range(size)]
+    store.set(keys[rank], uuid.uuid4().hex)
+    while True:
+        own = [store.get(key) for key in keys[:size]]
+        seen = hashlib.sha256(b" ".join(own)).hexdigest()
+        store.set(keys[size + rank], seen)
+        if all(store.get(key).decode() == seen for key in keys[size:]):
+            return dist.PrefixStore(seen, store)
+        time.sleep(TICK_S)
 
 
 def check_alike(config: RunConfig, ranks: Ranks) -> None:
@@ -56,25 +76,38 @@ def _flat(fields: dict[str, object], prefix: str = "") -> dict[str, object]:
     return found
 
 
-def launch(num_processes: int, command: Sequence[str]) -> int:
-    """Runs a command line as so many ranks on this machine, and returns the status of the first that failed, 0 if none
-    did, and 128 + the signal after one."""
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        shutdown_timeout=STOP_S,
-    )
+def launch(num_processes: int, command: Sequence[str], signals: StopSignals | None = None) -> int:
+    """Runs a command line as so many ranks on this machine and waits for their end; returns the first status that is
+    not 0, by rank; 1 if signals have killed those that failed.
+
+    signals: handed on to the ranks, each of which ends in order then. The first rank that fails ends all.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # no rank has to be a server
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        for rank in ranks:
+            rank.terminate()
+
     try:
-        elastic_launch(settings, command[0])(*command[1:])
-    except ChildFailedError as error:
-        status: int = error.get_first_failure()[1].exitcode
-        return status if status > 0 else 128 - status
-    except SignalException as stopped:
-        return 128 + signal.Signals(stopped.sigval)
-    return 0
+        for number in range(num_processes):
+            own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+            ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
+        if signals is not None:
+            signals.hand_to(stop)
+        kill_at = math.inf
+        while None in [rank.poll() for rank in ranks]:
+            if kill_at == math.inf and any(rank.returncode for rank in ranks):
+                kill_at = time.monotonic() + END_S
+                stop()
+            if time.monotonic() > kill_at:
+                break
+            time.sleep(TICK_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    statuses = [rank.returncode for rank in ranks]
+    return next((status for status in statuses if status > 0), int(any(statuses)))

@@ -27,7 +27,8 @@ class Watch:
     """A thread of every rank that tells the others of its life through the store, and ends its process with theirs.
 
     A rank is lost if it says so itself; if it has not been heard of for `timeout_s`; or, once this rank's communication
-    has failed, if it is not heard of for some beats, or has not met the same failure.
+    has failed, if it is not heard of for some beats, or has not met the same failure. Silence is counted in this rank's
+    own beats: one that was frozen itself has missed nothing.
 
     ending: what the loss of a rank leads to, for the message about it.
     """
@@ -38,11 +39,13 @@ class Watch:
         self._store.set_timeout(timedelta(seconds=max(10 * BEAT_S, timeout_s)))
         self._timeout_s, self._ending = timeout_s, ending
         self._beat_s = min(BEAT_S, timeout_s / 10)
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._num_beats = 0
+        self._heard: dict[int, tuple[bytes, int]] = {}
+        """By rank its newest beat, and the number of this rank's own at which it was first seen."""
         self._verdict = ""
         self._is_reached = threading.Event()
         self._is_taken = False
-        self._lost_at: float | None = None
+        self._lost_at: int | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -71,16 +74,17 @@ class Watch:
             return
         self._is_taken = True
         self._store.set(f"{_LOST}/{self._ranks.rank}", self._ranks.phase)
-        self._lost_at = time.monotonic()
+        self._lost_at = self._num_beats
         self._is_reached.wait()
         self._say(f"{self._verdict} ({_first_line(error)})")
 
     def _run(self) -> None:
-        ranks, count = self._ranks, 0
+        ranks = self._ranks
         while not self._is_over.wait(self._beat_s):
-            count += 1
+            self._num_beats += 1
             try:
-                self._store.set(f"{_BEAT}/{ranks.rank}", f"{count} {ranks.phase}")
+                beside = ranks.phase_beside and f", {ranks.phase_beside} beside"
+                self._store.set(f"{_BEAT}/{ranks.rank}", f"{self._num_beats} {ranks.phase}{beside}")
                 if not ranks.is_lead and self._store.check([_ENDED]):
                     os._exit(int(self._store.get(_ENDED)))
                 verdict = self._look()
@@ -97,16 +101,15 @@ class Watch:
             if self._store.check([f"{_FAILED}/{rank}"]):
                 phase, cause = json.loads(self._store.get(f"{_FAILED}/{rank}"))
                 return f"rank {rank} failed in {phase}: {cause}"
-        now = time.monotonic()
-        silent_s = {rank: now - self._heard_at(rank, now) for rank in others}
-        allowed_s = self._timeout_s
-        if self._lost_at is not None:
-            allowed_s = min(allowed_s, LOST_AFTER_BEATS * self._beat_s)
+        silent_s = {rank: (self._num_beats - self._heard_at(rank)) * self._beat_s for rank in others}
+        lost_s = 0.0 if self._lost_at is None else (self._num_beats - self._lost_at) * self._beat_s
+        enough_s = LOST_AFTER_BEATS * self._beat_s
+        allowed_s = self._timeout_s if self._lost_at is None else min(self._timeout_s, enough_s)
         if gone := [rank for rank in others if silent_s[rank] > allowed_s]:
             named = ", ".join(f"rank {rank} ({self._phase_of(rank)})" for rank in gone)
             how = "has died or is frozen" if len(gone) == 1 else "have died or are frozen"
             return f"{named} {how}: not heard of for {max(silent_s[rank] for rank in gone):.0f} s"
-        if self._lost_at is not None and now - self._lost_at > 2 * LOST_AFTER_BEATS * self._beat_s:
+        if lost_s > 2 * enough_s:
             hung = [rank for rank in others if not self._store.check([f"{_LOST}/{rank}"])]
             if hung:
                 named = ", ".join(f"rank {rank} ({self._phase_of(rank)})" for rank in hung)
@@ -114,26 +117,28 @@ class Watch:
             return "the ranks have lost their connections to each other"
         return ""
 
-    def _heard_at(self, rank: int, now: float) -> float:
+    def _heard_at(self, rank: int) -> int:
         """When the newest beat of a rank was first seen here; a rank that has not begun counts from the first look."""
         key = f"{_BEAT}/{rank}"
         beat = self._store.get(key) if self._store.check([key]) else b""
-        known = self._heard.get(rank)
-        if known is None or known[0] != beat:
-            self._heard[rank] = beat, now
+        if self._heard.get(rank, (None, 0))[0] != beat:
+            self._heard[rank] = beat, self._num_beats
         return self._heard[rank][1]
 
     def _phase_of(self, rank: int) -> str:
         return self._heard[rank][0].decode().partition(" ")[2] or "start"
 
     def _reach(self, verdict: str) -> None:
-        """Hands the verdict to the main thread or, if that does not ask for it, ends the process."""
+        """Hands the verdict to the main thread, and ends the process if that does not end it: its threads may wait for
+        a rank that is lost."""
         self._verdict = verdict
         self._is_reached.set()
         time.sleep(GRACE_S)
-        if not self._is_taken and not self._is_over.is_set():
+        if self._is_over.is_set():
+            return
+        if not self._is_taken:
             self._say(verdict)
-            os._exit(1)
+        os._exit(1)
 
     def _say(self, text: str, error: BaseException | None = None) -> None:
         """The first of the ranks to come here speaks: the lead may be the one that is lost. error: shown with its

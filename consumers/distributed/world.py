@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.consumers.learning.ranks import Ranks, Shared, Value
 
 FOREVER = timedelta(days=365)
-"""An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there."""
+"""An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there. The lead
+itself waits no longer than the time-out for a rank to take one."""
 WAITING = "waiting for orders"
 
 
@@ -33,10 +34,11 @@ class World(Ranks):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=self._timeout)
         self.mesh = init_device_mesh(device.type, (size,))
         self.group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._orders = dist.new_group(backend="gloo", timeout=FOREVER)
+        self._orders = dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
         self._beside = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def order(self, name: str, part: Callable[[int], tuple[Any, ...]] = lambda rank: ()) -> None:
+        self.phase = name
         orders = [None, *((name, part(rank)) for rank in range(1, self.size))]
         dist.scatter_object_list([None], orders, group=self._orders)
 

@@ -21,7 +21,7 @@ from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.optimizer import make_optimizer
 from penstock.consumers.learning.packing import pack
-from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
@@ -112,7 +112,9 @@ class Learner:
             for place, minibatch in enumerate(batch.minibatches):
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
-        return tally.report(batch, learning_rate)
+        report = tally.report(batch, learning_rate)
+        self.ranks.phase = BETWEEN_STEPS
+        return report
 
     def proximal_logprobs(self, batch: Batch) -> list[Tensor]:
         """The present policy's logprobs of each micro-batch's sampled tokens, [M] float32 each; no step is taken.
@@ -128,7 +130,9 @@ class Learner:
     def published_weights(self) -> dict[str, Tensor]:
         """Copies on CPU in `model.dtype`, by the names that `save_pretrained` would write; no two share memory."""
         self.ranks.order("published weights")
-        return self.model.published_weights()
+        weights = self.model.published_weights()
+        self.ranks.phase = BETWEEN_STEPS
+        return weights
 
     def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
         """Takes a snapshot of masters and moments and writes it into `folder` in a thread (`LearnerState.begin`).
@@ -138,7 +142,9 @@ class Learner:
 
     def _begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
         self.ranks.phase = "checkpoint"
-        return self._saved.begin(folder)
+        writing = self._saved.begin(folder)
+        self.ranks.phase = BETWEEN_STEPS
+        return writing
 
     def load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         """Continues from the tensors in `folder` and the `state` of the same moment; the optimizer's settings are those

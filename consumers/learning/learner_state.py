@@ -31,7 +31,14 @@ class LearnerState:
         """Copies the tensors into host memory, then writes them into `folder` in a thread. The digest of each file, by
         name, is the result on the lead; an OSError if some rank could not write."""
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
-        return self._thread.submit(write_tensors, copies, folder, self._beside)
+        return self._thread.submit(self._write, copies, folder)
+
+    def _write(self, copies: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
+        self._ranks.phase_beside = "checkpoint"
+        try:
+            return write_tensors(copies, folder, self._beside)
+        finally:
+            self._ranks.phase_beside = ""
 
     def load(self, folder: Path) -> None:
         """Replaces masters and moments by those in `folder`, of whatever number of ranks.

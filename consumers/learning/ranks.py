@@ -10,6 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 Value = TypeVar("Value")
 
 
+BETWEEN_STEPS = "between steps"
+"""The lead's phase while it does what the other ranks have no part in."""
+
+
 class OfRank(Protocol):
     """What has a part for each rank."""
 
@@ -36,6 +40,8 @@ class Ranks:
     """The ranks' group for objects and tensors on CPU; None in a world of one."""
     phase: str = "start"
     """What this rank is at, for the message about a rank that is lost."""
+    phase_beside: str = ""
+    """The same of a thread beside, which writes a checkpoint."""
 
     @property
     def is_lead(self) -> bool:

@@ -2,9 +2,9 @@
 
 import os
 import pickle
-import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ def on_ranks(
 ) -> list[Any]:
     """What `function(ranks, watch, *arguments)` returns on each rank. It is looked up by name, so it lies in a module
     of doubles, and takes and returns what pickle takes. statuses: of the ranks at their end; 0 each if left out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    processes = start_ranks(size, function, *arguments, folder=folder)
-    found = [process.wait(timeout=120) for process in processes]
+    with ranks_running(size, function, *arguments, folder=folder) as processes:
+        found = [process.wait(timeout=120) for process in processes]
     if found != list(statuses or [0] * size):
         raise AssertionError(f"statuses {found}\n" + "\n".join(log_of(folder, rank) for rank in range(size)))
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in _results(folder, size)]
@@ -32,40 +31,39 @@ def on_ranks(
 def command_on_ranks(size: int, words: Sequence[str], folder: Path) -> list[int]:
     """The statuses of a `penstock` command that torchrun starts as so many ranks; see `log_of`."""
     folder.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    of_torchrun = {
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    processes = _start(
-        size, "import sys; from penstock.deploy import cli; sys.exit(cli.main())", words, folder, of_torchrun
-    )
-    return [process.wait(timeout=120) for process in processes]
+    program = "import sys; from penstock.deploy import cli; sys.exit(cli.main())"
+    with _running(size, program, words, folder, {}) as processes:
+        return [process.wait(timeout=120) for process in processes]
 
 
-def start_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, folder: Path
-) -> list[subprocess.Popen | ForkedProgram]:
+@contextmanager
+def ranks_running(
+    size: int, function: Callable[..., Any], *arguments: Any, folder: Path, timeout_s: float = 60.0
+) -> Iterator[list[subprocess.Popen | ForkedProgram]]:
+    """The ranks' processes; killed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "work").write_bytes(pickle.dumps((function, arguments)))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    return _start(size, _PROGRAM, [str(folder)], folder, {"MASTER_PORT": str(port)})
+    with _running(size, _PROGRAM, [str(folder)], folder, {"RANK_TIMEOUT_S": str(timeout_s)}) as processes:
+        yield processes
 
 
-def _start(
+@contextmanager
+def _running(
     size: int, program: str, words: Sequence[str], folder: Path, settings: dict[str, str]
-) -> list[subprocess.Popen | ForkedProgram]:
+) -> Iterator[list[subprocess.Popen | ForkedProgram]]:
+    """Ranks beside a store, as torchrun's agent has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
         **settings,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    return [
+    processes = [
         start_program(
             program,
             list(words),
@@ -75,6 +73,12 @@ def _start(
         )
         for rank in range(size)
     ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def log_of(folder: Path, rank: int) -> str:
@@ -96,7 +100,7 @@ def work(folder: str) -> None:
     function, arguments = pickle.loads((Path(folder) / "work").read_bytes())
     ranks, watch = Ranks(), None
     if size > 1:
-        timeout_s = float(os.environ.get("RANK_TIMEOUT_S", 60))
+        timeout_s = float(os.environ["RANK_TIMEOUT_S"])
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
         ranks = World(store, rank, size, torch.device("cpu"), timeout_s)
         watch = Watch(ranks, store, timeout_s)
@@ -108,8 +112,6 @@ def work(folder: str) -> None:
             raise
         watch.leave(error)
         raise SystemExit(1) from error
-    if watch is not None:
-        ranks.gather(None)  # the store is the lead's here: it ends last
 
 
 def _results(folder: Path, size: int) -> list[Path]:

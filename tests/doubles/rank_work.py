@@ -1,11 +1,16 @@
 """What ranks do in tests of the sharded learner."""
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+import penstock.consumers.learning.learner_state as learner_state
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.batch import Place
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
@@ -164,3 +169,83 @@ def record_updates(ranks: Ranks, watch: Watch | None, folder: Path, model: Path,
         return
     RecordedTraining(folder, model, ranks).train(num_updates)
     ranks.order("end")
+
+
+def train_until(
+    ranks: Ranks,
+    watch: Watch,
+    config: RunConfig,
+    groups: list[RolloutGroup],
+    folder: Path,
+    culprit: int,
+    place: str,
+    fate: str,
+) -> None:
+    """Trains without end, until the culprit meets its fate in the second step, once it has told where it is."""
+    learner = Learner(config, ranks)
+    if ranks.rank == culprit:
+        reach(learner, place, lambda: FATES[fate](config.trainer.rank_timeout_s))
+    if not ranks.is_lead:
+        ranks.follow(learner.orders)
+    for number in range(10**6):
+        learner.step(learner.pack(groups, lag_from(7)))
+        if place == "checkpoint":
+            (folder / str(number)).mkdir(parents=True)
+            learner.begin_checkpoint(folder / str(number)).result()
+
+
+def reach(learner: Learner, place: str, then: Callable[[], None]) -> None:
+    """Has the learner call `then` at a place of its second step."""
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            then()
+
+    def before(work: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            count()
+            return work(*arguments, **options)
+
+        return counted
+
+    if place == "forward":
+        learner.scorer.score = before(learner.scorer.score)  # type: ignore[method-assign]
+    elif place == "backward":
+        score = learner.scorer.score
+
+        def hooked(*arguments: Any) -> Any:
+            loss, part = score(*arguments)
+            loss.register_hook(count)
+            return loss, part
+
+        learner.scorer.score = hooked  # type: ignore[method-assign]
+    elif place == "optimizer":
+        learner.optimizer.step = before(learner.optimizer.step)  # type: ignore[method-assign]
+    elif place == "checkpoint":
+        learner_state.write_tensors = before(learner_state.write_tensors)
+    else:
+        learner.pack = before(learner.pack)  # type: ignore[method-assign]
+
+
+def _fate(act: Callable[[], None]) -> Callable[[float], None]:
+    def meet(timeout_s: float) -> None:
+        time.sleep(timeout_s / 5)  # two beats
+        act()
+
+    return meet
+
+
+def _run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+
+FATES: dict[str, Callable[[float], None]] = {
+    "killed": _fate(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "frozen": _fate(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "out of memory": _fate(_run_out_of_memory),
+    "hung": _fate(lambda: time.sleep(10**6)),
+}
+"""What becomes of a rank, by its time-out."""
