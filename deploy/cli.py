@@ -326,7 +326,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
         )
     config = _load(arguments)
     if config.trainer.num_processes > 1 and "WORLD_SIZE" not in os.environ:
-        return run_as_ranks(config.trainer.num_processes, signals)
+        return run_as_ranks(config.trainer.num_processes, signals.hand_to)
     limit_threads(config.trainer.num_threads)
     logs.configure("trainer", run=config.name, id=f"{socket.gethostname()}-{os.getpid()}")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:

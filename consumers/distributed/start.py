@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from penstock.consumers.distributed.watch import TRAINER_ENDS, Watch
 from penstock.consumers.distributed.world import World
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.stop_signals import StopSignals
 from penstock.schemas.config import ConfigError, RunConfig
 
 END_S = 15.0
@@ -76,11 +75,13 @@ def _flat(fields: dict[str, object], prefix: str = "") -> dict[str, object]:
     return found
 
 
-def launch(num_processes: int, command: Sequence[str], signals: StopSignals | None = None) -> int:
+def launch(
+    num_processes: int, command: Sequence[str], hand_to: Callable[[Callable[[], None]], None] = lambda stop: None
+) -> int:
     """Runs a command line as so many ranks on this machine and waits for their end; returns the first status that is
     not 0, by rank; 1 if signals have killed those that failed.
 
-    signals: handed on to the ranks, each of which ends in order then. The first rank that fails ends all.
+    hand_to: takes what lets the ranks end in order, by SIGTERM. The first rank that fails ends all.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
@@ -95,8 +96,7 @@ def launch(num_processes: int, command: Sequence[str], signals: StopSignals | No
         for number in range(num_processes):
             own = {"RANK": str(number), "LOCAL_RANK": str(number)}
             ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}))
-        if signals is not None:
-            signals.hand_to(stop)
+        hand_to(stop)
         kill_at = math.inf
         while None in [rank.poll() for rank in ranks]:
             if kill_at == math.inf and any(rank.returncode for rank in ranks):

@@ -8,7 +8,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.consumers.stop_signals import StopSignals
 from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ def limit_threads(count: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def run_as_ranks(num_processes: int, signals: StopSignals | None = None) -> int:
+def run_as_ranks(num_processes: int, hand_to: Callable[[Callable[[], None]], None] = lambda stop: None) -> int:
     """Runs this command line as so many ranks on this machine; returns their status."""
     from penstock.consumers.distributed.start import launch
 
-    return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]], signals)
+    return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]], hand_to)

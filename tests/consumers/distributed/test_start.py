@@ -52,7 +52,7 @@ assert os.environ["WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == str(rank)
     ],
 )
 def test_the_status_is_that_of_the_rank_that_failed(tmp_path: Path, body: str, status: int) -> None:
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals()) == status
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == status
 
 
 def test_a_signal_is_handed_on_and_ranks_that_end_in_order_make_status_0(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ time.sleep(100)
 
     stopping = threading.Thread(target=stop_both)
     stopping.start()
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], signals) == 0
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], signals.hand_to) == 0
     stopping.join()
 
 
 def test_a_frozen_rank_is_killed_once_another_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
     body = f"sys.exit(1) if rank else os.kill(os.getpid(), {int(signal.SIGSTOP)})"
-    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals()) == 1
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 1

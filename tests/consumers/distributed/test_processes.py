@@ -1,0 +1,74 @@
+"""`penstock trainer` with `trainer.num_processes = 2`: a real model, a real Redis, and ranks that are lost."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from trainer_process import BARE
+from training_groups import tiny_model
+from waiting import wait_for
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+NUM_UPDATES = 120
+PROGRAM = BARE.format(setup="")
+
+
+@pytest.fixture
+def two_ranks(bench, redis_client, processes):
+    """Starts `penstock trainer` of two ranks, beside a producer."""
+    tiny_model(bench.runs / "model")
+    bench.overrides = [
+        *(f"model.path='{bench.runs / 'model'}'", "trainer.device='cpu'", "trainer.num_processes=2"),
+        *("trainer.rank_timeout_s=6", "trainer.lease_s=2.0", "checkpoint.every=10", f"num_updates={NUM_UPDATES}"),
+    ]
+    bench.hardy_producer()
+    return lambda log, *arguments: processes.start(log, *arguments, program=PROGRAM)
+
+
+def wait_for_checkpoint(bench, client, epoch: int) -> None:
+    """Until one of a trainer's own is committed."""
+    pattern = rb"\d\d-.*" if epoch == 0 else rb"%d0000000\d\d-.*" % epoch
+    wait_for(lambda: re.match(pattern, client.hget(bench.keys.commit, "checkpoint") or b""), timeout_s=120)
+
+
+def rank(process, number: int) -> int:
+    """Its process id."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (found,) = (pid for pid in children if f"\0RANK={number}\0" in Path(f"/proc/{pid}/environ").read_text())
+    return int(found)
+
+
+def errors(log: str) -> list[str]:
+    return [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line]
+
+
+def assert_trained_once(bench) -> None:
+    """Every index that was released is settled once, as trained, and each update had its own."""
+    ledger = bench.ledger()
+    assert ledger["finished"] and ledger["num_updates"] == NUM_UPDATES
+    assert ledger["num_groups_trained"] == 4 * NUM_UPDATES
+    assert ledger["num_groups_dead"] == ledger["num_groups_skipped"] == ledger["num_groups_open"] == 0
+    assert ledger["num_groups_released"] == ledger["num_groups_trained"] + ledger["num_groups_cancelled"]
+
+
+def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
+    bench, redis_client, processes, two_ranks
+) -> None:
+    first = two_ranks("first")
+    wait_for_checkpoint(bench, redis_client, 0)
+    os.kill(rank(first, 1), signal.SIGKILL)
+    assert first.wait(60) == 1
+    (line,) = errors(processes.log("first"))
+    assert re.search(r"rank 1 \(.+\) has died or is frozen: not heard of for \d+ s .*--resume continues it", line)
+    second = two_ranks("second", "--resume")
+    wait_for_checkpoint(bench, redis_client, 1)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 0
+    assert errors(processes.log("second")) == [] and "continue it with --resume" in processes.log("second")
+    assert two_ranks("third", "--resume").wait(120) == 0
+    assert errors(processes.log("third")) == []
+    assert_trained_once(bench)
