@@ -1,12 +1,14 @@
 """The watch of the ranks over each other: one that is lost ends all of them, with a message that says which and why."""
 
+import atexit
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -21,6 +23,14 @@ TRAINER_ENDS = "the trainer ends, and --resume continues it from its last checkp
 GRACE_S = 2.0
 """The time that the main thread has to end by itself after a verdict."""
 _ENDED, _FAILED, _LOST, _BEAT, _SAID = (f"watch/{name}" for name in ("ended", "failed", "lost", "beat", "said"))
+
+
+def leave_process(status: int) -> NoReturn:
+    """Ends this process and leaves its process groups as they are: their destructors may abort while others end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class Watch:
@@ -51,9 +61,10 @@ class Watch:
         self._thread.start()
 
     def ended(self, status: int) -> None:
-        """Of the lead, which has ended in order: the others end with the same status."""
+        """Of the lead, which has ended in order: the others end with the same status, and so does this process."""
         self._is_over.set()
         self._store.set(_ENDED, str(status))
+        atexit.register(leave_process, status)
 
     def refused(self, error: Exception) -> None:
         """Of a rank that cannot go on by a setting or a file, as the others cannot: the lead says so and ends them.

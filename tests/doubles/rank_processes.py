@@ -89,7 +89,7 @@ def work(folder: str) -> None:
     """In the rank's process."""
     import torch
 
-    from penstock.consumers.distributed.watch import Watch
+    from penstock.consumers.distributed.watch import Watch, leave_process
     from penstock.consumers.distributed.world import World
     from penstock.consumers.learning.ranks import Ranks
     from penstock.schemas.process import logs
@@ -111,7 +111,9 @@ def work(folder: str) -> None:
         if watch is None:
             raise
         watch.leave(error)
-        raise SystemExit(1) from error
+        leave_process(1)
+    if watch is not None:
+        leave_process(0)
 
 
 def _results(folder: Path, size: int) -> list[Path]:

@@ -11,7 +11,11 @@ from trainer_process import BARE
 from training_groups import tiny_model
 from waiting import wait_for
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+# On one server: what the ranks ask of it is what one process asks.
+pytestmark = [
+    *(pytest.mark.redis, pytest.mark.slow, pytest.mark.xdist_group("ranks")),
+    pytest.mark.parametrize("server_binary", ["redis"], indirect=True, scope="session"),
+]
 
 NUM_UPDATES = 120
 PROGRAM = BARE.format(setup="")
@@ -71,4 +75,20 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
     assert errors(processes.log("second")) == [] and "continue it with --resume" in processes.log("second")
     assert two_ranks("third", "--resume").wait(120) == 0
     assert errors(processes.log("third")) == []
+    assert_trained_once(bench)
+
+
+def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
+    bench, redis_client, processes, two_ranks
+) -> None:
+    first = two_ranks("first")
+    second = two_ranks("second", "--standby")
+    wait_for_checkpoint(bench, redis_client, 0)
+    wait_for(lambda: "standing by" in processes.log("second"), timeout_s=120)
+    os.kill(rank(first, 0), signal.SIGSTOP)
+    assert second.wait(180) == 0
+    assert "taking it over" in processes.log("second") and errors(processes.log("second")) == []
+    assert first.wait(60) == 1
+    (line,) = errors(processes.log("first"))
+    assert re.search(r"rank 0 \(.+\) has died or is frozen: not heard of for \d+ s", line)
     assert_trained_once(bench)
