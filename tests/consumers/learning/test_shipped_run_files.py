@@ -12,7 +12,7 @@ from training_groups import lag_from, random_group, tiny_model
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 FILES = sorted((*DEPLOY.glob("runs/*.toml"), *DEPLOY.glob("kubernetes/**/*.toml")))
-QWEN3 = {"demo", "calculator", "Qwen3-4B"}
+QWEN3 = {"demo", "calculator", "Qwen3-4B", "Qwen3-14B"}
 """The models that the files name; all are of the architecture of `tiny_model`."""
 
 

@@ -133,6 +133,11 @@ class Connection(sqlite3.Connection):
         return super().execute(statement, *arguments)
 connect = sqlite3.connect
 sqlite3.connect = lambda *args, **named: connect(*args, factory=Connection, **named)
+
+from penstock.consumers.trainer import Trainer
+from trainer_bench import commit_at_once
+run = Trainer.run
+Trainer.run = lambda trainer: (commit_at_once(trainer), run(trainer))[1]
 Learner = ScriptedLearner
 """)
 

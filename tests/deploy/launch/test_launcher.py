@@ -1,5 +1,6 @@
 """The launcher with stand-ins for its parts: real processes, a real Redis, real signals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -77,12 +78,12 @@ def _lives(pid: int) -> bool:
 def _pids_with_open_file(folder: Path) -> set[int]:
     """Who has a log, the append-only file or the lock of the run open."""
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(descriptor).startswith(str(folder)):
-                found.add(int(descriptor.parts[2]))
-        except OSError:
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for descriptor in list((process / "fd").iterdir()):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.readlink(descriptor).startswith(str(folder)):
+                        found.add(int(process.name))
     return found
 
 
