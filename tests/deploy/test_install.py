@@ -1,8 +1,10 @@
 """deploy/install.sh: what it says when it cannot, and that it does nothing twice."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,11 @@ def test_makefile_has_every_target():
     )
     assert made.returncode == 0, made.stderr
     assert "penstock" in made.stdout or "penstock.deploy.cli" in made.stdout
+
+
+def test_the_look_for_a_server_finds_the_one_that_is_installed(server_binary: Path) -> None:
+    (look,) = re.findall(
+        r"-c '(from penstock\.[^']+ import find_server; find_server\(\))'", (ROOT / "deploy" / "install.sh").read_text()
+    )
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
