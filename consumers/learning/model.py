@@ -182,7 +182,7 @@ class PackedModel:
         """
         if self._shards is None:
             state = remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
-        elif not (state := gathered(self.at_rest(), self._dtype, self._ranks)):
+        elif not (state := gathered(self.state(), self._dtype, self._ranks)):
             return {}
         state = revert_weight_conversion(self.module, state)
         return {

@@ -1,5 +1,6 @@
 """A model whose parameters several ranks share: FSDP2, block by block."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,17 +106,14 @@ def fill(module: nn.Module, whole: nn.Module | None, ranks: Ranks, device: torch
 
 
 @torch.no_grad()
-def gathered(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
-    """The whole parameters in `dtype`, and the buffers that are saved, on the lead's CPU; nothing on other ranks."""
+def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """The tensors on the lead's CPU, those that are shared whole and in `dtype`; nothing on other ranks."""
     state: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():  # of tied ones the first
-        own: Any = parameter.detach().to(dtype)
+    for name, tensor in tensors.items():
+        own: Any = tensor.detach().to(dtype) if isinstance(tensor, DTensor) else tensor.detach()
         full: Tensor = own.full_tensor() if isinstance(own, DTensor) else own
         if ranks.is_lead:
             state[name] = full.cpu()
-    if ranks.is_lead:
-        saved = module.state_dict().keys()
-        state |= {name: buffer for name, buffer in module.named_buffers() if name in saved}
     return state
 
 
