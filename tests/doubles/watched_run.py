@@ -18,10 +18,11 @@ EXPORTER = shutil.which("prometheus-redis-exporter") or shutil.which("redis_expo
 
 
 class WatchedRun(DemoRun):
-    """began_s, ended_s: between which Prometheus saw the run at work."""
+    """began_s, ended_s: between which Prometheus saw the run at work; num_cut: connections to Redis that were cut."""
 
     def begin(self) -> None:
         self.began_s = time.time()
+        self.num_cut = 0
         self._cut_s = 0.0
         self._exporter: subprocess.Popen[bytes] | None = None
         self.prometheus: PrometheusServer | None = None
@@ -65,7 +66,7 @@ class WatchedRun(DemoRun):
         of the time, and an idle connection is opened again without anybody's noticing."""
         if time.monotonic() > self._cut_s + 2:
             self._cut_s = time.monotonic()
-            client.client_kill_filter(_type="normal")
+            self.num_cut += int(client.client_kill_filter(_type="normal"))
         return " is away " in (self.folder / "logs" / "trainer.log").read_text()
 
     def over(self, expr: str) -> list[tuple[dict[str, str], list[float]]]:
