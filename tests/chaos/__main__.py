@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "doubles")]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS, FAULTS = (1, 2, 3, 4, 5), 44
 VLLM_SEED, VLLM_FAULTS = 7, 18
+RANKS_SEEDS, RANKS_FAULTS = (6, 9), 16
 
 
 def main() -> int:
@@ -61,11 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         action="append",
-        help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, and {VLLM_SEED} with vLLM)",
+        help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, {RANKS_SEEDS[0]} and "
+        f"{RANKS_SEEDS[1]} with a sharded trainer, and {VLLM_SEED} with vLLM)",
     )
-    parser.add_argument("--faults", type=int, default=44, help="faults per seed (default: 44)")
+    parser.add_argument("--faults", type=int, help=f"faults per seed (default: {FAULTS}, with --ranks {RANKS_FAULTS})")
     parser.add_argument("--gap", type=float, default=1.6, help="mean seconds between two faults (default: 1.6)")
     parser.add_argument("--vllm", action="store_true", help="one producer has the real engine")
+    parser.add_argument("--ranks", action="store_true", help="the trainer is sharded over two ranks")
     parser.add_argument("--server", choices=["redis", "valkey"], help="(default: by seed)")
     parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
     parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
@@ -78,12 +81,13 @@ def _parser() -> argparse.ArgumentParser:
 def _legs(arguments: argparse.Namespace) -> list[Any]:
     from tests.chaos.leg import Leg
 
-    def leg(seed: int, num_faults: int, *, with_vllm: bool) -> Leg:
+    def leg(seed: int, num_faults: int, *, vllm: bool = False, ranks: bool = False) -> Leg:
         return Leg(
             seed=seed,
-            num_faults=num_faults,
+            num_faults=arguments.faults or num_faults,
             mean_gap_s=arguments.gap,
-            with_vllm=with_vllm,
+            with_vllm=vllm,
+            with_ranks=ranks,
             server=arguments.server,
             only=arguments.only,
             broken=arguments.broken,
@@ -91,12 +95,14 @@ def _legs(arguments: argparse.Namespace) -> list[Any]:
         )
 
     if arguments.seed:
-        return [leg(seed, arguments.faults, with_vllm=arguments.vllm) for seed in arguments.seed]
-    legs = [leg(seed, arguments.faults, with_vllm=False) for seed in SEEDS]
+        num_faults = RANKS_FAULTS if arguments.ranks else FAULTS
+        return [leg(seed, num_faults, vllm=arguments.vllm, ranks=arguments.ranks) for seed in arguments.seed]
+    legs = [leg(seed, FAULTS) for seed in SEEDS]
+    legs += [leg(seed, RANKS_FAULTS, ranks=True) for seed in RANKS_SEEDS]
     if importlib.util.find_spec("vllm") is None:
         print("chaos: vLLM is not installed: its leg is left out")
         return legs
-    return [*legs, leg(VLLM_SEED, VLLM_FAULTS, with_vllm=True)]
+    return [*legs, leg(VLLM_SEED, VLLM_FAULTS, vllm=True)]
 
 
 if __name__ == "__main__":

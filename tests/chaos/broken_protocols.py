@@ -17,12 +17,19 @@ class Case(NamedTuple):
     num_faults: int
     harm: str
     shows: Callable[[StormVerdict], int]
+    with_ranks: bool = False
+    limit_s: float = 6.0
 
 
 CASES = (
     Case("deduplication", "producer frozen", 6, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
     Case("reconciling", "Redis emptied", 2, "indexes lost", lambda verdict: verdict.num_lost),
     Case("ledger", "trainer killed", 2, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
+    Case(
+        *("sharing", "producer killed", 1, "indexes trained twice", lambda verdict: verdict.num_trained_twice),
+        with_ranks=True,
+        limit_s=60.0,
+    ),
 )
 
 
@@ -42,7 +49,8 @@ def self_test(out: Path, *, with_disk: bool) -> int:
                 mean_gap_s=0.8,
                 only=case.only,
                 broken=case.broken,
-                limit_s=6.0,
+                with_ranks=case.with_ranks,
+                limit_s=case.limit_s,
             )
             for case in left
         ]

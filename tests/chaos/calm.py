@@ -53,7 +53,7 @@ def _finish(storm: "Storm") -> None:
     if not storm.until(lambda: storm.have_ended(storm.trainers), "the run ends"):
         return _stop_all(storm)
     storm.until(lambda: storm.have_ended(storm.producers), "the producers leave")
-    storm.until(lambda: not storm.have_left_engines(), "killed producers leave nobody behind")
+    storm.until(lambda: not storm.have_left_others(), "killed trainers and producers leave nobody behind")
 
 
 def _stop_all(storm: "Storm") -> None:

@@ -26,8 +26,10 @@ from penstock.schemas.config import (
     TrainerConfig,
 )
 from real_server import installed_servers
+from tests.chaos.hits import Hit
 from tests.chaos.judge import StormVerdict, judge
 from tests.chaos.leg import Leg
+from tests.chaos.ranks import NUM_RANKS, of_ranks
 from tests.chaos.storm import Done, Storm
 
 FOREVER = 10**6
@@ -44,6 +46,8 @@ class LegResult(msgspec.Struct, kw_only=True):
     verdict: StormVerdict
     ends: dict[str, int]
     """How often a process ended by itself with a line that says why, by that line."""
+    hits: list[Hit] = []
+    """The ranks that were hit."""
 
 
 class CampaignResults(msgspec.Struct, kw_only=True):
@@ -76,9 +80,12 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     server = leg.server or sorted(servers)[leg.seed // 2 % len(servers)]
     trainers = "a trainer and one that stands by" if leg.with_standby else "one trainer"
     engine = ", one producer with vLLM" if leg.with_vllm else ""
-    say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{engine}, {leg.num_faults} faults")
+    ranks = f" of {NUM_RANKS} ranks" if leg.with_ranks else ""
+    say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{ranks}{engine}, {leg.num_faults} faults")
     began = time.monotonic()
     config = _config(leg, out / "model", folder / "notes")
+    if leg.with_ranks:
+        config = of_ranks(config, folder / "aims")
     storm = Storm(leg, config, folder, servers[server], with_disk=with_disk, say=say)
     try:
         storm.run()
@@ -100,7 +107,13 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     if verdict.problems:
         say(f"{leg.name}: once more: python -m tests.chaos {leg.arguments}")
     return LegResult(
-        leg=leg, server=server, seconds=round(seconds, 1), faults=storm.done, verdict=verdict, ends=dict(storm.ends)
+        leg=leg,
+        server=server,
+        seconds=round(seconds, 1),
+        faults=storm.done,
+        verdict=verdict,
+        ends=dict(storm.ends),
+        hits=storm.hits.done if storm.hits else [],
     )
 
 

@@ -6,6 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from cutting_proxy import When
+from tests.chaos.aim import Fate, Place
 from tests.chaos.leg import Leg
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class FaultKind:
     """One kind of fault.
 
-    harm: does it, with draws of its own, and returns what was done; None where it makes no sense at this moment.
+    harm: does it, with draws of its own, and returns what was done; None where it makes no sense at this moment, or is
+    not over yet.
     weight: how often it comes, beside the others.
     """
 
@@ -121,7 +123,7 @@ def _machine_power_loss(storm: "Storm", draw: Random) -> str | None:
         return None
     for seat in storm.seats:
         if seat.process is not None:
-            seat.process.kill()
+            (seat.process.destroy if seat in storm.trainers else seat.process.kill)()  # its ranks with it
             storm.restart_later(seat, draw.uniform(0.2, 1.0))
     lost = storm.server.lose_power(draw)
     return f"every process killed; {lost}; back after {storm.redis_later(draw.uniform(0.0, 0.3)):.1f} s"
@@ -205,6 +207,14 @@ def _checkpoint_corrupt(storm: "Storm", draw: Random) -> str | None:
     return f"{file.relative_to(newest)} of the newest is {harm}, the trainer killed, back after {delay_s:.1f} s"
 
 
+def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Storm", Random], str | None]:
+    def harm(storm: "Storm", draw: Random) -> str | None:
+        assert storm.hits is not None
+        return storm.hits.hit(place, fate, rank, draw)
+
+    return harm
+
+
 KINDS = (
     FaultKind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
     FaultKind(
@@ -237,18 +247,37 @@ KINDS = (
 )
 
 
+RANK_KINDS = (
+    FaultKind("rank killed in forward", "SIGKILL in the forward pass of an update", 1, _hit("forward", "killed")),
+    FaultKind("rank killed in backward", "SIGKILL where the backward pass begins", 1, _hit("backward", "killed")),
+    FaultKind("rank killed in the optimizer", "SIGKILL in the optimizer's step", 1, _hit("optimizer", "killed")),
+    FaultKind("rank killed in a checkpoint", "SIGKILL when it has written its part", 1, _hit("checkpoint", "killed")),
+    FaultKind("rank 1 frozen", "SIGSTOP in the forward pass, rank 0 waits for it", 1, _hit("forward", "frozen", 1)),
+    FaultKind(
+        "rank 0 frozen",
+        "SIGSTOP between two updates, rank 1 waits for its orders",
+        1,
+        _hit("between steps", "frozen", 0),
+    ),
+)
+"""Of a trainer of several ranks: each happens once in a leg with one."""
+
+
 def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind, Random]]:
     """(seconds after the one before, kind, its draws) of each fault: equal legs give equal schedules.
 
     Raises:
-        ValueError: `only` names no kind.
+        ValueError: `only` names no kind, or there are fewer faults than ranks can be hit in ways.
     """
     random = Random(leg.seed)
-    kinds = [kind for kind in KINDS if leg.only in (None, kind.name) and (with_disk or kind.harm is not _disk_full)]
+    possible = [*KINDS, *(RANK_KINDS if leg.with_ranks else ())]
+    kinds = [kind for kind in possible if leg.only in (None, kind.name) and (with_disk or kind.harm is not _disk_full)]
     if not kinds:
-        raise ValueError(f"only = {leg.only!r}: no such kind; expected one of {[kind.name for kind in KINDS]}")
+        raise ValueError(f"only = {leg.only!r}: no such kind; expected one of {[kind.name for kind in possible]}")
+    if leg.with_ranks and leg.only is None:  # the command refuses a server with so little memory
+        kinds = [kind for kind in kinds if kind.harm is not _redis_full]
     weights = [kind.weight for kind in kinds]
-    return [
+    drawn = [
         (
             min(random.expovariate(1 / leg.mean_gap_s), 4 * leg.mean_gap_s),
             random.choices(kinds, weights)[0],
@@ -256,3 +285,7 @@ def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind
         )
         for number in range(leg.num_faults)
     ]
+    if leg.with_ranks and leg.only is None:
+        for number, kind in zip(random.sample(range(len(drawn)), len(RANK_KINDS)), RANK_KINDS, strict=True):
+            drawn[number] = (drawn[number][0], kind, drawn[number][2])
+    return drawn

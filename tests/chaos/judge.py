@@ -68,9 +68,13 @@ def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Note
     history = chain.history(digest_of_checkpoint(folder))
     verdict.num_steps_in_policy = len(history)
     verdict.num_steps_undone = chain.num_steps - len(history)
-    times = Counter(index for step in history for index in step)
+    times = Counter(index for step in history for index in set(step))
+    num_rows = Counter(index for step in history for index in step)
+    siblings = storm.config.group_size
     released = range(1, notes.last_index + 1)
-    twice = [index for index, count in times.items() if count > 1]
+    # A completion that two ranks have trained is in one step, in too many rows.
+    twice = [index for index, count in times.items() if count > 1 or num_rows[index] > siblings]
+    partly = [index for index, count in num_rows.items() if count < siblings]
     never_posed = [index for index in released if index not in notes.posed]
     lost = [index for index in released if fate(index) is Fate.TRAINED and index not in times]
     wrong = [index for index in times if index not in released or fate(index) is not Fate.TRAINED]
@@ -78,6 +82,7 @@ def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Note
     verdict.num_trained_twice = len(twice)
     verdict.num_lost = len(set(lost) | set(never_posed))
     _complain(verdict, "trained twice", twice)
+    _complain(verdict, f"trained with fewer than {siblings} completions", partly)
     _complain(verdict, "released and never trained", lost)
     _complain(verdict, "released and never posed to an engine", never_posed)
     _complain(verdict, "trained, which the environment did not intend", wrong)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import KINDS
+from tests.chaos.faults import KINDS, RANK_KINDS
+from tests.chaos.hits import brief
+from tests.chaos.ranks import NUM_RANKS, RANK_TIMEOUT_S
 
 HEAD = """# Faults: what was tried and what happened
 
@@ -17,13 +19,15 @@ code under test has no hand in. This page was written by that command from its o
 The ledger has two sides. The **environment** of the run notes each index that it poses, and it alone decides what must
 become of one: an index of no reward variance must be skipped, one whose reward raises must die, every other one must be
 trained. The **witness** looks over each optimizer step: it writes down a digest of the weights (and of the optimizer's
-moments) before the step, another one after it, and the indexes of the prompts that it finds in the step's own tensors.
-At the end it digests the saved policy and walks back from digest to digest to the base model: what lies on the way is
-what has shaped this policy, whatever was rolled back, resumed or claimed. Then each index that should have been trained
-must be on that way once, no other may be, and the checkpoint's ledger, the dead letters and `penstock audit` must
-agree.
+moments) before the step, another one after it, and the index of the prompt of each row that it finds in the step's own
+tensors. Where ranks share the model each of them reports the rows that it trained itself, and the digest is that of the
+whole tensors. At the end it digests the saved policy and walks back from digest to digest to the base model: what lies
+on the way is what has shaped this policy, whatever was rolled back, resumed or claimed. Then each index that should
+have been trained must be on that way once, with each of its completions once, no other may be, and the checkpoint's
+ledger, the dead letters and `penstock audit` must agree.
 
-Three broken protocols (no deduplication, no reconciling, ledger not restored) are caught by it in `make test`.
+Four broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all) are
+caught by it in `make test`.
 """
 
 NOT_TRIED = """## What is simulated, and what is not
@@ -32,6 +36,9 @@ NOT_TRIED = """## What is simulated, and what is not
   middle of a command or of a MULTI as well: what `everysec` may lose. Under `always` nothing that was answered is cut.
   Checkpoints are fsynced before they are committed and stay; the machine's own file cache is not dropped.
 - **A full disk** is a real one: the checkpoint folder is a small tmpfs, and the suite takes what is left of it.
+- A **rank** is hit at its work by code that the run file names (objective, optimizer) or that wraps the learner, in an
+  update that the seed chooses, after it has stayed there for three beats: a message can name a phase only if the others
+  have heard of it. Ranks are processes on one machine, over gloo; the network between them does not fail.
 - **Frozen** processes are stopped by SIGSTOP. Claims go stale after 1 s here and leases after 1 s, so that a freeze of
   up to 5 s is a long one.
 - Clocks are not moved, packets are not reordered (it is TCP or a UNIX socket), and no memory is corrupted. Failover to
@@ -92,6 +99,7 @@ def render(results: dict[str, Any]) -> str:
         "",
         *_table(["fault", "times", "what was done"], _kind_rows(faults, with_disk=results["with_disk"])),
         "",
+        *_hits([hit for leg in legs for hit in leg["hits"]]),
         *_ends(legs),
         NOT_TRIED,
     ]
@@ -104,7 +112,7 @@ def _leg_row(leg: dict[str, Any]) -> list[object]:
         of["seed"],
         leg["server"],
         "always" if of["seed"] % 4 == 0 else "everysec",
-        "one, resumed" if of["seed"] % 2 else "two, one stands by",
+        ("one, resumed" if of["seed"] % 2 else "two, one stands by") + f", of {NUM_RANKS} ranks" * of["with_ranks"],
         "scripted and vLLM" if of["with_vllm"] else "scripted",
         len(leg["faults"]),
         verdict["num_epochs"],
@@ -118,10 +126,34 @@ def _leg_row(leg: dict[str, Any]) -> list[object]:
 
 def _kind_rows(faults: list[dict[str, Any]], *, with_disk: bool) -> list[list[object]]:
     counts = Counter(fault["kind"] for fault in faults)
-    rows: list[list[object]] = [[kind.name, counts[kind.name], kind.about] for kind in KINDS]
+    rows: list[list[object]] = [[kind.name, counts[kind.name], kind.about] for kind in (*KINDS, *RANK_KINDS)]
     if not with_disk:
         rows.append(["", "", "No tmpfs could be mounted there, so that no disk was full."])
     return rows
+
+
+def _hits(hits: list[dict[str, Any]]) -> list[str]:
+    """By place, fate and rank how long it took, and what was said."""
+    rows = []
+    for place, fate, rank in sorted({(hit["place"], hit["fate"], hit["rank"]) for hit in hits}):
+        alike = [hit for hit in hits if (hit["place"], hit["fate"], hit["rank"]) == (place, fate, rank)]
+        ended, went_on = (_span(hit[name] for hit in alike) for name in ("ended_s", "went_on_s"))
+        rows.append([f"rank {rank} {fate}, {place}", len(alike), ended, f"`{brief(alike[0]['line'])}`", went_on])
+    if not rows:
+        return []
+    return [
+        f"Ranks that were hit, with a `rank_timeout_s` of {RANK_TIMEOUT_S:g}. The trainer has ended when the last of "
+        "its processes has: a rank that stays frozen is killed by the launcher 15 s after the end of the others. "
+        "Training goes on with the first step of the next trainer, which may have stood by.",
+        "",
+        *_table(["rank", "times", "trainer ended after (s)", "its error", "training went on after (s)"], rows),
+        "",
+    ]
+
+
+def _span(seconds: Iterable[float]) -> str:
+    found = sorted(seconds)
+    return f"{found[0]:.1f}" if found[0] == found[-1] else f"{found[0]:.1f} to {found[-1]:.1f}"
 
 
 def _ends(legs: list[dict[str, Any]]) -> list[str]:

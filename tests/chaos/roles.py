@@ -4,12 +4,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 import penstock.consumers.__main__ as trainer_entry
 import penstock.producers.__main__ as producer_entry
+from penstock.consumers.learning.batch import MiniBatch
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
@@ -106,10 +108,21 @@ def _with_forgotten_ledger() -> None:
     Ledger.from_state = staticmethod(forget)  # type: ignore[method-assign]
 
 
+def _without_sharing() -> None:
+    """Every rank is given the rows of all."""
+    of_rank = MiniBatch.of_rank
+
+    def with_all(self: MiniBatch, rank: int, num_ranks: int) -> MiniBatch:
+        return replace(of_rank(self, rank, num_ranks), microbatches=self.microbatches)
+
+    MiniBatch.of_rank = with_all  # type: ignore[method-assign]
+
+
 BROKEN: dict[str, Callable[[], None]] = {
     "deduplication": _without_deduplication,
     "reconciling": _without_reconciling,
     "ledger": _with_forgotten_ledger,
+    "sharing": _without_sharing,
 }
 
 

@@ -1,5 +1,6 @@
 """One seed: a run of real processes, faults on it by the seed's schedule, then calm, and the judgement."""
 
+import functools
 import heapq
 import itertools
 import shutil
@@ -18,11 +19,12 @@ import redis
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Commit, Keys
-from tests.chaos import roles
+from tests.chaos import ranks, roles
 from tests.chaos.calm import ENGINE_BOOT_S, end
 from tests.chaos.disk import SmallDisk
 from tests.chaos.endings import is_as_asked, reason_of, traceback_of
 from tests.chaos.faults import schedule
+from tests.chaos.hits import Hits
 from tests.chaos.leg import Leg
 from tests.chaos.processes import Process
 from tests.chaos.proxy import Proxy
@@ -98,6 +100,9 @@ class Storm:
         """Trainers that were replaced and live on."""
         self.engines: list[Process] = []
         """Every process that had the real engine."""
+        self.launchers: list[Process] = []
+        """Every process that has started ranks."""
+        self.hits = Hits(self, folder / "aims") if leg.with_ranks else None
         self.planned: list[tuple[float, int, Callable[[], Any]]] = []
         self._numbers = itertools.count()
         self._next_producer = config.producers.count
@@ -116,10 +121,11 @@ class Storm:
         if len(self.trainers) == 1:
             return self.trainers[0]
         try:
-            owner = self.server.client.get(self.keys.lease) or b""
+            owner: Any = self.server.client.get(self.keys.lease) or b""
         except redis.RedisError:
             owner = b""
-        holders = [seat for seat in self.trainers if seat.process and f"-{seat.process.pid}-".encode() in owner]
+        pids = _with_parent(int(owner.split(b"-")[-2])) if owner else ()
+        holders = [seat for seat in self.trainers if seat.process and seat.process.pid in pids]
         return holders[0] if holders else draw.choice(self.trainers)
 
     def producer(self, draw: Random) -> Seat:
@@ -204,6 +210,8 @@ class Storm:
         for process in [process for process in self.former if process.poll() is not None]:
             self.former.remove(process)
             self._bury(process, replaced=True)
+        if self.hits is not None:
+            self.hits.tick()
         time.sleep(TICK_S)
 
     def start(self, seat: Seat) -> None:
@@ -217,12 +225,17 @@ class Storm:
             has_begun = any(self.run_folder.glob("checkpoints/epoch-*"))
             standby = len(self.trainers) > 1 and (seat is not self.trainers[0] or has_begun)
             resume = self._num_started[seat.name] > 1 and not standby
+            train = functools.partial(roles.train, config, runs)
+            if self.leg.with_ranks:
+                train = functools.partial(ranks.train, config, self.folder / f"{seat.name}.toml", runs)
             seat.process = Process.fork(
                 seat.name,
                 log,
                 environment,
-                lambda: roles.train(config, runs, resume=resume, standby=standby, steps=steps, broken=broken),
+                lambda: train(resume=resume, standby=standby, steps=steps, broken=broken),
             )
+            if self.leg.with_ranks:
+                self.launchers.append(seat.process)
         elif self.leg.with_vllm and seat is self.producers[0]:
             file = self.folder / "config.json"
             file.write_bytes(msgspec.json.encode(config))
@@ -236,6 +249,8 @@ class Storm:
         """Looks at how a process ended."""
         if (traceback := traceback_of(process)) is not None:
             self.problem(traceback)
+        if self.hits is not None and self.hits.took(process):
+            return
         if is_as_asked(process, run_is_ending=self.is_calm):
             return
         reason, complaint = reason_of(process, lambda reason: replaced or self._may_end(reason))
@@ -267,7 +282,7 @@ class Storm:
 
     def close(self) -> None:
         """Leaves nothing running."""
-        for process in [*(seat.process for seat in self.seats), *self.former, *self.engines]:
+        for process in [*(seat.process for seat in self.seats), *self.former, *self.engines, *self.launchers]:
             if process is not None:
                 process.destroy()
         self.proxy.process.destroy()
@@ -294,10 +309,15 @@ class Storm:
         process = self.producers[0].process
         return process is not None and _has_served(process)
 
-    def have_left_engines(self) -> bool:
-        """Whether a producer that is gone has left its engine's process. One that was killed while it booted does, for
-        the five minutes that vLLM gives the two to find each other."""
-        return any(each.left_behind() for each in self.engines if _has_served(each))
+    def have_left_others(self) -> bool:
+        """Whether a trainer that is gone has left ranks, or a producer its engine's process. One that was killed while
+        it booted does, for the five minutes that vLLM gives the two to find each other."""
+        parents = [*self.launchers, *(each for each in self.engines if _has_served(each))]
+        return any(each.left_behind() for each in parents)
+
+    def newest_epoch(self) -> int:
+        files = (self.run_folder / "checkpoints").glob("epoch-*")
+        return max((int(file.name.partition("-")[2]) for file in files), default=-1)
 
     def num_steps(self) -> int:
         return self.steps.read_bytes().count(b"\n") if self.steps.exists() else 0
@@ -307,6 +327,14 @@ class Storm:
             return self.server.client.hgetall(self.keys.commit)  # type: ignore[return-value]
         except redis.RedisError:
             return {}
+
+
+def _with_parent(pid: int) -> tuple[int, ...]:
+    """A process id and that of its parent, if it lives."""
+    try:
+        return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return (pid,)
 
 
 def _has_served(producer: Process) -> bool:

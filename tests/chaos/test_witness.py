@@ -1,13 +1,16 @@
 """The fault suite's own ledger: what it counts, what it refuses to count."""
 
+import json
 from unittest import mock
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mini_producer import make_group
 from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.sharing import Sharing
 from penstock.deploy.demo.make_model import build_tokenizer
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
@@ -19,7 +22,7 @@ from tests.chaos.witness import (
     digest_of_base,
     digest_of_checkpoint,
     observed_learner,
-    prompts_in,
+    rows_in,
 )
 from training_groups import configuration, lag_from, random_group, tiny_model
 
@@ -86,10 +89,35 @@ def test_the_files_of_a_checkpoint_are_what_the_last_step_has_made(tmp_path, tie
     learner = observed_learner(tmp_path / "steps")(configuration(tmp_path / "base"))
     before = learner._digest()
     assert digest_of_base(tmp_path / "base") == before
-    with mock.patch("tests.chaos.witness.prompts_in", return_value=(1,)):
+    with mock.patch("tests.chaos.witness.rows_in", return_value=[1, 1]):
         learner.step(pack([random_group(1, 0)], lag_from(7), learner.config))
     learner.begin_checkpoint(tmp_path / "tensors").result()
     assert digest_of_checkpoint(tmp_path) == learner._digest() != before
+
+
+PARTS = ({"w": torch.arange(3.0), "step": torch.tensor(1.0)}, {"w": torch.arange(3.0, 5.0)})
+
+
+def save_parts(folder, starts: tuple[int, ...], parts=PARTS) -> None:
+    """A checkpoint's tensors as so many ranks write them; their parts of `w` begin at these rows."""
+    (folder / "tensors").mkdir(parents=True)
+    for rank, (start, part) in enumerate(zip(starts, parts, strict=True)):
+        places = {name: {"saved_offsets": [start] if name == "w" else []} for name in part}
+        save_file(part, folder / "tensors" / f"rank-{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(places)})
+
+
+def test_a_checkpoint_of_two_ranks_is_digested_as_the_whole_it_is_of(tmp_path):
+    whole = digest({"w": torch.arange(5.0), "step": torch.tensor(1.0)})
+    save_parts(tmp_path / "two", (0, 3))
+    save_parts(tmp_path / "swapped", (2, 0), (*PARTS[:1], {"w": torch.arange(3.0, 5.0)}))
+    assert digest_of_checkpoint(tmp_path / "two") == whole != digest_of_checkpoint(tmp_path / "swapped")
+
+
+@pytest.mark.parametrize("starts", [(0, 2), (0, 4), (1, 4), (0, 0)])
+def test_a_checkpoint_whose_parts_do_not_make_a_whole_is_refused(tmp_path, starts):
+    save_parts(tmp_path, starts)
+    with pytest.raises(ChainError, match="w: a part begins at row"):
+        digest_of_checkpoint(tmp_path)
 
 
 def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] = (0.0, 1.0)) -> RolloutGroup:
@@ -118,4 +146,16 @@ def test_indexes_are_read_from_the_tokens_and_not_from_what_a_record_says():
         group_about(123, claims_to_be=2),
         group_about(9, claims_to_be=3, rewards=(1.0, 1.0)),
     ]
-    assert prompts_in(pack(groups, lambda version: 0, config)) == (7, 123), "one without variance shapes nothing"
+    found = rows_in(pack(groups, lambda version: 0, config))
+    assert found == [7, 7, 123, 123], "one without variance shapes nothing"
+
+
+def test_every_row_of_every_rank_is_seen_whatever_siblings_share():
+    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=Plug(path="none:None"))
+    groups = [group_about(index, claims_to_be=index) for index in (7, 123, 9)]
+    batch = pack(groups, lambda version: 0, config, sharing=Sharing(2))
+    by_rank = [rows_in(batch.of_rank(rank, 2)) for rank in (0, 1)]
+    assert sorted(by_rank[0] + by_rank[1]) == [7, 7, 9, 9, 123, 123]
+    assert by_rank[0] and by_rank[1]
+    assert rows_in(idle := pack(groups[:1], lambda version: 0, config, sharing=Sharing(4)).of_rank(3, 4)) == []
+    assert idle.microbatches[0].is_idle

@@ -1,8 +1,11 @@
 """The ledger of what was trained, kept by the bits of the weights themselves.
 
-Every optimizer step of every trainer process leaves one line: the digest of the policy before it, the digest after it,
-and the task indexes whose prompts were in the tensors of that step. The digest covers the weights and the optimizer's
-moments; the indexes are read back from the prompt's token ids inside the packed batch, not from any index field.
+Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, and the
+task index of each row that was in the tensors of that step. The digest covers the weights and the optimizer's moments;
+the indexes are read back from the prompt's token ids inside the packed batch, not from any index field.
+
+Of a trainer of several ranks each rank reads the rows that it was given itself, and the digest is that of the whole
+tensors, put together from the shards. So a line, and a checkpoint's digest, does not tell how many ranks there were.
 
 At the end the suite digests the saved policy from its files and walks the lines back, digest by digest, to the base
 model. What lies on that way is what has shaped the policy, no more and no less:
@@ -14,24 +17,30 @@ model. What lies on that way is what has shaped the policy, no more and no less:
   the walk before the base model, which is a violation too.
 
 A line is written with one `write` on a descriptor opened for appending, after the step and before anything can save its
-result: a process killed in between leaves either a whole line or weights that exist nowhere.
+result: a process killed in between leaves either a whole line or weights that exist nowhere. With several ranks rank 0
+writes it once it has heard of all of them, before it can order anything else.
 """
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Shard
 
 from penstock.consumers.learning.batch import Batch, MicroBatch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.step_report import StepReport
 from penstock.deploy.demo.char_tokenizer import ALPHABET, build_tokenizer
 from penstock.schemas.config import RunConfig
-from tests.chaos.environment import END, index_of
+from tests.chaos.environment import index_of
 
 FIRST_CHARACTER = build_tokenizer(16).convert_tokens_to_ids(ALPHABET[0])
 
@@ -55,23 +64,52 @@ def digest_of_base(model_folder: Path) -> str:
 
 
 def digest_of_checkpoint(folder: Path) -> str:
-    return digest(load_file(folder / "tensors" / "rank-0.safetensors"))
+    """Of the whole tensors, from the parts in the files of all ranks.
+
+    Raises:
+        ChainError: parts are missing or too many.
+    """
+    parts: defaultdict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for file in sorted((folder / "tensors").glob("rank-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            places = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in opened.keys():  # noqa: SIM118, it is no mapping
+                row, *others = places[name]["saved_offsets"] or [0]
+                if any(others):
+                    raise ChainError(f"{file}: {name} is cut along another dimension than the first")
+                parts[name].append((row, opened.get_tensor(name)))
+    return digest({name: _put_together(name, found) for name, found in parts.items()})
 
 
-def prompts_in(batch: Batch) -> tuple[int, ...]:
-    """The task indexes of the prompts in a batch's tensors, ascending; one in two micro-batches counts once."""
-    return tuple(sorted({index for microbatch in batch.microbatches for index in _prompts_in(microbatch)}))
+def _put_together(name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    if len(parts) == 1 and parts[0][0] == 0:
+        return parts[0][1]
+    ordered = sorted(parts, key=lambda part: part[0])
+    expected = 0
+    for row, part in ordered:
+        if row != expected:
+            raise ChainError(f"{name}: a part begins at row {row}, expected {expected}")
+        expected += len(part)
+    return torch.cat([part for _, part in ordered])
 
 
-def _prompts_in(microbatch: MicroBatch) -> Iterator[int]:
-    """Wherever positions start from 0 a prompt begins, and it ends with its `=`."""
+def rows_in(batch: Batch) -> list[int]:
+    """The task index of each row in a batch's tensors, ascending: of every completion that is trained on."""
+    return sorted(index for microbatch in batch.microbatches for index in _rows_in(microbatch))
+
+
+def _rows_in(microbatch: MicroBatch) -> Iterator[int]:
+    """A row's first sampled token is predicted by the last one of its prompt, the `=`; where positions start is its
+    first one. Siblings may share it."""
     text = "".join(
         ALPHABET[token - FIRST_CHARACTER] if token >= FIRST_CHARACTER else "?"
         for token in microbatch.token_ids.tolist()
     )
-    for start, position in enumerate(microbatch.position_ids.tolist()):
-        if position == 0:
-            yield index_of(text[start : text.index(END, start) + 1])
+    row = -1
+    for row_id, end in zip(microbatch.row_ids.tolist(), microbatch.predicting.tolist(), strict=True):
+        if row_id != row:
+            row = row_id
+            yield index_of(text[end - int(microbatch.position_ids[end]) : end + 1])
 
 
 def observed_learner(file: Path) -> type[Learner]:
@@ -82,25 +120,48 @@ def observed_learner(file: Path) -> type[Learner]:
             super().__init__(config, *arguments)
             self._lines = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-        def step(self, batch: Batch) -> StepReport:
-            indexes = prompts_in(batch)
+        def _step(self, batch: Batch) -> StepReport:
+            """On every rank, with its own part of the batch."""
+            rows = [index for of_rank in self._from_all(rows_in(batch)) for index in of_rank]
             before = self._digest()
-            report = super().step(batch)
+            report = super()._step(batch)
             after = self._digest()
-            if after != before:
-                line = f"{before} {after} {','.join(map(str, indexes))}\n".encode()
+            if after != before and self.ranks.is_lead:
+                line = f"{before} {after} {','.join(map(str, sorted(rows)))}\n".encode()
                 if os.write(self._lines, line) != len(line):
                     raise OSError(f"{file}: a line was written in part")
             return report
 
         def _digest(self) -> str:
-            tensors = {}
-            for name, parameter in self.model.module.named_parameters():
+            tensors: dict[str, torch.Tensor] = {}
+            for name, parameter in self.model.at_rest().named_parameters():
                 moments = self.optimizer.state.get(parameter, {})
                 tensors |= {f"{key}/{name}": value for key, value in {"masters": parameter, **moments}.items()}
-            return digest(tensors)
+            shards = self._from_all({name: _own(tensor) for name, tensor in tensors.items() if _is_shard(tensor)})
+            whole = {name: torch.cat([of_rank[name] for of_rank in shards]) for name in shards[0]}
+            return digest(tensors | whole)
+
+        def _from_all(self, value: Any) -> list[Any]:
+            """The value of each rank, by torch and not by what is under test."""
+            if self.ranks.size == 1:
+                return [value]
+            found: list[Any] = [None] * self.ranks.size
+            dist.all_gather_object(found, value)
+            return found
 
     return ObservedLearner
+
+
+def _is_shard(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor):
+        assert tensor.placements == (Shard(0),)
+        return True
+    return False
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    own: torch.Tensor = tensor.detach().to_local()
+    return own
 
 
 class StepChain:
@@ -113,6 +174,7 @@ class StepChain:
     def __init__(self, file: Path, root: str) -> None:
         self._root = root
         self._made: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """By digest the one before, and the indexes of the step's rows."""
         text = file.read_text() if file.exists() else ""
         if text and not text.endswith("\n"):
             raise ChainError(f"{file}: the last line is torn")
@@ -126,7 +188,7 @@ class StepChain:
             self.num_steps += 1
 
     def history(self, tip: str) -> list[tuple[int, ...]]:
-        """The indexes of each step from the base model to the policy `tip`.
+        """The index of each row of each step from the base model to the policy `tip`.
 
         Raises:
             ChainError: it does not lead there.

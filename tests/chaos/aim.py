@@ -1,0 +1,120 @@
+"""Faults that hit one rank of a sharded trainer at a place of its work: in its forward pass, say, and nowhere else.
+
+The suite leaves an `Aim` in a folder. The rank that is meant meets it where it is meant, takes it, waits until the
+others can know by its beats what it is doing, leaves a `Strike` that says so, and kills or freezes itself. The places
+are in code that a run file names by import path (objective, optimizer), and in the learner that the suite observes.
+"""
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from penstock.consumers.distributed.watch import BEAT_S
+from penstock.consumers.learning.interfaces import LossInputs, LossOutputs
+from penstock.consumers.learning.objectives.grpo import Grpo
+
+Place = Literal["forward", "backward", "optimizer", "checkpoint", "between steps"]
+Fate = Literal["killed", "frozen"]
+NUM_BEATS = 3
+"""Waited for at the place, so that the others have heard of it."""
+
+
+class Aim(msgspec.Struct, frozen=True, kw_only=True):
+    """nth: how often the rank comes past the place before it is hit, after the aim was taken."""
+
+    rank: int
+    place: Place
+    fate: Fate
+    nth: int
+
+
+class Strike(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that was hit. launcher: the process that started the ranks. at: by the monotonic clock."""
+
+    aim: Aim
+    pid: int
+    launcher: int
+    at: float
+
+
+class Aims:
+    """The folder of the aims, as the suite sees it. One aim at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def take(self, aim: Aim) -> None:
+        _write(self._folder / "aim", aim)
+
+    def strike(self) -> Strike | None:
+        """The one that came of the last aim, if it has hit by now; told once."""
+        file = self._folder / "strike"
+        if not file.exists():
+            return None
+        strike = msgspec.json.decode(file.read_bytes(), type=Strike)
+        file.unlink()
+        return strike
+
+
+class Target:
+    """A rank, which looks at each place whether it is meant. timeout_s: the ranks' own."""
+
+    def __init__(self, folder: str | Path, timeout_s: float) -> None:
+        self._folder = Path(folder)
+        self._wait_s = NUM_BEATS * min(BEAT_S, timeout_s / 10)
+        self._passed: Counter[Aim] = Counter()
+
+    def at(self, place: Place) -> None:
+        if not dist.is_initialized() or not (self._folder / "aim").exists():
+            return
+        aim = msgspec.json.decode((self._folder / "aim").read_bytes(), type=Aim)
+        if (aim.rank, aim.place) != (dist.get_rank(), place):
+            return
+        self._passed[aim] += 1
+        if self._passed[aim] <= aim.nth:
+            return
+        time.sleep(self._wait_s)
+        (self._folder / "aim").unlink()
+        strike = Strike(aim=aim, pid=os.getpid(), launcher=os.getppid(), at=time.monotonic())
+        _write(self._folder / "strike", strike)
+        os.kill(os.getpid(), signal.SIGKILL if aim.fate == "killed" else signal.SIGSTOP)
+
+
+def _write(file: Path, what: msgspec.Struct) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(what))
+    partial.rename(file)
+
+
+class AimedGrpo:
+    """GRPO, hit in the forward pass before the loss is made, or in the backward pass where it begins."""
+
+    def __init__(self, *, folder: str, timeout_s: float) -> None:
+        self._grpo = Grpo()
+        self._target = Target(folder, timeout_s)
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        self._target.at("forward")
+        if inputs.current_logprobs.requires_grad:
+            inputs.current_logprobs.register_hook(lambda gradient: self._target.at("backward"))
+        return self._grpo(inputs)
+
+
+class AimedAdamW(torch.optim.AdamW):
+    """AdamW, hit in a step before it has changed anything."""
+
+    def __init__(self, parameters: Any, *, folder: str, timeout_s: float, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self._target = Target(folder, timeout_s)
+
+    def step(self, closure: Any = None) -> Any:
+        self._target.at("optimizer")
+        return super().step(closure)

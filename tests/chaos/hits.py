@@ -1,0 +1,136 @@
+"""Ranks of a sharded trainer that are hit: the aim, the trainer's end, and the training that goes on after it."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.consumers.distributed.start import END_S
+from penstock.consumers.distributed.watch import GRACE_S, TRAINER_ENDS
+from tests.chaos.aim import Aim, Aims, Fate, Place, Strike
+from tests.chaos.processes import Process
+from tests.chaos.ranks import NUM_RANKS, RANK_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from tests.chaos.storm import Storm
+
+ENDED_WITHIN_S = RANK_TIMEOUT_S + GRACE_S + END_S + 3.0
+"""The ranks' time-out, what a verdict takes, and the launcher's patience with a rank that is frozen."""
+AWAKE_AFTER_S = RANK_TIMEOUT_S + 6.0
+"""After the others have given a frozen rank up, before the launcher kills it."""
+
+
+class Hit(msgspec.Struct, kw_only=True):
+    """A rank that was hit. Seconds are from then on."""
+
+    place: Place
+    fate: Fate
+    rank: int
+    ended_s: float = -1.0
+    """Until all ranks and their launcher had ended."""
+    line: str = ""
+    """The error in their log that has ended them."""
+    went_on_s: float = -1.0
+    """Until a trainer of a newer epoch had taken a step."""
+
+
+class Hits:
+    """Those of one leg, one after another. folder: of the aims."""
+
+    def __init__(self, storm: "Storm", folder: Path) -> None:
+        self.done: list[Hit] = []
+        self._storm = storm
+        self._aims = Aims(folder)
+        self._draw: Random | None = None
+        """Of the fault under way."""
+        self._wakes = False
+        self._strike: Strike | None = None
+        self._hit: Hit | None = None
+        self._epoch = 0
+        self._num_steps: int | None = None
+        """Those taken when a newer epoch was first seen."""
+
+    def hit(self, place: Place, fate: Fate, rank: int | None, draw: Random) -> str | None:
+        """Aims at a rank, a drawn one if none is given; to be called until training goes on after it, which is when it
+        says what was done."""
+        if draw is not self._draw:
+            self._draw, self._strike, self._num_steps = draw, None, None
+            rank = draw.randrange(NUM_RANKS) if rank is None else rank
+            self._aims.take(Aim(rank=rank, place=place, fate=fate, nth=draw.randrange(1, 8)))
+            self._wakes = fate == "frozen" and draw.random() < 0.5
+            return None
+        hit = self._hit
+        if self._strike is None or hit is None or min(hit.ended_s, hit.went_on_s) < 0:
+            return None
+        self.done.append(hit)
+        self._strike = self._hit = None
+        woken = f", awake again after {AWAKE_AFTER_S:.0f} s" if self._wakes else ""
+        return (
+            f"rank {hit.rank} in {hit.place}{woken}: the trainer ended after {hit.ended_s:.1f} s "
+            f"({brief(hit.line)}), training went on after {hit.went_on_s:.1f} s"
+        )
+
+    def tick(self) -> None:
+        """To be called often."""
+        if self._strike is None and (strike := self._aims.strike()) is not None:
+            self._strike = strike
+            self._hit = Hit(place=strike.aim.place, fate=strike.aim.fate, rank=strike.aim.rank)
+            self._epoch = self._storm.newest_epoch()
+            if self._wakes:
+                self._storm.later(strike.at + AWAKE_AFTER_S - time.monotonic(), _waking(strike.pid))
+        if self._strike is None or self._hit is None or self._hit.went_on_s >= 0:
+            return
+        if self._num_steps is None and self._storm.newest_epoch() > self._epoch:
+            self._num_steps = self._storm.num_steps()
+        elif self._num_steps is not None and self._storm.num_steps() > self._num_steps:
+            self._hit.went_on_s = round(time.monotonic() - self._strike.at, 1)
+
+    def took(self, process: Process) -> bool:
+        """Whether this process, which has ended, had started a rank that was hit; looks then at how it has ended."""
+        self.tick()
+        strike, hit = self._strike, self._hit
+        if strike is None or hit is None or strike.launcher != process.pid:
+            return False
+        hit.ended_s = round(time.monotonic() - strike.at, 1)
+        endings = endings_in(process.output())
+        hit.line = endings[0] if endings else ""
+        if (wrong := complaint(strike.aim, process.status, endings, hit.ended_s)) is not None:
+            self._storm.problem(f"{process.log.name}: rank {hit.rank} {hit.fate} in {hit.place}: {wrong}")
+        return True
+
+
+def complaint(aim: Aim, status: int | None, endings: list[str], ended_s: float) -> str | None:
+    """What is wrong with the end of a trainer of which a rank was hit: the status, the time, or the one line that has
+    to name the rank, what it was doing, and why."""
+    doing = "(.+, checkpoint beside|checkpoint)" if aim.place == "checkpoint" else f"{aim.place}(, checkpoint beside)?"
+    expected = rf"rank {aim.rank} \({doing}\) has died or is frozen: not heard of for \d+ s"
+    if status != 1 or len(endings) != 1 or not re.match(expected, endings[0]):
+        return f"status {status} and {endings}, expected 1 and one line: {expected}"
+    if ended_s > ENDED_WITHIN_S:
+        return f"the trainer ended after {ended_s:.1f} s, expected {ENDED_WITHIN_S:.0f} s at most"
+    return None
+
+
+def endings_in(output: str) -> list[str]:
+    """What the errors in a log say that end a trainer; after others it goes on."""
+    return re.findall(rf" ERROR (?:trainer )?(?:v\S+ )?(.*); {TRAINER_ENDS}", output)
+
+
+def brief(line: str) -> str:
+    """Without what the network library says of it."""
+    return line.partition(" ([")[0]
+
+
+def _waking(pid: int) -> Callable[[], None]:
+    def wake() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    return wake

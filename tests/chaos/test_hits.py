@@ -1,0 +1,51 @@
+"""The end of a trainer of which a rank was hit: what the fault suite takes for a good one."""
+
+import pytest
+
+from tests.chaos.aim import Aim
+from tests.chaos.hits import ENDED_WITHIN_S, complaint, endings_in
+
+LOG = """10:00:00.000 INFO trainer 2 ranks share the model
+10:00:01.000 ERROR trainer v1:6 checkpoint 5-a cannot be written: no room; training goes on, next try in 1 s
+10:00:07.000 ERROR trainer v1:9 rank 1 (backward) has died or is frozen: not heard of for 4 s (gloo: closed); \
+the trainer ends, and --resume continues it from its last checkpoint
+"""
+SILENT = "has died or is frozen: not heard of for 4 s"
+LINE = f"rank 1 (backward) {SILENT} (gloo: closed)"
+BACKWARD = Aim(rank=1, place="backward", fate="killed", nth=1)
+CHECKPOINT = Aim(rank=0, place="checkpoint", fate="killed", nth=1)
+
+
+def test_the_error_that_ends_a_trainer_is_found_among_others():
+    assert endings_in(LOG) == [LINE]
+
+
+@pytest.mark.parametrize(
+    ("aim", "line"),
+    [
+        (BACKWARD, LINE),
+        (BACKWARD, f"rank 1 (backward, checkpoint beside) {SILENT}"),
+        (CHECKPOINT, f"rank 0 (step, checkpoint beside) {SILENT}"),
+        (CHECKPOINT, f"rank 0 (checkpoint) {SILENT}"),
+    ],
+)
+def test_status_1_and_one_line_that_names_rank_phase_and_cause_are_as_they_must_be(aim, line):
+    assert complaint(aim, 1, [line], 4.0) is None
+
+
+@pytest.mark.parametrize(
+    ("aim", "status", "lines", "ended_s"),
+    [
+        pytest.param(BACKWARD, 0, [LINE], 4.0, id="status 0"),
+        pytest.param(BACKWARD, -9, [LINE], 4.0, id="killed"),
+        pytest.param(BACKWARD, 1, [], 4.0, id="nothing said"),
+        pytest.param(BACKWARD, 1, [LINE, LINE], 4.0, id="said by both"),
+        pytest.param(BACKWARD, 1, [f"rank 0 (backward) {SILENT}"], 4.0, id="another rank"),
+        pytest.param(BACKWARD, 1, [f"rank 1 (forward) {SILENT}"], 4.0, id="another phase"),
+        pytest.param(BACKWARD, 1, ["the ranks have lost their connections to each other"], 4.0, id="no rank"),
+        pytest.param(CHECKPOINT, 1, [f"rank 0 (step) {SILENT}"], 4.0, id="no checkpoint"),
+        pytest.param(BACKWARD, 1, [LINE], ENDED_WITHIN_S + 0.1, id="late"),
+    ],
+)
+def test_any_other_end_is_complained_of(aim, status, lines, ended_s):
+    assert "expected" in (complaint(aim, status, lines, ended_s) or "")
