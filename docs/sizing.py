@@ -4,7 +4,6 @@ What was measured comes from the newest result of `python -m bench.sizing`.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,9 +215,7 @@ def newest_result() -> list[dict[str, Any]]:
 
 
 def measured_case(case: dict[str, Any]) -> tuple[Shape, Setting]:
-    model = case["model"]
-    sizes = (model[name] for name in ("hidden", "intermediate", "layers", "heads", "kv_heads"))
-    shape = Shape(model["name"], *sizes, head_dim=64, vocabulary=model["vocabulary"], tied=True)
+    shape = Shape(**case["model"], head_dim=64, tied=True)
     unsharded = case["accumulation"] == "unsharded"
     return shape, Setting(case["ranks"], case["tokens"], case["dtype"], case["checkpointing"], unsharded, on_cuda=False)
 
@@ -242,7 +239,9 @@ TABLES = {"fits": fits_table, "pass": pass_table, "parts": parts_table, "measure
 def page(text: str) -> str:
     """The page with its tables made anew: each stands between `<!-- NAME -->` and `<!-- end -->`."""
     for name, table in TABLES.items():
-        text = re.sub(rf"(?s)(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=table: f"{m[1]}{t()}\n{m[2]}", text)
+        before, start, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        text = f"{before}{start}{table()}\n{end}{after}"
     return text
 
 

@@ -168,6 +168,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`auto` takes CUDA if torch sees a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Run each block through `torch.compile`: the first step is slow, the others faster. Needs a C++ compiler."""
     num_processes: Positive = 1
     """Ranks on this machine, one a device, that share the model's parameters; under torchrun its own number counts."""
     gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"

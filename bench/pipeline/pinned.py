@@ -132,7 +132,7 @@ def keep_phases(file: Path) -> None:
         output.write(msgspec.json.encode(report.phase_s) + b"\n")
         return report
 
-    Learner.step = step_and_keep  # type: ignore[method-assign]
+    Learner.step = step_and_keep  # type: ignore[method-assign, unused-ignore]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

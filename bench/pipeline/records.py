@@ -27,6 +27,16 @@ PROMPT_TOKENS = 16
 VERSIONS_SEEN = 4
 """Version spans of a completion: one more than the updates during it."""
 ROUNDS = 100
+FINGERPRINT = EngineFingerprint(
+    engine="vllm",
+    version="0.32.0",
+    model="runs/models/demo",
+    dtype="bfloat16",
+    head_dtype="float32",
+    logprobs_mode="processed_logprobs",
+    prefix_caching=False,
+    async_scheduling=False,
+)
 
 
 def record_figures() -> list[Figure]:
@@ -75,16 +85,7 @@ def make_group(prompt_tokens: int = PROMPT_TOKENS, completion_tokens: int = COMP
         prompt=Prompt(text="What is 12 + 34? Think aloud, then answer.", answer="46"),
         rollouts=tuple(_rollout(prompt_ids, completion_tokens, draw) for _ in range(GROUP_SIZE)),
         producer_id="producer-0",
-        fingerprint=EngineFingerprint(
-            engine="vllm",
-            version="0.32.0",
-            model="runs/models/demo",
-            dtype="bfloat16",
-            head_dtype="float32",
-            logprobs_mode="processed_logprobs",
-            prefix_caching=False,
-            async_scheduling=False,
-        ),
+        fingerprint=FINGERPRINT,
         sampling=SamplingSettings(max_tokens=completion_tokens),
     )
 

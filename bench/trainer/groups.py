@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bench.pipeline.records import FINGERPRINT
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
-    EngineFingerprint,
     Rollout,
     RolloutGroup,
     SamplingSettings,
@@ -15,17 +15,6 @@ from penstock.schemas.rollout import (
     VersionSpan,
     pack_floats,
     pack_ids,
-)
-
-FINGERPRINT = EngineFingerprint(
-    engine="none",
-    version="0",
-    model="none",
-    dtype="float32",
-    head_dtype="float32",
-    logprobs_mode="processed_logprobs",
-    prefix_caching=False,
-    async_scheduling=False,
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from bench.result import in_turns
 from bench.section import ONE_THREAD, wait_for
@@ -42,12 +43,16 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgainstPlain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The learner and the plain loop on the same batch, `steps` of each a round, in turns in one process."""
+    """The learner and the plain loop on the same batch, `steps` of each a round, in turns in one process.
+
+    compiled: the learner with `trainer.compile`, and in the plain loop's place the learner without.
+    """
 
     model: str
     work: Work
     rounds: int
     steps: int
+    compiled: bool = False
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,11 +119,12 @@ def _result(job_file: Path) -> Path:
 
 def against_plain(job: AgainstPlain) -> Timed:
     config = _config(job.model, job.work)
-    learner, plain = Learner(config), PlainLoop(Path(job.model), config)
+    learner = Learner(replace(config, trainer=replace(config.trainer, compile=job.compiled)))
+    other: Any = Learner(config) if job.compiled else PlainLoop(Path(job.model), config)
     batch = _batch(learner, job.work)
     report = learner.step(batch)
-    plain.step(batch)
-    weights_apart = _weights_apart(learner.model.module, plain.module)
+    other.step(batch)
+    weights_apart = _weights_apart(learner.model.module, other.model.module if job.compiled else other.module)
     wall: dict[str, list[float]] = {"learner": [], "plain": []}
 
     def timed(name: str, step: Callable[[Batch], Any]) -> Callable[[], float]:
@@ -132,7 +138,7 @@ def against_plain(job: AgainstPlain) -> Timed:
 
         return seconds
 
-    seconds = in_turns(job.rounds, {"learner": timed("learner", learner.step), "plain": timed("plain", plain.step)})
+    seconds = in_turns(job.rounds, {"learner": timed("learner", learner.step), "plain": timed("plain", other.step)})
     phases = report.phase_s
     return Timed(
         seconds=seconds,

@@ -9,6 +9,7 @@ from statistics import median
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from bench.result import Breakdown, Figure, Goal, compare, in_turns
@@ -62,19 +63,28 @@ QUICK_TRAINER = TrainerSettings(
 
 
 def measure_plain(bench: Bench) -> list[Figure]:
+    return [plain_figure(*each) for each in _timed(bench, compiled=False)]
+
+
+def measure_compiled(bench: Bench) -> list[Figure]:
+    return [compiled_figure(*each) for each in _timed(bench, compiled=True)]
+
+
+def _timed(bench: Bench, *, compiled: bool) -> Iterator[tuple[str, Timed, int]]:
+    """By model what was timed, and the tokens of each round."""
     settings = bench.settings
     demo = bench.folder / "demo"
-    make_model(demo, train=False)
+    if not demo.exists():
+        make_model(demo, train=False)
     jobs = {
         "the demo's model": (demo, DEMO_WORK, settings.demo_steps),
         settings.model.name: (_model(bench, settings.model), settings.work, 1),
     }
-    found = []
     for name, (folder, work, steps) in jobs.items():
-        job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps)
-        (timed,) = run_parts(f"plain-{folder.name}", [job], Timed, bench.folder)
-        found.append(plain_figure(name, timed, work.num_tokens * steps))
-    return found
+        job = AgainstPlain(model=str(folder), work=work, rounds=settings.plain_rounds, steps=steps, compiled=compiled)
+        part = f"{'compiled' if compiled else 'plain'}-{folder.name}"
+        (timed,) = run_parts(part, [job], Timed, bench.folder)
+        yield name, timed, work.num_tokens * steps
 
 
 def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
@@ -90,6 +100,13 @@ def plain_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
         ratio=median(theirs / ours for ours, theirs in zip(learner, plain, strict=True)),
         details=msgspec.to_builtins(timed),
     )
+
+
+def compiled_figure(name: str, timed: Timed, num_tokens: int) -> Figure:
+    """As `plain_figure`, of the learner without `trainer.compile` in the plain loop's place."""
+    figure = plain_figure(f"{name}, compiled", timed, num_tokens)
+    reference_is = "without trainer.compile, in turns; processor time of one thread, without the first step"
+    return replace(figure, reference_is=reference_is, goal=None, reached=None)
 
 
 def measure_ranks(bench: Bench) -> list[Figure]:
@@ -234,6 +251,7 @@ TRAINER = BenchSection(
     "trainer",
     {
         "plain": measure_plain,
+        "compiled": measure_compiled,
         "ranks": measure_ranks,
         "rank-memory": measure_memory,
         "weights": measure_weights,

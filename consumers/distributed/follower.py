@@ -1,12 +1,14 @@
 """A rank that carries out the lead's orders: it knows no Redis and decides nothing."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from penstock.consumers.distributed.start import check_alike
 from penstock.consumers.distributed.watch import Watch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import measured
+from penstock.consumers.parity.report import ParityError
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.rollout import RolloutGroup
 
@@ -20,7 +22,8 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
         learner = Learner(config, ranks)
 
         def gate(groups: Sequence[RolloutGroup], version: int) -> None:
-            measured(groups, config, learner.model, version)
+            with suppress(ParityError):  # the lead tells of it
+                measured(groups, config, learner.model, version)
 
         orders.update(learner.orders, gate=gate)
 

@@ -102,6 +102,7 @@ def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
     return bounds
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -118,7 +119,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over packed rows.
 
-    Dropout is never applied: the trainer must reproduce the policy that sampled.
+    Dropout is never applied: the trainer must reproduce the policy that sampled. Compiled blocks call it as it is: for
+    each number of buckets, and of rows one or more, it would be compiled again.
 
     Args:
         query: [1, num_heads, N, head_dim]; key and value: [1, num_key_value_heads, N, head_dim].

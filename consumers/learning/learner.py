@@ -65,6 +65,7 @@ class Learner:
             self.device,
             self.ranks,
             gradient_checkpointing=trainer.gradient_checkpointing,
+            compiled=trainer.compile,
         )
         objective = construct(config.objective, "objective", Objective)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)

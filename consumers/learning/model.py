@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, PackedLayout
 from penstock.consumers.learning.batch import MicroBatch
+from penstock.consumers.learning.blocks import compile_blocks
 from penstock.consumers.learning.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.shards import empty_model, fill, gathered, shard
@@ -34,6 +35,7 @@ class PackedModel:
         path: folder of a transformers model.
         dtype: "float32" or "bfloat16", of the published weights and of the body's arithmetic.
         ranks: those that share the parameters; each has a shard of every one, and gathers a block's while it runs.
+        compiled: the blocks run through torch.compile.
         frozen: the model is not trained: it is held in `dtype`, without masters.
 
     Raises:
@@ -49,6 +51,7 @@ class PackedModel:
         ranks: Ranks | None = None,
         *,
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
         frozen: bool = False,
     ) -> None:
         self._path = path
@@ -61,9 +64,13 @@ class PackedModel:
         if self._ranks.mesh is None:
             self._take(_load(path).to(device), gradient_checkpointing)
             self._check()
+            if compiled:
+                compile_blocks(self.module, device)
         else:
             whole = PackedModel(path, dtype, torch.device("cpu")).module if self._ranks.is_lead else None
             self._take(empty_model(path, DTYPES[dtype] if frozen else torch.float32), gradient_checkpointing)
+            if compiled:
+                compile_blocks(self.module, device)
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], f"model.path = {path!r}")
             fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]

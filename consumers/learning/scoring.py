@@ -77,7 +77,12 @@ class TokenScorer:
         self._reference: PackedModel | None = None
         if getattr(objective, "needs_reference", False):
             self._reference = PackedModel(
-                config.model.reference or config.model.path, config.model.dtype, device, ranks, frozen=True
+                config.model.reference or config.model.path,
+                config.model.dtype,
+                device,
+                ranks,
+                compiled=config.trainer.compile,
+                frozen=True,
             )
             if self._reference.vocabulary != model.vocabulary:
                 raise ConfigError(

@@ -9,11 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.consumers.learning.attention import IMPLEMENTATION
+from penstock.consumers.learning.blocks import blocks
 from penstock.consumers.learning.ranks import Ranks
-from penstock.schemas.config import ConfigError
 
 
 class _BodyAndHead(nn.Module):
@@ -54,12 +53,7 @@ def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, field: str) -> _Bod
     Raises:
         ConfigError: no blocks can be found; `field` names the model.
     """
-    found = blocks(module)
-    if not found:
-        raise ConfigError(
-            f"{field}: the blocks of {type(module).__name__} cannot be found (no GradientCheckpointingLayer, and "
-            "nothing of _no_split_modules in it), so it cannot be sharded; expected trainer.num_processes = 1"
-        )
+    found = blocks(module, field, "trainer.num_processes = 1")
     # Inputs stay as they are, as without shards.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in found:
@@ -72,22 +66,6 @@ def shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, field: str) -> _Bod
             each.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing beforehand
             each.set_reduce_scatter_unused_params(True)  # experts that no token of this rank has met
     return root
-
-
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that transformers checkpoints as one or does not split over devices."""
-    names = set(getattr(module, "_no_split_modules", None) or ())
-    found: list[nn.Module] = []
-
-    def search(parent: nn.Module) -> None:
-        for child in parent.children():
-            if isinstance(child, GradientCheckpointingLayer) or type(child).__name__ in names:
-                found.append(child)
-            else:
-                search(child)
-
-    search(module)
-    return found
 
 
 @torch.no_grad()

@@ -81,7 +81,8 @@ class Gate:
         self._ranks.order("gate", lambda _: (fresh, version))
         self._ranks.phase = "gate"
         try:
-            report = self._report(fresh, model, version)
+            found = measured(fresh, self._config, model, version)
+            report = msgspec.structs.replace(found, gate=self._config.parity.gate, points=())
         except ParityError as error:
             if self._config.parity.gate == "refuse":
                 self._write(_not_comparable(fresh, self._config, str(error)))
@@ -93,12 +94,6 @@ class Gate:
             return
         self.is_pending = False
         self._conclude(report)
-
-    def _report(self, groups: list[RolloutGroup], model: PackedModel, version: int) -> ParityReport:
-        report = measured(groups, self._config, model, version)
-        if isinstance(report, ParityError):
-            raise report
-        return msgspec.structs.replace(report, gate=self._config.parity.gate, points=())
 
     def _write(self, report: ParityReport) -> None:
         write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
@@ -163,19 +158,17 @@ class Alert:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
 
 
-def measured(
-    groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int
-) -> ParityReport | ParityError:
-    """What the gate finds in groups that `model` has sampled as `version`, or why it finds nothing.
+def measured(groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int) -> ParityReport:
+    """What the gate finds in groups that `model` has sampled as `version`.
 
     If several ranks share the model, each of them has to do it.
+
+    Raises:
+        ParityError: why it finds nothing, on all of them.
     """
-    try:
-        return check_parity(
-            groups, config=config, weights=lambda _: None, max_tokens=MAX_TOKENS, loaded=LoadedPolicy(version, model)
-        )
-    except ParityError as error:
-        return error
+    return check_parity(
+        groups, config=config, weights=lambda _: None, max_tokens=MAX_TOKENS, loaded=LoadedPolicy(version, model)
+    )
 
 
 def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str) -> ParityReport:

@@ -14,7 +14,14 @@ from bench.trainer.long_answers import LongAnswers
 from bench.trainer.part import AgainstPlain, OnRanks, Timed, Work, against_plain, on_ranks
 from bench.trainer.peer import compared
 from bench.trainer.peer_job import PeerUpdates
-from bench.trainer.section import TrainerSettings, memory_figures, plain_figure, ranks_figures, weights_figures
+from bench.trainer.section import (
+    TrainerSettings,
+    compiled_figure,
+    memory_figures,
+    plain_figure,
+    ranks_figures,
+    weights_figures,
+)
 from penstock.consumers.learning.ranks import Ranks
 from penstock.deploy.launch.child import Child
 from training_groups import tiny_model
@@ -46,6 +53,15 @@ def test_a_round_of_the_learner_is_held_against_the_plain_loops_of_the_same_roun
     figure = plain_figure("a model", timed, 100)
     assert figure.ratio == pytest.approx(0.98) and figure.reached is True
     assert figure.measured == 50.0 and figure.details["diagnostics_share"] == 0.02
+
+
+def test_compiled_blocks_are_held_against_the_learner_without() -> None:
+    seconds = {"learner": [1.0, 2.0], "plain": [1.2, 2.4]}
+    figure = compiled_figure(
+        "a model", Timed(seconds=seconds, wall_seconds=seconds, diagnostics_share=0, weights_apart=0), 90
+    )
+    assert figure.ratio == pytest.approx(1.2) and figure.goal is None and figure.reached is None
+    assert "compiled" in figure.name and "without trainer.compile" in figure.reference_is
 
 
 def test_two_ranks_are_held_against_one_and_the_machine_against_two_of_one() -> None:

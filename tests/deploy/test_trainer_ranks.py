@@ -89,13 +89,15 @@ def test_a_model_whose_blocks_cannot_be_found_is_refused_once(
     tmp_path: Path, run_file: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
+        "import torch\n"
         "import penstock.consumers.learning.shards as shards\n"
         "import penstock.consumers.learning.model as model\n"
-        "shards.blocks = lambda module: []\n" + _PROGRAM
+        "find = shards.blocks\n"
+        "shards.blocks = lambda module, *said: find(torch.nn.Linear(1, 1), *said)\n" + _PROGRAM
     )
     monkeypatch.setitem(globals(), "_PROGRAM", program)
     ended = trainer_on_ranks(tmp_path, [[run_file]] * 2, {"REDIS_URL": redis_url})
     assert ended.statuses == [2, 2]
     (line,) = ended.lines
-    assert "the blocks of Qwen3ForCausalLM cannot be found" in line and "model.path" in line
+    assert "the blocks of Linear cannot be found" in line and "model.path" in line
     assert not list((tmp_path / "runs" / "test").glob("checkpoints/epoch-*")), "it left no sign of a run"

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
+from penstock.consumers.parity.report import ParityError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.record import SegmentFindings
 from penstock.schemas.rollout import RolloutGroup
@@ -147,7 +149,8 @@ def check_gate(
     if not ranks.is_lead:
 
         def gate(groups: list[RolloutGroup], version: int) -> None:
-            measured(groups, config, learner.model, version)
+            with suppress(ParityError):
+                measured(groups, config, learner.model, version)
 
         follow_to_the_end(ranks, {"gate": gate})
         return None

@@ -147,3 +147,18 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
     assert len(list((tmp_path / "first").glob("*.safetensors"))) == before
     for key, tensor in weights.items():
         assert (tensor - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_shared_and_checkpointed_and_train_the_same_weights(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model", num_hidden_layers=1)
+    eager, compiled = (
+        configuration(tmp_path / "model", trainer=_trainer(gradient_checkpointing=True, compile=each))
+        for each in (False, True)
+    )
+    batches = {"run": _batches()[4:]}
+    expected = on_ranks(1, train, {"run": eager}, batches, folder=tmp_path / "eager")[0]["run"].weights
+    weights = on_ranks(2, train, {"run": compiled}, batches, folder=tmp_path / "compiled")[0]["run"].weights
+    assert weights.keys() == expected.keys()
+    for key, tensor in weights.items():
+        assert (tensor - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
