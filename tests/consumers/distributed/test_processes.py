@@ -92,3 +92,34 @@ def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
     (line,) = errors(processes.log("first"))
     assert re.search(r"rank 0 \(.+\) has died or is frozen: not heard of for \d+ s", line)
     assert_trained_once(bench)
+
+
+def test_another_models_checkpoint_and_half_a_checkpoint_are_refused_once_and_nothing_is_lost(
+    bench, redis_client, processes, two_ranks
+) -> None:
+    bench.overrides += ["num_updates=4", "trainer.num_processes=1"]
+    assert two_ranks("first").wait(120) == 0
+    committed = redis_client.hget(bench.keys.commit, "checkpoint")
+    own = [*bench.overrides, f"num_updates={NUM_UPDATES}"]
+
+    tiny_model(bench.runs / "other", hidden_size=8)
+    bench.overrides = [*own, "trainer.num_processes=2", f"model.path='{bench.runs / 'other'}'"]
+    assert two_ranks("second", "--resume").wait(120) == 2
+    (line,) = errors(processes.log("second"))
+    assert "of another model: " in line and committed.decode() in line
+
+    files = {file: file.read_bytes() for file in (bench.folder / "checkpoints").rglob("*.safetensors")}
+    for file, content in files.items():
+        file.write_bytes(content[: len(content) // 2])
+    bench.overrides = [*own, "trainer.num_processes=2"]
+    assert two_ranks("third", "--resume").wait(120) == 1
+    (line,) = errors(processes.log("third"))
+    assert "no checkpoint is whole" in line and committed.decode() in line
+
+    assert redis_client.hget(bench.keys.commit, "checkpoint") == committed
+    for file, content in files.items():
+        file.write_bytes(content)
+    bench.overrides = own
+    bench.hardy_producer()
+    assert two_ranks("fourth", "--resume").wait(120) == 0
+    assert_trained_once(bench)

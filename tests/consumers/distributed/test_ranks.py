@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.schemas.config import CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
-from rank_processes import on_ranks
+from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model
 
@@ -58,9 +58,13 @@ def _batches() -> list[list]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Trained]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[int, dict[str, Trained]]:
     """By the number of ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
     configs, batches = _configs(folder), _batches()
@@ -88,6 +92,12 @@ def test_weights_and_diagnostics_are_those_of_one_process(found, size: int, name
         for figure in ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed"):
             assert getattr(report, figure) == getattr(other, figure), where
         assert report.spared == other.spared and report.steps_skipped == other.steps_skipped, where
+
+
+def test_fewer_rows_than_ranks_are_told_of_by_rank_0_alone_and_once(found, folder: Path) -> None:
+    logs = [log_of(folder / "4", rank) for rank in range(4)]
+    assert logs[0].count("a batch of 2 rows for 4 ranks: some compute nothing") == len(NAMES)
+    assert not any("compute nothing" in log for log in logs[1:])
 
 
 @pytest.mark.parametrize("size", SIZES)
