@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import current_process
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,25 @@ from forked_engines import begin
 PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
 PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.modeling_qwen3"]
 
-_server = forkserver.ForkServer()  # of its own: that of multiprocessing forks the engines
-_server.set_forkserver_preload(PRELOADED)
+
+class _Server(forkserver.ForkServer):
+    """Of its own: that of multiprocessing forks the engines. A program that was forked itself asks the same server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_forkserver_preload(PRELOADED)
+        inherited = forkserver._forkserver  # type: ignore[attr-defined]
+        self._is_anothers = inherited.get_inherited_fds() is not None
+        if self._is_anothers:
+            self._forkserver_address = inherited._forkserver_address
+            self._forkserver_alive_fd = inherited._forkserver_alive_fd
+
+    def ensure_running(self) -> None:
+        if not self._is_anothers:
+            super().ensure_running()
+
+
+_server = _Server()
 
 
 class ForkedProgram(ForkServerProcess):
@@ -75,6 +93,26 @@ class ForkedProgram(ForkServerProcess):
         if self.exitcode is None:
             assert self.pid is not None
             os.kill(self.pid, number)
+
+
+def fork_ranks() -> None:
+    """In a launcher of ranks: they are forked, too, write to its output, and leave their process ids in files."""
+    from penstock.consumers.distributed import start
+
+    def fork(command: Sequence[str], env: Mapping[str, str]) -> ForkedProgram:
+        assert list(command[:3]) == [sys.executable, "-m", "penstock.deploy.cli"]
+        program = "import sys; from penstock.deploy.cli import main; sys.exit(main(sys.argv[1:]))"
+        log = Path(os.readlink("/proc/self/fd/1"))
+        rank = ForkedProgram(program, command[3:], env, log)
+        rank_file(log.parent, os.getpid(), env["RANK"]).write_text(str(rank.pid))
+        return rank
+
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
+    start.subprocess = SimpleNamespace(Popen=fork)  # type: ignore[assignment]
+
+
+def rank_file(folder: Path, launcher: int | None, rank: int | str) -> Path:
+    return folder / f"rank-{rank}-of-{launcher}"
 
 
 def start_program(

@@ -3,10 +3,10 @@
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
+from forked_programs import rank_file
 from trainer_process import BARE
 from training_groups import tiny_model
 from waiting import wait_for
@@ -18,7 +18,8 @@ pytestmark = [
 ]
 
 NUM_UPDATES = 120
-PROGRAM = BARE.format(setup="")
+FORKED_RANKS = BARE.format(setup="from forked_programs import fork_ranks\nfork_ranks()")
+"""The imports of the ranks are shared as well."""
 
 
 @pytest.fixture
@@ -30,7 +31,11 @@ def two_ranks(bench, redis_client, processes):
         *("trainer.rank_timeout_s=6", "trainer.lease_s=2.0", "checkpoint.every=10", f"num_updates={NUM_UPDATES}"),
     ]
     bench.hardy_producer()
-    return lambda log, *arguments: processes.start(log, *arguments, program=PROGRAM)
+
+    def start(log: str, *arguments: str, program: str = FORKED_RANKS):
+        return processes.start(log, *arguments, program=program)
+
+    return start
 
 
 def wait_for_checkpoint(bench, client, epoch: int) -> None:
@@ -39,11 +44,9 @@ def wait_for_checkpoint(bench, client, epoch: int) -> None:
     wait_for(lambda: re.match(pattern, client.hget(bench.keys.commit, "checkpoint") or b""), timeout_s=120)
 
 
-def rank(process, number: int) -> int:
+def rank(bench, process, number: int) -> int:
     """Its process id."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (found,) = (pid for pid in children if f"\0RANK={number}\0" in Path(f"/proc/{pid}/environ").read_text())
-    return int(found)
+    return int(rank_file(bench.runs, process.pid, number).read_text())
 
 
 def errors(log: str) -> list[str]:
@@ -64,7 +67,7 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
 ) -> None:
     first = two_ranks("first")
     wait_for_checkpoint(bench, redis_client, 0)
-    os.kill(rank(first, 1), signal.SIGKILL)
+    os.kill(rank(bench, first, 1), signal.SIGKILL)
     assert first.wait(60) == 1
     (line,) = errors(processes.log("first"))
     assert re.search(r"rank 1 \(.+\) has died or is frozen: not heard of for \d+ s .*--resume continues it", line)
@@ -73,7 +76,8 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 0
     assert errors(processes.log("second")) == [] and "continue it with --resume" in processes.log("second")
-    assert two_ranks("third", "--resume").wait(120) == 0
+    # As a user's shell starts it, ranks included.
+    assert two_ranks("third", "--resume", program=BARE.format(setup="")).wait(120) == 0
     assert errors(processes.log("third")) == []
     assert_trained_once(bench)
 
@@ -85,7 +89,7 @@ def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
     second = two_ranks("second", "--standby")
     wait_for_checkpoint(bench, redis_client, 0)
     wait_for(lambda: "standing by" in processes.log("second"), timeout_s=120)
-    os.kill(rank(first, 0), signal.SIGSTOP)
+    os.kill(rank(bench, first, 0), signal.SIGSTOP)
     assert second.wait(180) == 0
     assert "taking it over" in processes.log("second") and errors(processes.log("second")) == []
     assert first.wait(60) == 1

@@ -125,10 +125,13 @@ def test_a_folder_that_holds_something_else_is_never_overwritten(tmp_path: Path)
 
 def test_a_warm_start_outside_the_band_fails_and_saves_nothing(tmp_path: Path):
     lines: list[str] = []
-    with pytest.raises(WarmStartError, match=r"after 40 steps the held-out accuracy is 0\.\d+, expected 0\.3 to 0\.45"):
-        make_model(tmp_path / "m", QUICK, progress=lines.append)
+    with pytest.raises(
+        WarmStartError, match=r"after 100 steps the held-out accuracy is 0\.\d+, expected 0\.3 to 0\.45"
+    ):
+        make_model(tmp_path / "m", msgspec.structs.replace(QUICK, num_steps=50), progress=lines.append)
     assert list(tmp_path.iterdir()) == []
     assert any("held-out accuracy" in line for line in lines)
+    assert sum(line.startswith("warm start: step 100 of 50, loss ") for line in lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -148,14 +151,11 @@ def test_an_impossible_recipe_is_refused(arguments: dict, message: str):
 
 
 @pytest.mark.slow
-def test_the_warm_start_ends_in_the_band_and_the_saved_model_confirms_it(tmp_path: Path):
-    lines: list[str] = []
-    made = make_model(tmp_path / "m", ModelRecipe(seed=5), progress=lines.append)
-    assert 0.30 <= made.held_out_accuracy <= 0.45
-    assert msgspec.json.decode((tmp_path / "m" / "recipe.json").read_bytes(), type=MadeModel) == made
-    assert lines[0].startswith("warm start: step 100 of 600, loss ")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+def test_the_warm_start_ends_in_the_band_and_the_saved_model_confirms_it(demo_model: Path):
+    made = msgspec.json.decode((demo_model / "recipe.json").read_bytes(), type=MadeModel)
+    assert made.recipe == ModelRecipe() and 0.30 <= made.held_out_accuracy <= 0.45
+    model = AutoModelForCausalLM.from_pretrained(demo_model)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
     environment = Arithmetic(seed=0)
     prompts: list[Prompt] = [environment.evaluation_prompt(n) for n in range(1, 257)]
     token_ids = tokenizer([prompt.text for prompt in prompts], return_tensors="pt")

@@ -63,18 +63,13 @@ def test_the_runs_own_settings_give_its_losses_again_bit_for_bit(training, capsy
         assert {name: line[name] for name in report.metrics} == report.metrics
 
 
-def test_two_replays_in_processes_of_their_own_are_equal_to_the_last_byte(training):
-    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(training.folder)]
-    command += [
-        "--variant",
-        "mask",
-        "correction.mode=token_mask",
-        "--objective",
-        "penstock.consumers.learning.objectives.gspo:Gspo",
-    ]
-    for name in ("a", "b"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([*command, "--name", name], cwd=ROOT, env=environment, check=True, capture_output=True)
+def test_replays_in_this_process_and_in_one_of_its_own_are_equal_to_the_last_byte(training, capsys):
+    gspo = "penstock.consumers.learning.objectives.gspo:Gspo"
+    variants = ["--variant", "mask", "correction.mode=token_mask", "--objective", gspo]
+    status, _, err = replay(capsys, training, *variants, "--name", "a")
+    assert status == 0, err
+    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(training.folder), *variants, "--name", "b"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     for file in ("updates.jsonl", "table.md", "replay.json", "replay.svg"):
         first, second = ((training.folder / "replay" / name / file).read_bytes() for name in ("a", "b"))
         assert first == second, file
