@@ -8,7 +8,6 @@ import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -24,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import wire_examples
+from forked_programs import ForkedProgram, start_program
 from inspected_run import (
     DEAD,
     HOSTILE,
@@ -714,41 +714,34 @@ def test_a_redis_that_goes_away_leaves_what_was_read_and_a_note(server_binary, k
 
 @contextmanager
 def started(
-    *arguments: str, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], http.client.HTTPConnection, list[str]]]:
-    """The process, a connection to the URL that it printed, and the lines up to that."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.deploy.cli", "inspect", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline()]
-            while lines[-1] and not lines[-1].startswith("http://127.0.0.1:"):
-                lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-            connection = http.client.HTTPConnection(lines[-1].split("/")[2], timeout=30)
-            yield process, connection, lines
-            connection.close()
-        finally:
-            process.kill()
+    log: Path, *arguments: str, fresh: bool = False, **environment: str
+) -> Iterator[tuple[subprocess.Popen | ForkedProgram, http.client.HTTPConnection, list[str]]]:
+    """The process, a connection to the URL that it printed, and the lines up to that; all its output goes to `log`."""
+    program = "import sys; from penstock.deploy.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = start_program(program, ["inspect", *arguments], {**os.environ, **environment}, log, fresh=fresh)
+    try:
+        wait_for(lambda: "(Ctrl-C ends)\n" in log.read_text(), process=process, log=log.read_text)
+        lines = log.read_text().splitlines(keepends=True)
+        connection = http.client.HTTPConnection(lines[-1].split("/")[2], timeout=30)
+        yield process, connection, lines
+        connection.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_prints_its_url_and_ends_cleanly(run, number):
-    with started(NAME, "--runs", str(run.parent), "--port", "0") as (process, connection, lines):
+def test_the_command_prints_its_url_and_ends_cleanly(run, tmp_path, number):
+    log = tmp_path / "log"
+    arguments = NAME, "--runs", str(run.parent), "--port", "0"
+    with started(log, *arguments, fresh=number == signal.SIGINT) as (process, connection, lines):
         assert lines[0] == f"{NAME}: reading its rollouts, loading its tokenizer ...\n"
         told = asked(connection, "/api/run")
         assert told["notes"] == [] and len(lines) == 3
         assert (told["name"], told["kind"], told["num_groups"]) == (NAME, "record", NUM_PLAIN + 5)
         process.send_signal(number)  # with a connection that is kept open
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
+        assert process.wait(60) == 0
+        assert log.read_text() == "".join(lines)
 
 
 def test_a_run_or_a_port_that_is_none_is_refused_in_one_line(run, tmp_path, capsys, server):
@@ -775,7 +768,8 @@ def test_a_run_without_a_record_is_looked_at_on_its_stream(redis_client, redis_u
     save_run_file(config, tmp_path / NAME)
     redis_client.hset(keys.commit, mapping={Commit.VERSION: 3})
     redis_client.xadd(keys.rollouts, group_fields(5, 2))
-    with started(NAME, "--runs", str(tmp_path), "--port", "0", REDIS_URL=redis_url) as (process, connection, lines):
+    arguments = NAME, "--runs", str(tmp_path), "--port", "0"
+    with started(tmp_path / "log", *arguments, REDIS_URL=redis_url) as (process, connection, lines):
         assert f"{WITHOUT_RECORD}\n" in lines and WITHOUT_RECORD in asked(connection, "/api/run")["notes"]
         (row,) = asked(connection, "/api/groups")["rows"]
         assert (row["index"], row["lags"]) == (5, [1, 1])
