@@ -342,6 +342,9 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     try:
         check_alike(config, ranks)
         status = _lead(arguments, config, signals, ranks, lookout)
+    except StoppedError:
+        status = 0
+        raise
     finally:
         lookout.ended(status)
     return status

@@ -18,7 +18,7 @@ from penstock.consumers.learning.ranks import Ranks
 from penstock.schemas.config import ConfigError, RunConfig
 
 END_S = 15.0
-"""The time that the other ranks have to end after one has failed; a frozen one is killed then."""
+"""The time that the other ranks have to end after the first one; one that is frozen, or waits to meet it, is killed."""
 TICK_S = 0.05
 
 
@@ -81,7 +81,8 @@ def launch(
     """Runs a command line as so many ranks on this machine and waits for their end; returns the first status that is
     not 0, by rank; 1 if signals have killed those that failed.
 
-    hand_to: takes what lets the ranks end in order, by SIGTERM. The first rank that fails ends all.
+    hand_to: takes what lets the ranks end in order, by SIGTERM. The first rank that ends ends all; those that do not
+    follow are killed, and their status does not count.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_processes)}
@@ -99,15 +100,17 @@ def launch(
         hand_to(stop)
         kill_at = math.inf
         while None in [rank.poll() for rank in ranks]:
-            if kill_at == math.inf and any(rank.returncode for rank in ranks):
+            ended = [rank.returncode for rank in ranks if rank.returncode is not None]
+            if ended and kill_at == math.inf:
                 kill_at = time.monotonic() + END_S
-                stop()
+                if any(ended):
+                    stop()
             if time.monotonic() > kill_at:
                 break
             time.sleep(TICK_S)
+        statuses = [rank.poll() or 0 for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    statuses = [rank.returncode for rank in ranks]
     return next((status for status in statuses if status > 0), int(any(statuses)))

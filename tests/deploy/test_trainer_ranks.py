@@ -3,12 +3,15 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
 
 from forked_programs import start_program
+from penstock.consumers.stop_signals import StoppedError
+from penstock.deploy import cli
 from training_groups import tiny_model
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -101,3 +104,23 @@ def test_a_model_whose_blocks_cannot_be_found_is_refused_once(
     (line,) = ended.lines
     assert "the blocks of Linear cannot be found" in line and "model.path" in line
     assert not list((tmp_path / "runs" / "test").glob("checkpoints/epoch-*")), "it left no sign of a run"
+
+
+@pytest.mark.parametrize("place", ["penstock.consumers.distributed.start.check_alike", "penstock.deploy.cli._lead"])
+def test_a_signal_before_training_began_ends_all_ranks_with_status_0(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    ended: list[int] = []
+    met = SimpleNamespace(is_lead=True), SimpleNamespace(ended=ended.append)
+
+    def told_to_stop(*_: object) -> None:
+        raise StoppedError
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("penstock.consumers.distributed.start.join", lambda config: met)
+    monkeypatch.setattr("penstock.consumers.distributed.start.check_alike", lambda config, ranks: None)
+    monkeypatch.setattr(place, told_to_stop)
+    for of_the_process in ("penstock.deploy.cli.limit_threads", "penstock.schemas.process.logs.configure"):
+        monkeypatch.setattr(of_the_process, lambda *_, **__: None)
+    assert cli.main(["trainer", run_file]) == 0
+    assert ended == [0]

@@ -77,3 +77,12 @@ def test_a_frozen_rank_is_killed_once_another_has_failed(tmp_path: Path, monkeyp
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
     body = f"sys.exit(1) if rank else os.kill(os.getpid(), {int(signal.SIGSTOP)})"
     assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 1
+
+
+def test_a_rank_that_waits_for_one_that_was_stopped_before_they_met_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
+    # A wait of torch lets no handler run.
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(5) if rank else sys.exit(0); sys.exit(3)"
+    assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 0
