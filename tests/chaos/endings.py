@@ -37,4 +37,5 @@ def reason_of(process: Process, is_expected: Callable[[str], bool]) -> tuple[str
     complaint = None
     if not reason or not is_expected(reason):
         complaint = f"{process.log.name}: ended with status {process.status}: {last}"
-    return re.sub(r"\S*/\S*", "PATH", re.sub(r"\b[0-9a-f]{8}\b|\d+", "N", reason or last))[:120], complaint
+    shown = re.sub(r"\S*/\S*", "PATH", re.sub(r"\b[0-9a-f]{8}\b|\d+", "N", reason or last))
+    return re.sub(r"^(trainer|producer)( vN(:N)?)?", r"\1", shown)[:120], complaint

@@ -163,7 +163,7 @@ def _ends(legs: list[dict[str, Any]]) -> list[str]:
     if not ends:
         return []
     return [
-        "Processes that ended by themselves because of a fault, each with one line, never a traceback:",
+        "Other processes that ended by themselves because of a fault, each with one line, never a traceback:",
         "",
         *_table(["times", "its last line"], [[count, f"`{line}`"] for line, count in ends.most_common()]),
         "",
