@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -108,9 +109,10 @@ def launch(
             if time.monotonic() > kill_at:
                 break
             time.sleep(TICK_S)
-        statuses = [rank.poll() or 0 for rank in ranks]
+        codes = [rank.poll() or 0 for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+    statuses = [0 if code == -signal.SIGTERM else code for code in codes]  # it had no handler yet: nothing has begun
     return next((status for status in statuses if status > 0), int(any(statuses)))

@@ -55,10 +55,11 @@ def test_the_status_is_that_of_the_rank_that_failed(tmp_path: Path, body: str, s
     assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == status
 
 
-def test_a_signal_is_handed_on_and_ranks_that_end_in_order_make_status_0(tmp_path: Path) -> None:
-    body = """
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-open(f"{folder}/{rank}", "w").close()
+@pytest.mark.parametrize("handler", ["lambda *_: sys.exit(0)", "signal.SIG_DFL"], ids=["in order", "before it began"])
+def test_a_signal_is_handed_on_and_ranks_that_end_by_it_make_status_0(tmp_path: Path, handler: str) -> None:
+    body = f"""
+signal.signal(signal.SIGTERM, {handler})
+open(f"{{folder}}/{{rank}}", "w").close()
 time.sleep(100)
 """
     signals = Signals()
