@@ -217,7 +217,6 @@ def _assemble(
     intake = Intake(
         config, leadership, ledger, lag_of, progress, lambda group: check_trainable(group, learner.vocabulary)
     )
-    publisher = Publisher(connection, scripts, config.weights_folder(runs), config.weights.keep_versions, epoch)
     evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.evaluation.num_prompts or 0)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
@@ -235,6 +234,8 @@ def _assemble(
         recorder.sync()
 
     run_log = RunLog(config, folder, metrics, ledger, progress)
+    weights = config.weights_folder(runs)
+    publisher = Publisher(connection, scripts, weights, config.weights.keep_versions, epoch, run_log.publication)
     return Trainer(
         config=config,
         learner=learner,

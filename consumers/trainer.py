@@ -19,8 +19,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
                  observe/record.py                                     [the record's thread]
     settle       each index is trained, skipped or dead                -
                  stream/settlement.py
-    publish      the weights as a file, the manifest on a stream       waits for room on the disk [the operator]
-                 weights/publisher.py
+    publish      a copy of the weights is written and announced        waits for the one before: room on the disk
+                 beside the training: weights/publisher.py             [the operator]
     evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
                  stream/evaluation.py
     commit       a snapshot is written beside the training; once       waits for the one before, at the end of the run
@@ -33,7 +33,8 @@ Every command waits while Redis is away, for `redis.outage_s` at most; its retur
 Shutdown, in this order:
 
 1. `stop` (a signal handler may call it) lets the loop end after the update under way.
-2. The loop commits. At the end of the run it first waits for the last evaluation, then marks the run finished.
+2. The loop commits, and the newest policy is announced. At the end of the run it waits for the last evaluation before,
+   and marks the run finished afterwards.
 3. The lease is left, so that a trainer that stands by takes over at once.
 4. `close` writes waiting lines and the record, and waits for the sinks.
 5. `__main__` stops serving metrics and closes the connection.
@@ -113,6 +114,7 @@ class Trainer:
                 log.error("%s", error)
             raise
         finally:
+            self.policy.end()
             self.commits.abandon()
             self.leadership.end()
 
@@ -124,7 +126,7 @@ class Trainer:
 
     def _train(self) -> bool:
         progress, lag_of = self.progress, self.intake.lag_of
-        self.run_log.publication(self.policy.publish_first().total_bytes)
+        self.policy.publish_first()
         self._request_evaluation()
         self.intake.reconcile()
         while progress.num_batches < self.config.num_updates:
@@ -132,6 +134,7 @@ class Trainer:
             groups = self._take()
             if groups is None:
                 self._commit()
+                self.policy.wait()
                 return False
             if self.gate.is_pending:
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
@@ -145,7 +148,7 @@ class Trainer:
             progress.num_taken += 1
             self.intake.settle(groups, report)
             if report.skipped_reason is None:
-                self.run_log.publication(self.policy.publish().total_bytes)
+                self.policy.publish()
             self.intake.release()
             progress.add(groups, report, step_s=stepped_s - took_s)
             self.run_log.update(
@@ -182,6 +185,7 @@ class Trainer:
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
                     self.intake.reconcile()  # entries may be lost in a Redis that is the same process as before
+            self.policy.check()
             self.recovery.check()
             groups = self.intake.batch(num_groups)
             if groups is not None:
@@ -253,11 +257,13 @@ class Trainer:
         log.info("trained %d updates; waiting for the last evaluation", self.progress.num_batches)
         while self.evaluator.pending and not self.stopping:
             self._collect_evaluations()
+            self.policy.check()
             self.recovery.check()
             time.sleep(0.05)
         self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
+        self.policy.wait()
         leadership = self.leadership
         log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))
         open_prompts = leadership.connection.call(lambda _: leadership.scripts.finish(leadership.epoch))

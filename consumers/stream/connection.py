@@ -24,7 +24,7 @@ class TrainerConnection:
     """A client whose commands are repeated, with jitter, while Redis is away.
 
     A repeated command may have been executed before its reply was lost: everything sent through `call` is idempotent
-    or harmless when it happens twice.
+    or harmless when it happens twice. Any thread may call.
 
     Raises:
         ConfigError: not a Redis URL.
@@ -114,9 +114,10 @@ class TrainerConnection:
         connection.on_connect()
 
     def _check_stopped(self, error: Exception) -> None:
-        if self._stopped_at is None or self._outage.since is None:
+        since = self._outage.since
+        if self._stopped_at is None or since is None:
             return
-        if time.monotonic() - max(self._stopped_at, self._outage.since) >= SHUTDOWN_TIMEOUT_S:
+        if time.monotonic() - max(self._stopped_at, since) >= SHUTDOWN_TIMEOUT_S:
             raise RedisGoneError(
                 f"stopped while Redis is away ({error}): what was trained since the last checkpoint is not committed"
             ) from error

@@ -147,7 +147,7 @@ class Leadership:
         ledger, lag_of = self._commit_state
         fields: dict[str, str | int] = {}
         for prefix, by_epoch in ((Commit.FORK, lag_of.forks), (Commit.ANNOUNCED, lag_of.announced)):
-            fields |= {f"{prefix.decode()}{epoch}": version for epoch, version in by_epoch.items()}
+            fields |= {f"{prefix.decode()}{epoch}": version for epoch, version in by_epoch.copy().items()}
         if self.checkpoints.pointer is not None:
             fields[Commit.CHECKPOINT.decode()] = self.checkpoints.pointer
         return ledger.num_released, fields

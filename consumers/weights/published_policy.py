@@ -3,7 +3,7 @@
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.weights.publisher import Publisher
-from penstock.schemas.policy import WeightManifest, make_version
+from penstock.schemas.policy import make_version
 
 
 class PublishedPolicy:
@@ -26,19 +26,33 @@ class PublishedPolicy:
     def version(self) -> int:
         return self._lag_of.current
 
-    def publish_first(self) -> WeightManifest:
+    def publish_first(self) -> None:
         """Publishes the weights that the epoch begins with; after a resume they are a fork of the parent version."""
-        return self._publish(self._parent_version, fork=self._epoch > 0)
+        self._publish(self._parent_version, fork=self._epoch > 0)
 
-    def publish(self) -> WeightManifest:
-        """Publishes the weights after an update under the next version."""
+    def publish(self) -> None:
+        """Publishes the weights after an update under the next version, which from now on is this one.
+
+        Waits for the version before to be announced, and for a copy of the weights; the announcement follows.
+
+        Raises:
+            OSError, RedisGoneError, FencedError: the version before was not announced; see `Publisher.wait`.
+        """
+        self._publisher.wait()
         parent_version = self.version
         self._lag_of.advance(make_version(self._epoch, self._learner.num_steps - self._steps_before))
-        return self._publish(parent_version, fork=False)
+        self._publish(parent_version, fork=False)
 
-    def announce_again(self) -> None:
-        self._publisher.announce_again()
+    def check(self) -> None:
+        """Raises what has ended a publication; see `Publisher.wait`."""
+        self._publisher.check()
 
-    def _publish(self, parent_version: int, *, fork: bool) -> WeightManifest:
-        weights = self._learner.published_weights()
-        return self._publisher.publish(weights, self.version, parent_version, fork=fork)
+    def wait(self) -> None:
+        """Returns once the newest version is announced; see `Publisher.wait`."""
+        self._publisher.wait()
+
+    def end(self) -> None:
+        self._publisher.end()
+
+    def _publish(self, parent_version: int, *, fork: bool) -> None:
+        self._publisher.publish(self._learner.published_weights(), self.version, parent_version, fork=fork)

@@ -7,6 +7,7 @@ is used.
 """
 
 import logging
+import threading
 import time
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class RedisGoneError(RuntimeError):
 
 
 class OutageTracker:
-    """Follows one server's outages, however many commands meet them.
+    """Follows one server's outages, however many commands of however many threads meet them.
 
     num_begun, num_ended: outages since the start. Whoever keeps state in Redis compares one of them with what it last
         saw, and looks again.
@@ -57,6 +58,7 @@ class OutageTracker:
         self.num_begun = 0
         self.num_ended = 0
         self._url = url
+        self._noting = threading.Lock()
 
     def check_refused(self, error: BaseException) -> None:
         """Returns unless waiting is in vain. While connecting, redis-py wraps a refusal in a ConnectionError.
@@ -79,22 +81,24 @@ class OutageTracker:
             RedisGoneError: the outage has lasted for `outage_s`.
         """
         now, reason = time.monotonic(), reason or str(error)
-        if self.since is None:
-            self.since = now
-            self.num_begun += 1
-            log.warning("%s is away (%s); trying again for up to %.0f s", self.where, reason, self.outage_s)
-        elif now - self.since > self.outage_s:
-            raise RedisGoneError(
-                f"{self.where} has been away for {now - self.since:.0f} s "
-                f"(redis.outage_s = {self.outage_s:g}): {reason}"
-            ) from error
+        with self._noting:
+            if self.since is None:
+                self.since = now
+                self.num_begun += 1
+                log.warning("%s is away (%s); trying again for up to %.0f s", self.where, reason, self.outage_s)
+            elif now - self.since > self.outage_s:
+                raise RedisGoneError(
+                    f"{self.where} has been away for {now - self.since:.0f} s "
+                    f"(redis.outage_s = {self.outage_s:g}): {reason}"
+                ) from error
 
     def answered(self, started: float) -> None:
         """Notes an answer to a command sent at `started`; one sent before the outage says nothing about its end."""
-        if self.since is not None and started >= self.since:
-            log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
-            self.since = None
-            self.num_ended += 1
+        with self._noting:
+            if self.since is not None and started >= self.since:
+                log.info("%s is back after %.1f s", self.where, time.monotonic() - self.since)
+                self.since = None
+                self.num_ended += 1
 
 
 def open_client(kind: type[Client], url: str, **settings: Any) -> Client:

@@ -67,10 +67,11 @@ class MiniProducer(threading.Thread):
     def _wait_until_ready(self) -> None:
         while not self.stop.is_set():
             try:
-                self.client.ping()
-                return
+                if self.client.exists(self.keys.policy):
+                    return
             except redis.ConnectionError:
-                time.sleep(0.01)
+                pass
+            time.sleep(0.01)
 
     def _create_group(self, stream: str) -> None:
         try:
@@ -88,8 +89,12 @@ class MiniProducer(threading.Thread):
 
     def _serve(self, stream: str, entries: list) -> None:
         for entry_id, fields in entries:
-            newest = self.client.xrevrange(self.keys.policy, count=1)
-            version = msgspec.json.decode(newest[0][1][Field.MANIFEST], type=WeightManifest).version
+            version = self._newest_policy()
+            # Asked for under a version that is not announced yet.
+            wanted = int(fields[Field.VERSION] if stream == self.keys.prompts else entry_id.partition(b"-")[0])
+            while version < wanted and not self.stop.is_set():
+                time.sleep(0.001)
+                version = self._newest_policy()
             pipeline = self.client.pipeline(transaction=True)
             if stream == self.keys.prompts:
                 pipeline.xadd(self.keys.rollouts, self.answer(int(fields[Field.INDEX]), version))
@@ -103,6 +108,10 @@ class MiniProducer(threading.Thread):
             pipeline.xack(stream, PRODUCERS_GROUP, entry_id)
             pipeline.xdel(stream, entry_id)
             pipeline.execute()
+
+    def _newest_policy(self) -> int:
+        newest = self.client.xrevrange(self.keys.policy, count=1)
+        return msgspec.json.decode(newest[0][1][Field.MANIFEST], type=WeightManifest).version
 
 
 def group_fields(index: int, version: int, **changes) -> dict:

@@ -1,11 +1,12 @@
 """Scripts, reader, releaser, publisher and evaluator, each alone on a real server."""
 
 import hashlib
+import threading
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.lag import LagTable, is_stale
@@ -216,6 +217,7 @@ def test_a_published_policy_can_be_verified_from_its_manifest(connection, script
     weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     for version in range(4):
         publisher.publish(weights, version, version - 1)
+    publisher.wait()
     newest = redis_client.xrevrange(KEYS.policy, count=1)[0][1][Field.MANIFEST]
     manifest = msgspec.json.decode(newest, type=WeightManifest)
     file = tmp_path / manifest.file
@@ -231,14 +233,88 @@ def test_a_published_policy_can_be_verified_from_its_manifest(connection, script
     assert redis_client.xlen(KEYS.policy) == 2
 
 
+def test_a_policy_is_announced_beside_what_follows_and_the_next_one_waits_for_it(
+    connection, scripts, redis_client, tmp_path, monkeypatch
+):
+    room, writing = threading.Semaphore(0), threading.Event()
+
+    def save_slowly(weights, file):
+        writing.set()
+        assert room.acquire(timeout=60)
+        save_file(weights, file)
+
+    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save_slowly)
+    sizes = []
+    publisher = Publisher(connection, scripts, tmp_path, keep=8, epoch=0, on_published=sizes.append)
+    publisher.announce_again()  # nothing yet
+    publisher.publish({"a": torch.zeros(1)}, 0, -1)
+    assert writing.wait(60)
+    publisher.check()
+    assert redis_client.xlen(KEYS.policy) == 0 and sizes == []
+    next_one = threading.Thread(target=publisher.publish, args=({"a": torch.ones(1)}, 1, 0))
+    next_one.start()
+    next_one.join(0.1)
+    assert next_one.is_alive()
+    room.release()
+    next_one.join(60)
+    assert redis_client.xlen(KEYS.policy) == 1 and len(sizes) == 1
+    room.release()
+    publisher.wait()
+    versions = [
+        msgspec.json.decode(fields[Field.MANIFEST])["version"] for _, fields in redis_client.xrange(KEYS.policy)
+    ]
+    assert versions == [0, 1] and sizes == [(tmp_path / "v0.safetensors").stat().st_size] * 2
+
+
+def test_what_ends_a_publication_is_raised_by_whatever_comes_next(connection, scripts, redis_client, tmp_path):
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    scripts.open_epoch(1, "next")
+    publisher.publish({"a": torch.zeros(1)}, 0, -1)
+    with pytest.raises(FencedError):
+        publisher.wait()
+    with pytest.raises(FencedError):
+        publisher.check()
+    with pytest.raises(FencedError):
+        publisher.publish({"a": torch.zeros(1)}, 1, 0)
+    assert list(tmp_path.iterdir()) == [] and redis_client.xlen(KEYS.policy) == 0
+
+
+def test_a_publication_that_finds_an_emptied_redis_restores_what_belongs_to_it(connection, redis_client, tmp_path):
+    scripts = Scripts(connection.client, KEYS, lambda: scripts.restore(0, "me", 0, {}))
+    scripts.open_epoch(0, "me")
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    redis_client.flushdb()
+    publisher.publish({"a": torch.zeros(1)}, 0, -1)
+    publisher.wait()
+    assert redis_client.xlen(KEYS.policy) == 1
+
+
+def test_a_trainer_that_ends_tries_no_more_to_write_its_weights(connection, scripts, tmp_path, monkeypatch):
+    full = threading.Event()
+
+    def save(weights, file):
+        full.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save)
+    monkeypatch.setattr("penstock.consumers.weights.publisher.RETRY_S", 0.01)
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    publisher.publish({"a": torch.zeros(1)}, 0, -1)
+    assert full.wait(60)
+    publisher.end()
+    with pytest.raises(OSError, match=r"v0.safetensors cannot be written: .*No space left"):
+        publisher.wait()
+
+
 def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scripts, redis_client, tmp_path):
     publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
     publisher.publish({"a": torch.zeros(1)}, 0, -1)
     publisher.publish({"a": torch.zeros(1)}, 1, 0)
+    publisher.wait()
     commit = scripts.open_epoch(1, "next")
-    Publisher(connection, scripts, tmp_path, keep=2, epoch=1).publish(
-        {"a": torch.zeros(1)}, make_version(1, 0), 1, fork=True
-    )
+    second = Publisher(connection, scripts, tmp_path, keep=2, epoch=1)
+    second.publish({"a": torch.zeros(1)}, make_version(1, 0), 1, fork=True)
+    second.wait()
     assert forks_of(commit) == {}
     assert announced_of(commit) == {0: 1}
     commit = redis_client.hgetall(KEYS.commit)
