@@ -46,11 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[bool, bool, bool]:
+def _place(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
     """The engine's tests come first, or one worker would be left alone with them at the end; of these, the tests of the
-    shared live run come last and side by side, so that no other test runs beside it."""
+    shared live run come last and side by side, so that no other test runs beside it. Then come the other slow ones."""
     names = getattr(item, "fixturenames", ())
-    return item.get_closest_marker("vllm") is None, "live_run" in names, "ended_run" in names
+    is_others = item.get_closest_marker("vllm") is None
+    is_quick = is_others and item.get_closest_marker("slow") is None
+    return is_others, "live_run" in names, "ended_run" in names, is_quick
 
 
 @pytest.fixture(autouse=True)
