@@ -19,8 +19,7 @@ MAY_IMPORT = {
     "deploy": {"deploy", "producers", "consumers", "schemas"},
 }
 VLLM_FILES = {
-    f"producers/engines/{name}.py"
-    for name in ("vllm", "engine_process", "weight_transfer", "stale_kv", "answer_parser")
+    f"producers/engines/{name}.py" for name in ("vllm", "engine_process", "weight_transfer", "update", "answer_parser")
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 PROCESS_ALLOWS = CONTRACT_ALLOWS | {"prometheus_client", "redis"}

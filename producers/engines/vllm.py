@@ -1,12 +1,11 @@
 """The vLLM engine: every setting that affects a logprob is explicit and verified; weights are replaced in flight."""
 
 import asyncio
-import time
 import uuid
 from collections.abc import Sequence
 
 from vllm import SamplingParams, __version__
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -18,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from penstock.producers.engines.completions import pack
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
-from penstock.producers.engines.stale_kv import DROP_STALE_KV
+from penstock.producers.engines.update import UPDATE
 from penstock.producers.engines.weight_files import BaseModel, HeldFile, check
 from penstock.producers.engines.weight_transfer import BACKEND, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
@@ -193,48 +192,28 @@ class VllmEngine:
             except OSError as error:
                 raise WeightLoadError(f"policy {manifest.version}: {error}") from error
             try:
-                paused = await self._pause()
-                await self._load([path], manifest)
-                await asyncio.gather(
-                    self._llm.update_weight_version(str(manifest.version)), self._llm.resume_generation()
-                )
-            except EngineDeadError as error:
+                pause_s = await self._load(path, manifest)
+            except BaseException:
                 held.close()
-                raise EngineError(DEAD) from error
-            except WeightLoadError:
-                held.close()
-                await self._llm.resume_generation()
                 raise
-            pause_s = time.perf_counter() - paused
             self.policy_version = manifest.version
             if self._held is not None:
                 self._held.close()
             self._held = held
             return pause_s
 
-    async def _pause(self) -> float:
-        """Stops sampling for an update; with engine.update = "drained" only once no request is in flight. Returns the
-        moment, by `time.perf_counter`."""
-        # Not pause_generation(), which sleeps 20 ms more for no benefit here.
-        pause = self._llm.engine_core.pause_scheduler_async
-        if self._drained:
-            await pause(mode="wait", clear_cache=True)
-            return time.perf_counter()
-        await pause(mode="keep", clear_cache=False)
-        paused = time.perf_counter()
-        await self._llm.engine_core.call_utility_async(DROP_STALE_KV, self._salted)
-        return paused
-
-    async def _load(self, paths: list[str], manifest: WeightManifest) -> None:
-        """Loads `paths`; after a failure, the weights of `policy_version` again."""
+    async def _load(self, path: str, manifest: WeightManifest) -> float:
+        """Loads the file at `path`; after a failure, the weights of `policy_version` again."""
         try:
-            await self._update(paths)
-        except EngineDeadError:
-            raise
+            return await self._update([path], manifest.version)
+        except EngineDeadError as error:
+            raise EngineError(DEAD) from error
         except Exception as error:  # vLLM hands every failure in a worker over as a bare Exception
             old = [self._held.path] if self._held is not None else self._base.files
             try:
-                await self._update(old)
+                await self._update(old, self.policy_version)
+            except EngineDeadError:
+                raise EngineError(DEAD) from error
             except Exception as second:
                 raise EngineError(
                     f"policy {manifest.version} could not be loaded ({error}), nor policy {self.policy_version} again "
@@ -242,17 +221,12 @@ class VllmEngine:
                 ) from second
             raise WeightLoadError(f"policy {manifest.version}: {error}") from error
 
-    async def _update(self, paths: list[str]) -> None:
-        # Sent together and executed in this order: saves two round trips while nothing is sampled.
-        results = await asyncio.gather(
-            self._llm.start_weight_update(),
-            self._llm.update_weights(WeightTransferUpdateRequest({"paths": paths})),
-            self._llm.finish_weight_update(),
-            return_exceptions=True,
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+    async def _update(self, paths: list[str], version: int) -> float:
+        """Loads `paths` and labels them; returns the seconds during which no token was sampled."""
+        # One call in place of pause_generation(), update_weights() and their like, each a round trip.
+        call = self._llm.engine_core.call_utility_async
+        pause_s, _ = await call(UPDATE, paths, str(version), self._salted, self._drained)
+        return float(pause_s)
 
     async def _warm_up(self, max_num_seqs: int) -> None:
         """Compiles the kernels for one sequence and for many before the first request."""

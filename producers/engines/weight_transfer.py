@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from penstock.producers.engines import stale_kv
+from penstock.producers.engines import update
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
 
@@ -141,6 +141,6 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`: vLLM calls it in the front end and in every engine process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SafetensorsTransferEngine)
-    stale_kv.install()
+    update.install()
     if os.environ.get(BIND_VARIABLE) and multiprocessing.parent_process() is not None:
         bind_children()

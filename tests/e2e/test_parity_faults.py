@@ -168,7 +168,7 @@ async def test_an_engine_that_caches_prefixes_by_version_is_in_parity(faulty: Pr
 
 
 async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_anew(sound: ProbedEngine, monkeypatch):
-    from penstock.producers.engines.stale_kv import DROP_STALE_KV
+    from penstock.producers.engines.update import UPDATE
 
     begun_anew: list[int] = []
     core = sound.engine._llm.engine_core
@@ -176,8 +176,8 @@ async def test_an_update_between_two_chunks_of_a_prompt_has_the_prompt_begin_ane
 
     async def recorded(name, *arguments):
         found = await call(name, *arguments)
-        if name == DROP_STALE_KV:
-            begun_anew.append(found)
+        if name == UPDATE:
+            begun_anew.append(found[1])
         return found
 
     monkeypatch.setattr(core, "call_utility_async", recorded)

@@ -1,0 +1,98 @@
+"""vLLM plug-in, loaded in every engine process: an update of the weights in flight as one call of the engine core.
+
+Pause, load, label and resume are five calls of vLLM's own, and between any two of them nothing is sampled while a busy
+machine gets round to the next.
+"""
+
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+
+UPDATE = "penstock_update"
+
+
+def install() -> None:
+    """Adds the utility call `UPDATE` to vLLM's engine core."""
+    setattr(EngineCore, UPDATE, _update)
+
+
+def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool) -> Future[Any]:
+    """Loads the files `paths` while nothing is sampled, and labels what is sampled from then on with `version`.
+
+    Requests in flight keep their KV; with `drained` the load waits for them to end, and the cache is cleared. After a
+    failure sampling stays paused, with a mixture of weights, until another load succeeds.
+
+    Returns:
+        The future of the seconds during which no token was sampled, without the wait for requests to end, and of the
+        number of prompts that begin anew.
+    """
+    done: Future[Any] = Future()
+    pausing = core.pause_scheduler("wait" if drained else "keep", drained)
+    if pausing is None:
+        _load(core, paths, version, forget_prefixes, drained, done)
+    else:
+        pausing.add_done_callback(partial(_load_when_idle, core, paths, version, forget_prefixes, drained, done))
+    return done
+
+
+def _load_when_idle(
+    core: Any, paths: list[str], version: str, forget: bool, drained: bool, done: Any, idle: Any
+) -> None:
+    if idle.exception() is not None:
+        done.set_exception(idle.exception())
+        return
+    _load(core, paths, version, forget, drained, done)
+    # The core is about to wait for a call, as an idle one does, and has requests again.
+    core.input_queue.put_nowait((EngineCoreRequestType.ABORT, []))
+
+
+def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool, done: Future[Any]) -> None:
+    began = time.perf_counter()
+    try:
+        restarted = 0 if drained else _drop_stale_kv(core, forget_prefixes)
+        run = core.model_executor.collective_rpc
+        run("start_weight_update")
+        run("update_weights", kwargs={"update_info": {"paths": paths}})
+        run("finish_weight_update")
+        core.set_weight_version(version)
+        core.resume_scheduler()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result((time.perf_counter() - began, restarted))
+
+
+def _drop_stale_kv(core: Any, forget_prefixes: bool) -> int:
+    """Drops KV that would be used under the new label; returns the number of restarted prompts. Requests that have
+    sampled keep theirs.
+
+    A prompt of which only some chunks are computed is restarted: all its tokens would bear the new policy's label, with
+    a part of their context computed by the old one. With `forget_prefixes`, no later request finds KV that was computed
+    before. vLLM's own reset refuses while a block is in use, and a salt per policy is not enough: a request that was
+    salted before an update and is prefilled after it would find the older policy's KV.
+    """
+    if forget_prefixes:
+        _forget_prefixes(core.scheduler.kv_cache_manager.block_pool)
+    return _restart_prefills(core.scheduler)
+
+
+def _restart_prefills(scheduler: Any) -> int:
+    unfinished = [request for request in scheduler.running if request.is_prefill_chunk]
+    for request in reversed(unfinished):  # each goes to the front of the waiting queue
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        # As vLLM's own reset does: a worker keeps its state of a request unless that was absent for a step.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    return len(unfinished)
+
+
+def _forget_prefixes(pool: Any) -> None:
+    pool.cached_block_hash_to_block = BlockHashToBlockMap()
+    pool.cached_block_hashes_by_block.clear()
+    for block in pool.blocks:
+        block.reset_hash()
