@@ -1,5 +1,6 @@
 """Publishes a policy beside the training: bytes into the shared folder, then the manifest onto the policy stream."""
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 FULL_LOG_S = 30.0
+END_S = 5.0
+"""How long a trainer that ends waits for its last publication; one that is fenced takes its file away."""
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -95,8 +98,10 @@ class Publisher:
             self.wait()
 
     def end(self) -> None:
-        """Nothing more is tried again: a trainer that ends waits for no room."""
+        """Lets a publication under way come to its end, for `END_S` at most; for room it waits no longer."""
         self._ended = True
+        with contextlib.suppress(Exception):  # the trainer ends already, for a reason of its own
+            self._under_way.result(END_S)
 
     def announce_again(self) -> None:
         """Puts the newest manifest onto the policy stream, unless it is the newest there."""

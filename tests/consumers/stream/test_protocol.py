@@ -302,8 +302,31 @@ def test_a_trainer_that_ends_tries_no_more_to_write_its_weights(connection, scri
     publisher.publish({"a": torch.zeros(1)}, 0, -1)
     assert full.wait(60)
     publisher.end()
+    publisher.end()  # twice is nothing new
     with pytest.raises(OSError, match=r"v0.safetensors cannot be written: .*No space left"):
         publisher.wait()
+
+
+def test_a_fenced_trainer_ends_once_its_last_publication_has_taken_its_file_away(
+    connection, scripts, tmp_path, monkeypatch
+):
+    room, tried = threading.Event(), []
+
+    def save_slowly(weights, file):
+        assert room.wait(60)
+        save_file(weights, file)
+
+    def announce(*arguments):
+        tried.append(arguments[1])
+        raise FencedError("FENCED")
+
+    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save_slowly)
+    monkeypatch.setattr(scripts, "announce", announce)
+    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
+    publisher.publish({"a": torch.zeros(1)}, 7, 6)
+    threading.Timer(0.1, room.set).start()
+    publisher.end()
+    assert tried == [7] and list(tmp_path.iterdir()) == []
 
 
 def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scripts, redis_client, tmp_path):
