@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 FULL_LOG_S = 30.0
+HEAD_START_S = 0.03
+"""How long a publication has the interpreter to itself: a small policy is announced within it, and later, and so with
+more lag, beside a thread that packs the next batch."""
 END_S = 5.0
 """How long a trainer that ends waits for its last publication; one that is fenced takes its file away."""
 
@@ -81,6 +84,8 @@ class Publisher:
         self._under_way = Future()
         arguments = (self._under_way, weights, version, parent_version, fork)
         threading.Thread(target=self._publish, args=arguments, name="publisher", daemon=True).start()
+        with contextlib.suppress(TimeoutError):
+            self._under_way.exception(HEAD_START_S)
 
     def wait(self) -> None:
         """Returns once the policy given last is announced.
