@@ -89,6 +89,7 @@ def run_parts(name: str, jobs: Sequence[Job], result_type: Any, folder: Path) ->
     for number, job in enumerate(jobs):
         file = folder / f"{name}-{number}.json"
         file.write_bytes(msgspec.json.encode(job))
+        _store(file).unlink(missing_ok=True)  # of the round before: its addresses are nobody's any more
         files.append(file)
         for rank in range(job.num_ranks if isinstance(job, OnRanks) else 1):
             command = [sys.executable, "-m", "bench.trainer.part", str(file), str(rank)]
@@ -107,10 +108,14 @@ def main() -> None:
     else:
         ranks = Ranks()
         if job.num_ranks > 1:
-            store = dist.FileStore(str(file.with_suffix(".store")), job.num_ranks)
+            store = dist.FileStore(str(_store(file)), job.num_ranks)
             ranks = World(store, rank, job.num_ranks, torch.device("cpu"), RANKS_TIMEOUT_S)
         found = on_ranks(job, ranks)
     _result(file).write_bytes(msgspec.json.encode(found))
+
+
+def _store(job_file: Path) -> Path:
+    return job_file.with_suffix(".store")
 
 
 def _result(job_file: Path) -> Path:
