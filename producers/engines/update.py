@@ -32,23 +32,22 @@ def _update(core: Any, paths: list[str], version: str, forget_prefixes: bool, dr
         number of prompts that begin anew.
     """
     done: Future[Any] = Future()
+    load = partial(_load, core, paths, version, forget_prefixes, drained, done)
+
+    def load_when_idle(idle: Future[Any]) -> None:
+        if (failure := idle.exception()) is not None:
+            done.set_exception(failure)
+            return
+        load()
+        # The core is about to wait for a call, as an idle one does, and has requests again.
+        core.input_queue.put_nowait((EngineCoreRequestType.ABORT, []))
+
     pausing = core.pause_scheduler("wait" if drained else "keep", drained)
     if pausing is None:
-        _load(core, paths, version, forget_prefixes, drained, done)
+        load()
     else:
-        pausing.add_done_callback(partial(_load_when_idle, core, paths, version, forget_prefixes, drained, done))
+        pausing.add_done_callback(load_when_idle)
     return done
-
-
-def _load_when_idle(
-    core: Any, paths: list[str], version: str, forget: bool, drained: bool, done: Any, idle: Any
-) -> None:
-    if idle.exception() is not None:
-        done.set_exception(idle.exception())
-        return
-    _load(core, paths, version, forget, drained, done)
-    # The core is about to wait for a call, as an idle one does, and has requests again.
-    core.input_queue.put_nowait((EngineCoreRequestType.ABORT, []))
 
 
 def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drained: bool, done: Future[Any]) -> None:
