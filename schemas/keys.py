@@ -35,7 +35,12 @@ class Keys:
         self.evaluation_results = f"{tag}:evaluation_results"
         """Stream: evaluation groups (`evaluation`, `kind`, `payload`)."""
         self.policy = f"{tag}:policy"
-        """Stream: weight manifests, the last few; the newest is the current policy."""
+        """Stream: weight manifests, entry id `<version>-1`, as far back as the log reaches; the newest is the current
+        policy."""
+        self.anchors = f"{tag}:anchors"
+        """Hash: version to the manifest of its whole weights."""
+        self.chunks = f"{tag}:chunks"
+        """Hash: chunk key to chunk, of the weights that are kept in Redis."""
         self.commit = f"{tag}:commit"
         """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
         self.lease = f"{tag}:lease"

@@ -1,5 +1,6 @@
 """Policies by number: the weight manifest, version arithmetic, and lag along the line of policies."""
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -15,19 +16,63 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
 
-class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Announces one policy. Its weights are in a safetensors file, relative to the run's weights folder.
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Elements of one tensor, and their digest after the update.
 
-    `checksum` is the BLAKE2b-128 of the whole file, hexadecimal; `total_bytes` its size. `parent_version` is the policy
-    that this one was trained from (for a re-announcement after a resume: the checkpoint's), -1 for the base model.
+    tensor: its place in the manifest's `tensors`. start, count: in elements, of the tensor in row-major order.
+    digest: XXH3-128 of their bytes, hexadecimal.
+    """
+
+    tensor: int
+    start: int
+    count: int
+    digest: str
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Some pieces of a policy, as one object of a chunk store; `penstock.schemas.weights.codec` says what is in it.
+
+    digest: XXH3-128 of the object, hexadecimal. num_changed: elements of the pieces that the update has changed.
+    """
+
+    key: str
+    num_bytes: int
+    digest: str
+    num_changed: int
+    pieces: tuple[Piece, ...]
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Announces one policy: its tensors, and the chunks that hold what has changed.
+
+    parent_version: the policy that this one was trained from (for a re-announcement after a resume: the checkpoint's),
+        -1 for the base model.
+    total_bytes: of all tensors.
+    delta_of: the version that the chunks change into this one; None if they hold the whole of it.
+    chunks: their pieces are all elements of all tensors, each once, unchanged ones too.
+    store: where the chunks are: "redis", a folder, or an fsspec URL.
     """
 
     version: int
     parent_version: int
-    file: str
     total_bytes: int
-    checksum: str
     tensors: tuple[TensorSpec, ...]
+    delta_of: int | None = None
+    chunks: tuple[Chunk, ...] = ()
+    store: str = "redis"
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a reader has to fetch."""
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def num_changed(self) -> int:
+        return sum(chunk.num_changed for chunk in self.chunks)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
 class UnknownVersionError(ValueError):

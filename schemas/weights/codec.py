@@ -1,0 +1,125 @@
+"""What a chunk holds: the elements of some pieces that an update has changed, in the published type, bit for bit.
+
+Changed elements are overwritten, never added to or XORed: applied twice, a chunk changes nothing more. A piece is
+stored dense, all of its elements, or sparse, the positions and values of the changed ones, whichever is smaller.
+
+A chunk is msgpack, `[[tensor, start, count, positions or nil, values], ...]`, compressed by zstd. Unchanged pieces are
+left out. `values` are the elements' bytes in planes, first the lowest byte of each: exponents, which are alike, stand
+together. `positions` are the numbers of unchanged elements before each changed one, in bytes: 255 stands for 255
+unchanged elements, a smaller one for so many and the changed element behind them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+import zstandard
+
+from penstock.schemas.weights.layout import Array, Layout, LayoutError
+
+LEVEL = 1
+"""zstd's: higher ones are many times slower, and the low bytes of weights are noise."""
+_SKIP = 255
+
+
+class ChunkError(ValueError):
+    """A chunk that is not what its manifest says, or that changes what is not there."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The changed elements of one piece. positions: None if all `count` are in `values`."""
+
+    tensor: int
+    start: int
+    count: int
+    positions: bytes | None
+    values: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(list[Part])
+
+
+def digest(data: Any) -> str:
+    """XXH3-128, hexadecimal. data: bytes or a contiguous array."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def dense(tensor: int, start: int, new: Array) -> Part:
+    """All elements of a piece; `new` as unsigned integers."""
+    return Part(tensor, start, len(new), None, _planes(new))
+
+
+def changed(tensor: int, start: int, old: Array, new: Array) -> tuple[Part | None, int]:
+    """What makes `old` equal to `new`, both [count] as unsigned integers, and how many elements differ. None if none
+    does."""
+    positions = np.flatnonzero(old != new)
+    if not len(positions):
+        return None, 0
+    gaps = np.diff(positions, prepend=-1) - 1
+    skips = gaps // _SKIP
+    num_codes = len(positions) + int(skips.sum())
+    if num_codes + len(positions) * new.dtype.itemsize >= new.nbytes:
+        return dense(tensor, start, new), len(positions)
+    codes = np.full(num_codes, _SKIP, np.uint8)
+    codes[np.cumsum(skips + 1) - 1] = gaps - skips * _SKIP
+    return Part(tensor, start, len(new), codes.tobytes(), _planes(new[positions])), len(positions)
+
+
+def pack(parts: Sequence[Part]) -> bytes:
+    return zstandard.ZstdCompressor(LEVEL).compress(msgspec.msgpack.encode(parts))
+
+
+def unpack(data: bytes) -> list[Part]:
+    """Raises ChunkError: no chunk."""
+    try:
+        return _decoder.decode(zstandard.ZstdDecompressor().decompress(data))
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise ChunkError(f"no chunk: {error}") from None
+
+
+def apply(parts: Sequence[Part], layout: Layout, file: Any) -> list[Part]:
+    """Overwrites the changed elements in `file`, the bytes of a policy in this layout.
+
+    Returns:
+        What takes the change back; to be applied in reverse order, after that of any later chunk.
+
+    Raises:
+        ChunkError: a part does not fit the policy; those before it are applied.
+    """
+    undo = []
+    for part in parts:
+        try:
+            target = layout.elements(file, part.tensor, part.start, part.count)
+        except LayoutError as error:
+            raise ChunkError(str(error)) from None
+        where: Any = slice(None) if part.positions is None else _positions(part)
+        num_values = part.count if part.positions is None else len(where)
+        if len(part.values) != num_values * target.dtype.itemsize:
+            raise ChunkError(
+                f"{layout.tensors[part.tensor].name}: {len(part.values)} bytes for {num_values} elements of "
+                f"{target.dtype.itemsize} bytes"
+            )
+        undo.append(msgspec.structs.replace(part, values=_planes(target[where])))
+        target[where] = _elements(part.values, target.dtype)
+    return undo
+
+
+def _positions(part: Part) -> Array:
+    codes = np.frombuffer(part.positions or b"", np.uint8)
+    is_element = codes != _SKIP
+    positions: Array = np.cumsum(codes + is_element.astype(np.int64))[is_element] - 1
+    if len(positions) and positions[-1] >= part.count:
+        raise ChunkError(f"tensor {part.tensor}: position {positions[-1]} of a piece of {part.count} elements")
+    return positions
+
+
+def _planes(elements: Array) -> bytes:
+    return np.ascontiguousarray(elements.view(np.uint8).reshape(-1, elements.dtype.itemsize).T).tobytes()
+
+
+def _elements(values: bytes, bits: np.dtype[Any]) -> Array:
+    planes = np.frombuffer(values, np.uint8).reshape(bits.itemsize, -1)
+    elements: Array = np.ascontiguousarray(planes.T).reshape(-1).view(bits)
+    return elements

@@ -1,0 +1,92 @@
+"""The weight log as its readers see it: manifests by version, and the way from one version to another.
+
+The policy stream holds an entry `<version>-1` for each policy, most of them deltas of the one before. Anchors, whole
+policies, are in a hash of their own; an epoch's first policy is one, and a policy may be both. A reader that holds a
+version of the chain applies what follows it; any other one begins with an anchor.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.schemas.keys import Field, Keys, number_in
+from penstock.schemas.policy import WeightManifest
+
+_decoder = msgspec.json.Decoder(WeightManifest)
+
+
+class ManifestError(ValueError):
+    """An entry of the log that is no manifest."""
+
+
+class VersionGoneError(LookupError):
+    """A version whose weights the log does not lead to."""
+
+
+class WeightLog(NamedTuple):
+    """announced: by version, those still on the policy stream. anchors: by version, whole ones."""
+
+    announced: Mapping[int, WeightManifest]
+    anchors: Mapping[int, WeightManifest]
+
+    def way(self, version: int, held: int | None = None) -> list[WeightManifest]:
+        """What to apply, in order, to get the weights of `version`: onto those of `held`, or, if the first manifest is
+        a whole one, onto nothing. Of the ways there are the one with the fewest bytes; empty if `version` is `held`.
+
+        Raises:
+            VersionGoneError: there is none.
+        """
+        steps: list[WeightManifest] = []
+        num_bytes, best_bytes = 0, float("inf")
+        best: list[WeightManifest] | None = None
+        reached: int | None = version
+        while reached is not None and num_bytes < best_bytes:
+            if reached == held:
+                best = steps
+                break
+            delta = self.announced.get(reached)
+            for whole in (self.anchors.get(reached), delta):
+                if whole is not None and whole.delta_of is None and num_bytes + whole.chunk_bytes < best_bytes:
+                    best, best_bytes = [*steps, whole], num_bytes + whole.chunk_bytes
+            if delta is None or delta.delta_of is None:
+                break
+            steps = [*steps, delta]
+            num_bytes += delta.chunk_bytes
+            reached = delta.delta_of
+        if best is None:
+            raise VersionGoneError(f"policy {version}: its weights are kept no longer")
+        return best[::-1]
+
+    def manifest(self, version: int) -> WeightManifest | None:
+        """Any that says what the weights of `version` are."""
+        return self.announced.get(version) or self.anchors.get(version)
+
+
+def read_log(client: Any, keys: Keys) -> WeightLog:
+    """Reads the whole log with a synchronous client.
+
+    Raises:
+        ManifestError: an entry that is no manifest.
+    """
+    with client.pipeline() as both:
+        both.xrange(keys.policy)
+        both.hgetall(keys.anchors)
+        entries, anchors = both.execute()
+    announced = [decode_manifest(fields.get(Field.MANIFEST), f"{keys.policy} {name!r}") for name, fields in entries]
+    return WeightLog(
+        {manifest.version: manifest for manifest in announced},
+        {
+            version: decode_manifest(data, f"{keys.anchors} {field!r}")
+            for field, data in anchors.items()
+            if (version := number_in(field)) is not None
+        },
+    )
+
+
+def decode_manifest(data: bytes | None, where: str) -> WeightManifest:
+    """Raises ManifestError, which names `where`."""
+    try:
+        return _decoder.decode(data or b"")
+    except msgspec.DecodeError as error:
+        raise ManifestError(f"{where} is no manifest: {error}") from None
