@@ -1,0 +1,96 @@
+import uuid
+from pathlib import Path
+
+import fakeredis
+import fsspec
+import pytest
+import redis
+
+from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import Keys
+from penstock.schemas.weights.stores import ChunkMissingError, ChunkStore, ChunkStoreError, RedisChunks, open_store
+
+KEYS = Keys("run")
+
+
+@pytest.fixture(params=["redis", "folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkStore:
+    client = fakeredis.FakeRedis()
+    place = {"redis": "redis", "folder": str(tmp_path / "new" / "chunks"), "memory": f"memory://{uuid.uuid4()}/run"}
+    opened = open_store(place[request.param], KEYS, lambda command: command(client))
+    assert opened.place == place[request.param]
+    return opened
+
+
+def test_a_store_gives_back_what_was_put(store: ChunkStore) -> None:
+    assert store.keys() == []
+    store.put("1-a", b"\0one")
+    store.put("2-b", b"two" * 1000)
+    assert store.get("1-a") == b"\0one" and store.get("2-b") == b"two" * 1000
+    assert sorted(store.keys()) == ["1-a", "2-b"]
+    store.put("1-a", b"one again")
+    assert store.get("1-a") == b"one again"
+    store.delete(["1-a", "never-there"])
+    assert store.keys() == ["2-b"]
+    with pytest.raises(ChunkMissingError, match=r"1-a"):
+        store.get("1-a")
+
+
+def test_a_redis_without_room_says_what_it_did_not_take() -> None:
+    class Full:
+        def hset(self, *arguments: object) -> None:
+            raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    full = RedisChunks(lambda command: command(Full()), KEYS)
+    with pytest.raises(ChunkStoreError, match=r"Redis \{run\}:chunks does not take 3-d \(4 bytes\): command not allowed"):
+        full.put("3-d", b"1234")
+
+
+def test_a_folder_that_cannot_be_written_says_which(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = open_store(str(tmp_path / "file" / "folder"), KEYS, lambda command: command(None))
+    with pytest.raises(ChunkStoreError, match=r"file/folder does not take 3-d \(4 bytes\): Not a directory"):
+        store.put("3-d", b"1234")
+
+
+@pytest.mark.parametrize("url", ["ftpx://host/folder", "s9://bucket"])
+def test_a_scheme_that_nobody_installed_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{url}': no file system for this URL is installed"):
+        open_store(url, KEYS, lambda command: command(None))
+
+
+def test_any_error_of_a_file_system_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("memory://bucket/run", KEYS, lambda command: command(None))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("AccessDenied")
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", refuse)
+    with pytest.raises(ChunkStoreError, match=r"memory://bucket/run does not take 3-d \(4 bytes\): RuntimeError: Acc"):
+        store.put("3-d", b"1234")
+
+
+def test_an_s3_bucket_keeps_chunks_with_credentials_from_the_environment(
+    s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a real S3 API server."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "penstock")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = uuid.uuid4().hex
+    store = open_store(f"s3://{bucket}/runs/one", KEYS, lambda command: command(None))
+    with pytest.raises(ChunkStoreError, match=rf"s3://{bucket}/runs/one does not take 1-a"):
+        store.put("1-a", b"no bucket yet")
+    fsspec.filesystem("s3").mkdir(bucket)
+    data = bytes(range(256)) * 40_000
+    store.put("1-a", data)
+    store.put("2-b", b"two")
+    assert store.get("1-a") == data and sorted(store.keys()) == ["1-a", "2-b"]
+    other = open_store(f"s3://{bucket}/runs/one", KEYS, lambda command: command(None))
+    other.put("3-c", b"three")
+    assert sorted(store.keys()) == ["1-a", "2-b", "3-c"]
+    store.delete(["1-a", "2-b", "3-c", "never-there"])
+    assert other.keys() == []
+    with pytest.raises(ChunkMissingError, match="1-a"):
+        store.get("1-a")
