@@ -1,6 +1,7 @@
 """Hypotheses on the weights behind the tokens: other versions, moved labels, keys and values of other versions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -37,9 +38,7 @@ class VersionHypotheses:
         self._replay, self._sample, self._baseline = replay, replay.sample, baseline
         self._blocks = (block_size,) if block_size else _BLOCKS
         self._tolerance = TOLERANCES[replay.policies.dtype]
-        known = {int(version) for version in self._sample.versions}
-        near = {version + step for version in known for step in range(-_REACH, _REACH + 1)}
-        self._published = sorted(version for version in near if replay.policies.has(version))
+        self._near: dict[int, list[tuple[int, int]]] = {}
 
     def candidates(self) -> Iterator[Candidate]:
         yield from self._weights()
@@ -174,10 +173,14 @@ class VersionHypotheses:
         )
 
     def _around(self, version: int) -> list[tuple[int, int]]:
-        """(step, version): the policies published before and after, nearest first."""
-        older = [other for other in self._published if other < version][-_OLDER:]
-        newer = [other for other in self._published if other > version][:_NEWER]
-        return [(-n, other) for n, other in enumerate(reversed(older), 1)] + list(enumerate(newer, 1))
+        """(step, version): the policies published before and after, nearest first. No others are asked for: the weights
+        of each may have to be written."""
+        if version not in self._near:
+            has = self._replay.policies.has
+            older = islice(filter(has, range(version - 1, version - _REACH - 1, -1)), _OLDER)
+            newer = islice(filter(has, range(version + 1, version + _REACH + 1)), _NEWER)
+            self._near[version] = [(-n, other) for n, other in enumerate(older, 1)] + list(enumerate(newer, 1))
+        return self._near[version]
 
     def _step(self, version: int, other: int) -> int:
         return next(step for step, around in self._around(version) if around == other)

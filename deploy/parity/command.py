@@ -184,7 +184,6 @@ def _open_rollout_file(file: Path, arguments: argparse.Namespace, closing: ExitS
     from penstock.deploy.parity.inputs import from_rollout_file
 
     found = from_rollout_file(file, model=arguments.model, folder=arguments.weights, dtype=arguments.dtype)
-    closing.enter_context(found.weights)
     return _Opened(found, arguments.out or file.parent, arguments.device or "auto")
 
 
@@ -194,35 +193,36 @@ def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: Ex
     from penstock.producers.interfaces import EngineError
 
     config = check(load_config(file, arguments.set)).config
-    # The folder for published weights has room for a few policies of this model.
-    shared = config.weights.folder
-    if shared is not None:
-        Path(shared).mkdir(parents=True, exist_ok=True)
-    folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-", dir=shared)))
+    folder = _temporary(closing)
     out = arguments.out or Path()
     log = out / "parity-engine.log"
     try:
         probed = run_probe(config, folder, num_prompts=arguments.prompts, log=log, say=say)
     except EngineError as error:
         raise EngineError(f"{error} ({log} holds what the engine printed)") from error
-    closing.enter_context(probed.input.weights)
     return _Opened(probed.input, out, arguments.device or config.trainer.device, capture=probed.capture)
 
 
 def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
     from penstock.deploy.operate.run_access import open_run
-    from penstock.deploy.parity.inputs import WeightVersions, from_run
+    from penstock.deploy.parity.inputs import LoggedVersions, from_run
+    from penstock.schemas.weights.reading import WeightReader
 
     run = closing.enter_context(open_run(arguments.target, arguments.runs))
     if run.config is None or run.folder is None:
         raise ConfigError(
-            f"{run.name}: its folder, with run file and weights, is not on this machine; expected --runs DIR to hold it"
+            f"{run.name}: its folder, with the run file, is not on this machine; expected --runs DIR to hold it"
         )
-    folder = Path(run.config.weights.folder) if run.config.weights.folder else run.folder / "weights"
-    weights = closing.enter_context(WeightVersions(Path(run.config.model.path), folder))
+    reader = WeightReader(lambda command: command(run.redis), run.keys)
+    weights = LoggedVersions(Path(run.config.model.path), _temporary(closing), reader)
     found = from_run(run, run.config, weights, num_groups=arguments.groups, wait_s=arguments.wait, say=say)
     threads = run.config.trainer.num_threads
     return _Opened(found, arguments.out or run.folder, arguments.device or "cpu", threads)
+
+
+def _temporary(closing: ExitStack) -> Path:
+    """A folder for weights, on the disk that TMPDIR names."""
+    return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-")))
 
 
 def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:

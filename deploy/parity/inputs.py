@@ -1,9 +1,11 @@
 """The input of a check: rollouts and the weights they name, from a run's stream or from a rollout file."""
 
+import errno
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ import redis
 from penstock.consumers.parity.report import TOLERANCES, ParityError
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.run_access import OpenRun
-from penstock.producers.engines.weight_files import HeldFile
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.model_digest import model_digest
-from penstock.schemas.policy import lag
+from penstock.schemas.policy import WeightManifest, lag
 from penstock.schemas.process.files import replacing
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
 from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
+from penstock.schemas.weights.codec import ChunkError
+from penstock.schemas.weights.log import ManifestError, VersionGoneError
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import ChunkMissingError
 
 _BEFORE, _AFTER = 2, 1
 """Versions beside those that tokens name: an update that was skipped, or landed early, would have served them."""
@@ -31,64 +36,94 @@ _BLOCK_MS = 500
 
 
 class WeightVersions:
-    """`weights(version)` is the file of a published version, or the base model's folder; None if it is gone.
-
-    Files are held open: they stay readable after the trainer deletes their names, and the disk gets the room back when
-    they are released.
+    """`weights(version)` is the file of a version's weights, or the base model's folder; None if they are gone.
 
     Args:
-        base: folder of the base model, which is version 0.
+        base: folder of the base model, which is version 0 where no file is.
         folder: with `v<version>.safetensors` files; None if there are none.
     """
 
     def __init__(self, base: Path, folder: Path | None) -> None:
         self._base = base
-        self.folder = folder
-        self._held: dict[int, HeldFile] = {}
-
-    def __enter__(self) -> "WeightVersions":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.keep_only(())
+        self._folder = folder
 
     def __call__(self, version: int) -> Path | None:
-        held = self._held.get(version)
-        if held is not None:
-            return Path(held.path)
-        return self._base if version == 0 else None
-
-    @property
-    def versions(self) -> list[int]:
-        """The versions whose files are held, ascending."""
-        return sorted(self._held)
-
-    def hold(self) -> None:
-        """Opens every version that is in the folder now."""
-        for file in self.folder.glob("v*.safetensors") if self.folder is not None else ():
-            number = file.stem[1:]
-            if not number.isdigit() or int(number) in self._held:
-                continue
-            try:
-                self._held[int(number)] = HeldFile(str(file))
-            except FileNotFoundError:
-                continue  # deleted since it was listed
-
-    def keep_only(self, versions: Iterable[int]) -> None:
-        """Releases every other one."""
-        kept = set(versions)
-        for version in [version for version in self._held if version not in kept]:
-            self._held.pop(version).close()
+        return self._file(version) or (self._base if version == 0 else None)
 
     def copy(self, versions: Iterable[int], folder: Path) -> list[Path]:
-        """Copies the held ones among `versions`, whole or not at all, under the names they have in a run."""
+        """Copies the files of those among `versions` that are there, each whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         copies = []
-        for version in sorted(set(versions) & set(self._held)):
-            copies.append(folder / f"v{version}.safetensors")
-            with replacing(copies[-1]) as partial:
-                shutil.copyfile(self._held[version].path, partial)
+        for version in sorted(set(versions)):
+            if (file := self._file(version)) is not None:
+                copies.append(folder / file.name)
+                with replacing(copies[-1]) as partial:
+                    shutil.copyfile(file, partial)
         return copies
+
+    def _file(self, version: int) -> Path | None:
+        file = self._folder / f"v{version}.safetensors" if self._folder is not None else None
+        return file if file is not None and file.exists() else None
+
+
+class LoggedVersions(WeightVersions):
+    """The versions of a run: each file is written from the weight log when it is first asked for, and stays after the
+    trainer drops that version.
+
+    folder: for the files, empty. Its methods raise ParityError for weights that cannot be read, or have no room there.
+    """
+
+    def __init__(self, base: Path, folder: Path, reader: WeightReader) -> None:
+        super().__init__(base, folder)
+        self._files, self._reader = folder, reader
+
+    def hold(self, versions: Iterable[int]) -> None:
+        """Writes those of `versions` that the log leads to, and deletes the files of all others."""
+        wanted = {f"v{version}.safetensors": version for version in versions}
+        kept = set()
+        for file in self._files.iterdir():
+            file.unlink() if file.name not in wanted else kept.add(file.name)
+        with self._errors():
+            log = self._reader.log()
+            found = [log.manifest(version) for name, version in wanted.items() if name not in kept]
+            needed = sum(manifest.total_bytes for manifest in found if manifest is not None)
+            if needed > (free := shutil.disk_usage(self._files).free):
+                raise ParityError(
+                    f"{self._files}: no room for the weights of {len(found)} versions: {needed:,} bytes are needed, "
+                    f"{free:,} are free; TMPDIR names a folder with room, --groups N takes fewer rollouts"
+                )
+        for version in sorted(wanted.values()):
+            self._file(version)
+
+    def _file(self, version: int) -> Path | None:
+        return super()._file(version) or self._written(version)
+
+    def _written(self, version: int) -> Path | None:
+        file = self._files / f"v{version}.safetensors"
+        tried: list[WeightManifest] = []
+        with self._errors():
+            while True:
+                try:
+                    way = self._reader.log().way(version)
+                    with replacing(file) as partial:
+                        self._reader.write(way, partial)
+                    return file
+                except VersionGoneError:
+                    return None
+                except ChunkMissingError:
+                    if way == tried:
+                        raise
+                    tried = way  # the trainer may have dropped it since the log was read
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            hint = "; TMPDIR names a folder with room" if error.errno == errno.ENOSPC else ""
+            raise ParityError(f"{error}{hint}") from error
+        except (ManifestError, ChunkError, ConfigError) as error:
+            raise ParityError(f"the run's weight log cannot be read: {error}") from error
 
 
 def with_neighbours(versions: Iterable[int]) -> set[int]:
@@ -202,13 +237,11 @@ def from_rollout_file(
         model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
         environment=Plug(path="nobody:Needed"),
     )
-    weights = WeightVersions(path, folder)
-    weights.hold()
     return ParityInput(
         title=f"rollout file {file.name}" + (f" of run {header.run}" if header.run else ""),
         config=config,
         groups=groups,
-        weights=weights,
+        weights=WeightVersions(path, folder),
         policy_version=header.policy_version,
         forks=header.forks,
         announced=header.announced,
@@ -260,7 +293,7 @@ class _NewestGroups:
 def from_run(
     run: OpenRun,
     config: RunConfig,
-    weights: WeightVersions,
+    weights: LoggedVersions,
     *,
     num_groups: int,
     wait_s: float,
@@ -279,18 +312,14 @@ def from_run(
     newest = _NewestGroups(client, keys, num_groups)
     deadline = time.monotonic() + wait_s
     while True:
-        weights.hold()
         newest.read(block=False)
-        weights.hold()  # again: a version announced meanwhile may have sampled the last groups
-        recent = weights.versions[-config.weights.keep_versions :]
-        weights.keep_only(with_neighbours(_versions_of(newest.groups)).union(recent))
+        weights.hold(_versions_of(newest.groups))  # at once: the trainer soon drops them
         if newest.is_full or time.monotonic() >= deadline or not _is_alive(client, keys):
             break
         say(f"waiting for rollouts: {len(newest.groups)} of {num_groups}")
         newest.read(block=True)
     if not newest.groups:
         raise ParityError(_why_empty(run, client, newest))
-    weights.keep_only(with_neighbours(_versions_of(newest.groups)))
     commit: Any = client.hgetall(keys.commit)  # last, so that it knows every version that a token may name
     notes = [f"the newest {len(newest.groups)} of {newest.num_seen} groups on the stream"]
     if newest.num_refused:

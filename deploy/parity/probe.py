@@ -52,13 +52,11 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
     prompts = pose(environment, load_tokenizer(config), num_prompts)
     with _output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))
-    weights = WeightVersions(Path(config.model.path), folder)
-    weights.hold()
     found = ParityInput(
         title=f"a probe of {config.name}'s engine",
         config=config,
         groups=groups,
-        weights=weights,
+        weights=WeightVersions(Path(config.model.path), folder),
         policy_version=NUM_UPDATES,
         forks={},
         announced={},
@@ -154,9 +152,7 @@ def _write(version: int, weights: dict[str, Tensor], folder: Path, dtype: str) -
     manifest = WeightManifest(
         version=version,
         parent_version=version - 1,
-        file=path.name,
-        total_bytes=path.stat().st_size,
-        checksum="",  # for readers elsewhere; the engine checks names, shapes and types
+        total_bytes=sum(tensor.nbytes for tensor in published.values()),
         tensors=tuple(
             TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
             for name, tensor in published.items()

@@ -1,4 +1,4 @@
-"""A run as the parity check finds it: a run file, published weights, rollouts on a stream."""
+"""A run as the parity check finds it: a run file, a weight log, rollouts on a stream."""
 
 import time
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import redis
+from safetensors.torch import load_file
 
 from parity_bench import ParityBench, groups_of, prompts
 from penstock.deploy.launch.run_folder import save_run_file
@@ -16,6 +17,7 @@ from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, encode_group, unpack_ids
 from probed_engine import TOKENS, tokenizer
 from wire_examples import FINGERPRINT
+from written_log import WrittenLog
 
 NAME = "recorded"
 NUM_TOKENS = 12
@@ -61,10 +63,9 @@ class RecordedRun:
         )
         self.folder = self.config.folder(runs)
         save_run_file(self.config, self.folder)
-        self.weights = self.folder / "weights"
-        self.weights.mkdir()
+        self.log = WrittenLog(client, self.keys)
         for version, file in bench.files.items():
-            (self.weights / f"v{version}.safetensors").write_bytes(file.read_bytes())
+            self.log.announce(version, load_file(file))
         self.commit(policy_version=2)
 
     def commit(self, *, policy_version: int, finished: bool = False) -> None:

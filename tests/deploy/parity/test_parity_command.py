@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import redis
 import torch
+from safetensors.torch import load_file
 
 from parity_bench import ParityBench, with_logprobs
 from penstock.consumers.learning.model import PackedModel
@@ -18,12 +19,14 @@ from penstock.deploy import cli
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.parity import display
 from penstock.deploy.parity.command import print_gate_refusal
+from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
 from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from real_server import installed_servers
 from recorded_run import NAME, RecordedRun, make_bench, played_groups
 from training_groups import configuration, tiny_model
+from written_log import WrittenLog
 
 pytestmark = pytest.mark.redis
 
@@ -219,9 +222,22 @@ def test_a_stopped_run_s_own_server_is_started_and_stopped_again(bench, groups, 
         server.client.ping()
 
 
+def test_versions_that_the_trainer_drops_while_the_check_goes_on_are_still_compared(run, groups, monkeypatch):
+    run.append(groups)
+
+    def later(config):
+        run.log.drop(0, 1, 2, 3)
+        return load_tokenizer(config)
+
+    monkeypatch.setattr("penstock.deploy.parity.inputs.tokenizer_for", later)
+    assert parity(run) == 0
+    assert report_of(run)["versions"] == [1, 2]
+
+
 def test_rows_whose_weights_are_gone_are_left_out_and_told(run, groups, capsys):
     run.append(groups)
-    (run.weights / "v1.safetensors").unlink()
+    run.log.anchor(2)
+    run.log.drop(0, 1)
     assert parity(run) == 0
     assert "weights of version 1 are gone" in capsys.readouterr().out
     assert report_of(run)["versions"] == [2]
@@ -229,8 +245,7 @@ def test_rows_whose_weights_are_gone_are_left_out_and_told(run, groups, capsys):
 
 def test_a_run_whose_weights_are_all_gone_is_named_with_what_would_keep_them(run, groups, capsys):
     run.append(groups)
-    for version in (1, 2):
-        (run.weights / f"v{version}.safetensors").unlink()
+    run.log.drop(0, 1, 2, 3)
     assert parity(run) == 2
     line = refusal(capsys)
     assert "versions 1, 2" in line.replace("version 1, 2", "versions 1, 2") and "weights.keep_versions" in line
@@ -239,8 +254,10 @@ def test_a_run_whose_weights_are_all_gone_is_named_with_what_would_keep_them(run
 def test_weights_of_another_model_are_refused(run, groups, bench, tmp_path, capsys):
     run.append(groups)
     tiny_model(tmp_path / "other", vocab_size=58, hidden_size=32)
+    run.client.delete(run.keys.policy, run.keys.anchors)
+    other = WrittenLog(run.client, run.keys)
     for version in (1, 2):
-        (run.weights / f"v{version}.safetensors").write_bytes((tmp_path / "other/model.safetensors").read_bytes())
+        other.announce(version, load_file(tmp_path / "other/model.safetensors"))
     assert parity(run) == 2
     assert "are not those of model.path" in refusal(capsys)
 
@@ -301,8 +318,6 @@ def recorded(run, groups, tmp_path) -> Recorded:
 
 
 def test_a_rollout_file_is_checked_without_the_run(recorded, groups, capsys):
-    for file in recorded.run.weights.iterdir():
-        file.unlink()
     recorded.run.client.flushall()
     assert read_rollout_file(recorded.file).groups == tuple(groups)
     assert recorded.check() == 0

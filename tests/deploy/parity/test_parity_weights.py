@@ -1,81 +1,146 @@
-"""The weights of a check: held while a trainer deletes them, and made for a probe."""
+"""The weights of a check: written from a run's log before the trainer drops them, and made for a probe."""
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
+import fakeredis
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.deploy.parity.inputs import WeightVersions, with_neighbours
+from penstock.consumers.parity.report import ParityError
+from penstock.deploy.parity.inputs import LoggedVersions, WeightVersions, with_neighbours
 from penstock.deploy.parity.probe import CHANGE, make_policies
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.schemas.config import ModelConfig
+from penstock.schemas.keys import Keys
 from penstock.schemas.model_digest import model_digest
+from penstock.schemas.weights.log import read_log
+from penstock.schemas.weights.reading import WeightReader
 from training_groups import configuration, tiny_model
+from written_log import WrittenLog
 
 
 @pytest.fixture
-def published(tmp_path: Path) -> Path:
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    for version in (3, 4, 5):
-        (folder / f"v{version}.safetensors").write_bytes(b"%d" % version)
-    return folder
+def log() -> WrittenLog:
+    """Versions 3 to 6, of which 3 is whole."""
+    log = WrittenLog(fakeredis.FakeRedis(), Keys("run"))
+    for version in range(3, 7):
+        log.announce(version, policy(version))
+    return log
 
 
-def test_a_version_is_readable_after_its_file_is_deleted(published, tmp_path):
-    with WeightVersions(tmp_path / "base", published) as weights:
-        weights.hold()
-        for file in published.iterdir():
-            file.unlink()
-        assert weights.versions == [3, 4, 5]
-        assert weights(4).read_bytes() == b"4"
+def policy(version: int) -> dict[str, torch.Tensor]:
+    weights = torch.zeros(256, dtype=torch.bfloat16)
+    weights[version] = version
+    return {"w": weights, "b": torch.ones(3)}
 
 
-def test_the_base_model_is_version_0_and_an_unknown_version_is_gone(published, tmp_path):
-    with WeightVersions(tmp_path / "base", published) as weights:
-        weights.hold()
-        assert weights(0) == tmp_path / "base"
-        assert weights(6) is None
-        (published / "v0.safetensors").write_bytes(b"0")
-        weights.hold()
-        assert weights(0).read_bytes() == b"0", "what was published is what was served"
+@pytest.fixture
+def weights(log, tmp_path) -> LoggedVersions:
+    (tmp_path / "files").mkdir()
+    return LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))
 
 
-def open_files(folder: Path) -> list[str]:
-    found = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(descriptor)
-        except FileNotFoundError:
-            continue
-        if target.startswith(str(folder)):
-            found.append(target)
-    return found
+def reader(log: WrittenLog) -> WeightReader:
+    return WeightReader(lambda command: command(log.client), log.keys)
 
 
-def test_what_is_not_needed_is_let_go_and_at_the_end_everything(published, tmp_path):
-    with WeightVersions(tmp_path / "base", published) as weights:
-        weights.hold()
-        weights.keep_only({4})
-        assert weights.versions == [4] and len(open_files(published)) == 1
-    assert open_files(published) == []
+def held(path: Path | None) -> int | None:
+    """The version whose weights are in a file."""
+    if path is None:
+        return None
+    found = load_file(path)
+    (version,) = (n for n in range(9) if all(torch.equal(found[name], w) for name, w in policy(n).items()))
+    return version
 
 
-def test_what_a_writer_has_not_finished_is_no_version(published, tmp_path):
-    (published / "v9.partial-17").write_bytes(b"")
-    (published / "vnext.safetensors").write_bytes(b"")
-    with WeightVersions(tmp_path / "base", published) as weights:
-        weights.hold()
-        assert weights.versions == [3, 4, 5]
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
 
 
-def test_copies_are_of_the_versions_asked_for_that_are_there(published, tmp_path):
-    with WeightVersions(tmp_path / "base", published) as weights:
-        weights.hold()
-        weights.copy({2, 3, 5}, tmp_path / "copies")
-    assert sorted(file.name for file in (tmp_path / "copies").iterdir()) == ["v3.safetensors", "v5.safetensors"]
+def test_a_version_of_a_run_is_written_from_anchor_and_chain_when_it_is_asked_for(weights, tmp_path):
+    assert names(tmp_path / "files") == []
+    assert held(weights(5)) == 5 and names(tmp_path / "files") == ["v5.safetensors"]
+    assert held(weights(3)) == 3
+
+
+@pytest.mark.parametrize("places", [{}, {"anchors": "{folder}"}, {"deltas": "{folder}", "anchors": "memory://parity"}])
+def test_chunks_are_read_from_wherever_their_manifest_says(places, tmp_path):
+    log = WrittenLog(
+        fakeredis.FakeRedis(), Keys("run"), **{k: v.format(folder=tmp_path / "c") for k, v in places.items()}
+    )
+    for version in (3, 4):
+        log.announce(version, policy(version))
+    (tmp_path / "files").mkdir()
+    assert held(LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))(4)) == 4
+
+
+def test_a_version_that_was_held_is_readable_after_the_trainer_has_dropped_it(weights, log):
+    weights.hold({4})
+    log.anchor(6)
+    log.drop(3, 4, 5)
+    assert held(weights(4)) == 4 and held(weights(6)) == 6
+    assert weights(5) is None and weights(9) is None
+
+
+def test_a_version_dropped_between_log_and_chunks_is_gone_and_a_chunk_that_is_lost_is_named(weights, log, monkeypatch):
+    log.anchor(6)
+    stale = weights._reader.log()
+    logs = iter([stale])
+    monkeypatch.setattr(weights._reader, "log", lambda: next(logs, None) or read_log(log.client, log.keys))
+    log.drop(3, 4, 5)
+    assert weights(5) is None
+    log.store("redis").delete(["6-whole-0-0"])
+    with pytest.raises(ParityError, match=r"Redis \{run\}:chunks has no chunk 6-whole-0-0"):
+        weights(6)
+
+
+def test_the_base_model_is_version_0_unless_the_log_has_what_was_published(weights, tmp_path):
+    assert weights(0) == tmp_path / "base"
+    log = WrittenLog(fakeredis.FakeRedis(), Keys("run"))
+    log.announce(0, policy(0))
+    assert held(LoggedVersions(tmp_path / "base", tmp_path / "files", reader(log))(0)) == 0
+
+
+def test_what_is_no_longer_named_is_deleted(weights, tmp_path):
+    weights.hold({3, 4})
+    weights.hold({4, 5, 77})
+    assert names(tmp_path / "files") == ["v4.safetensors", "v5.safetensors"]
+
+
+def test_want_of_room_says_how_much_is_needed_and_where(weights, log, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=600))
+    with pytest.raises(ParityError, match=r"files: no room for the weights of 2 versions: 1,048 bytes are needed, 600"):
+        weights.hold({3, 4})
+    assert names(tmp_path / "files") == []
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ParityError, match=r"\d+ bytes are needed: '.*v4.*'; TMPDIR names a folder with room"):
+        weights(4)
+    assert names(tmp_path / "files") == []
+
+
+def test_a_log_that_cannot_be_read_is_an_error_of_the_check(weights, log):
+    log.store("redis").put("4-delta-0-0", b"torn")
+    with pytest.raises(ParityError, match="weight log cannot be read: policy 4: chunk 4-delta-0-0 in redis: 4 bytes"):
+        weights(4)
+    log.client.xadd(log.keys.policy, {"manifest": b"{}"})
+    with pytest.raises(ParityError, match="is no manifest: Object missing required field `version`"):
+        weights.hold({3})
+
+
+def test_copies_are_of_the_versions_asked_for_that_are_there(weights, tmp_path):
+    weights.copy({2, 3, 5}, tmp_path / "copies")
+    assert names(tmp_path / "copies") == ["v3.safetensors", "v5.safetensors"]
+    copied = WeightVersions(tmp_path / "base", tmp_path / "copies")
+    assert held(copied(5)) == 5 and copied(4) is None and copied(0) == tmp_path / "base"
 
 
 def test_the_neighbours_of_a_version_are_those_that_may_have_been_served_in_its_place():

@@ -42,7 +42,9 @@ def test_a_redis_without_room_says_what_it_did_not_take() -> None:
             raise redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
 
     full = RedisChunks(lambda command: command(Full()), KEYS)
-    with pytest.raises(ChunkStoreError, match=r"Redis \{run\}:chunks does not take 3-d \(4 bytes\): command not allowed"):
+    with pytest.raises(
+        ChunkStoreError, match=r"Redis \{run\}:chunks does not take 3-d \(4 bytes\): command not allowed"
+    ):
         full.put("3-d", b"1234")
 
 

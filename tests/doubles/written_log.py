@@ -1,0 +1,91 @@
+"""A weight log as a trainer leaves it in Redis and in its stores."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import redis
+import torch
+
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
+from penstock.schemas.weights.codec import changed, dense, digest, pack
+from penstock.schemas.weights.layout import as_bits
+from penstock.schemas.weights.log import read_log
+from penstock.schemas.weights.stores import REDIS, open_store
+
+Policy = Mapping[str, torch.Tensor]
+
+
+class WrittenLog:
+    """deltas, anchors: where their chunks go, as the run file has it."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, deltas: str = REDIS, anchors: str = REDIS) -> None:
+        self.client, self.keys, self._deltas, self._anchors = client, keys, deltas, anchors
+        self._policies: dict[int, Policy] = {}
+
+    def store(self, place: str) -> Any:
+        return open_store(place, self.keys, lambda command: command(self.client))
+
+    def announce(self, version: int, policy: Policy, *, whole: bool = False) -> WeightManifest:
+        """The first policy, and each with `whole`, is an anchor; any other is a delta of the one before."""
+        before = None if whole or not self._policies else max(self._policies)
+        self._policies[version] = {name: tensor.clone() for name, tensor in policy.items()}
+        manifest = self._manifest(version, before)
+        if before is None:
+            self.client.hset(self.keys.anchors, str(version), msgspec.json.encode(manifest))
+        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)}, id=f"{version}-1")
+        return manifest
+
+    def anchor(self, version: int) -> WeightManifest:
+        """An announced policy, whole, beside its delta."""
+        manifest = self._manifest(version, None)
+        self.client.hset(self.keys.anchors, str(version), msgspec.json.encode(manifest))
+        return manifest
+
+    def drop(self, *versions: int) -> None:
+        """Entries and anchors first, then their chunks, as a trainer does."""
+        log = read_log(self.client, self.keys)
+        for version in versions:
+            self.client.xdel(self.keys.policy, f"{version}-1")
+            self.client.hdel(self.keys.anchors, str(version))
+            for manifest in (log.announced.get(version), log.anchors.get(version)):
+                if manifest is not None:
+                    self.store(manifest.store).delete(chunk.key for chunk in manifest.chunks)
+
+    def _manifest(self, version: int, before: int | None) -> WeightManifest:
+        policy = self._policies[version]
+        parts, pieces, num_changed = [], [], 0
+        for number, (name, tensor) in enumerate(policy.items()):
+            bits = _bits(tensor)
+            part, count = (
+                (dense(number, 0, bits), len(bits))
+                if before is None
+                else changed(number, 0, _bits(self._policies[before][name]), bits)
+            )
+            parts += [part] if part is not None else []
+            pieces.append(Piece(number, 0, len(bits), digest(bits)))
+            num_changed += count
+        data = pack(parts)
+        key = f"{version}-{'whole' if before is None else 'delta'}-0-0"
+        place = self._anchors if before is None else self._deltas
+        self.store(place).put(key, data)
+        return WeightManifest(
+            version=version,
+            parent_version=version - 1,
+            total_bytes=sum(tensor.nbytes for tensor in policy.values()),
+            tensors=tuple(
+                TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+                for name, tensor in policy.items()
+            ),
+            delta_of=before,
+            chunks=(
+                Chunk(key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=tuple(pieces)),
+            ),
+            store=place,
+        )
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return as_bits(tensor.contiguous().flatten().view(unsigned).numpy())
