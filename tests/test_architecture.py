@@ -22,7 +22,8 @@ VLLM_FILES = {
     f"producers/engines/{name}.py" for name in ("vllm", "engine_process", "weight_transfer", "update", "answer_parser")
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
-PROCESS_ALLOWS = CONTRACT_ALLOWS | {"prometheus_client", "redis"}
+BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}
+"""What the wings of the contract need besides."""
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -95,7 +96,7 @@ def test_vllm_is_imported_in_the_engines_only():
 
 def test_the_contract_needs_the_standard_library_and_msgspec_only():
     def foreign(file: Path) -> set[str]:
-        return packages(file) - {"penstock"} - (PROCESS_ALLOWS if file.parent.name == "process" else CONTRACT_ALLOWS)
+        return packages(file) - {"penstock"} - CONTRACT_ALLOWS - BESIDE_IT.get(file.parent.name, set())
 
     assert offenders((ROOT / "schemas").rglob("*.py"), foreign) == {}
 
