@@ -51,6 +51,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     delta_of: the version that the chunks change into this one; None if they hold the whole of it.
     chunks: their pieces are all elements of all tensors, each once, unchanged ones too.
     store: where the chunks are: "redis", a folder, or an fsspec URL.
+    created_s: when it was announced, in seconds since 1970; 0 if it does not say.
     """
 
     version: int
@@ -60,6 +61,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     delta_of: int | None = None
     chunks: tuple[Chunk, ...] = ()
     store: str = "redis"
+    created_s: float = 0.0
 
     @property
     def chunk_bytes(self) -> int:

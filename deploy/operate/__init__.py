@@ -1,4 +1,4 @@
-"""The operator's commands: `penstock list`, `penstock audit`, `penstock dead` and `penstock producers`.
+"""The operator's commands: `penstock list`, `audit`, `dead`, `producers`, `weights` and `export`.
 
 Imported through `commands`; by other views of a run through `run_access`, which opens it, `producer_list` and `tables`.
 """

@@ -1,4 +1,4 @@
-"""`penstock list`, `penstock audit`, `penstock dead`, `penstock producers` and `penstock export`."""
+"""`penstock list`, `audit`, `dead`, `producers`, `weights` and `export`."""
 
 import argparse
 import sys
@@ -129,6 +129,16 @@ def _producers(arguments: argparse.Namespace) -> int:
     return _show(arguments, found, print_producers)
 
 
+def _weights(arguments: argparse.Namespace) -> int:
+    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.tables import print_weights
+    from penstock.deploy.operate.weight_list import list_weights
+
+    with open_run(arguments.run, arguments.runs) as run:
+        found = list_weights(run)
+    return _show(arguments, found, print_weights)
+
+
 def _export(arguments: argparse.Namespace) -> int:
     """Status 1 if a file cannot be read or written."""
     from penstock.deploy.operate.export import export
@@ -163,4 +173,5 @@ COMMANDS = (
     Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _dead_requeue),
     Command("export", "make a Hugging Face folder of a checkpoint's model", _add_export_arguments, _export),
     Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _producers),
+    Command("weights", "list the policies in a run's weight log, and who holds which", _add_arguments, _weights),
 )

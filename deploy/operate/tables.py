@@ -4,7 +4,7 @@ Reasons, prompts and names come from producers: control characters in them are s
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -17,7 +17,11 @@ from penstock.deploy.operate.dead_letters import Content, Letter, RequeueResult
 from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
 from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 from penstock.deploy.operate.run_list import ListedRun
+from penstock.deploy.operate.weight_list import LogContent, LoggedPolicy, PolicyHolders, StoreContent
 
+_POLICIES_SHOWN = 20
+"""Beside the anchors, which are all shown."""
+_NAMES_SHOWN = 4
 _HANDED_BACK_S = 1e5
 """No claim stays idle this long: its producer has marked it free."""
 
@@ -236,6 +240,86 @@ def _orphaned_line(orphaned: Orphaned) -> str:
     else:
         idle = f"idle for {orphaned.shortest_idle_s:.1f} to {min(orphaned.longest_idle_s, _HANDED_BACK_S):.1f} s"
     return f"{safe(orphaned.consumer)}: no heartbeat, but it holds {held}, {idle}"
+
+
+def print_weights(content: LogContent, console: Console | None = None) -> None:
+    console = console or standard_output()
+    when = f" of {_moment(content.newest_time_s)}" if content.newest_time_s is not None else ""
+    state = ", finished" if content.finished else ""
+    kept = len({policy.version for policy in content.policies})
+    _say(console, f"Run {content.run}{state}: newest policy {content.newest_version}{when}, {kept} versions kept")
+    joining = (
+        f"{content.newest_bytes:,} bytes in {content.newest_steps} steps, from an anchor on"
+        if content.newest_bytes is not None
+        else "not possible: no anchor leads to the newest policy"
+    )
+    _say(console, f"joining  {joining}")
+    table = _bare_table("policy", "kind", "changed", "bytes", "of dense", "steps", "store", "parent", "when")
+    newest_first = content.policies[::-1]
+    shown = [policy for n, policy in enumerate(newest_first) if n < _POLICIES_SHOWN or policy.anchor]
+    for policy in shown:
+        table.add_row(*(escape(safe(cell)) for cell in _policy_cells(policy)))
+    console.print(table)
+    if len(shown) < len(newest_first):
+        _say(console, f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
+    for store in content.stores:
+        _say(console, f"store    {_store_line(store)}")
+    _print_holders(content, console)
+
+
+def _policy_cells(policy: LoggedPolicy) -> tuple[str, ...]:
+    whole = "anchor" if policy.anchor else "whole"
+    return (
+        str(policy.version),
+        whole if policy.delta_of is None else f"delta of {policy.delta_of}",
+        "" if policy.num_changed is None else _share(policy.num_changed, policy.num_elements),
+        f"{policy.chunk_bytes:,}",
+        _share(policy.chunk_bytes, policy.dense_bytes),
+        str(policy.num_steps) if policy.num_steps is not None else "no anchor",
+        policy.store,
+        str(policy.parent_version),
+        _moment(policy.time_s) if policy.time_s is not None else "",
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}" if whole else "-"
+
+
+def _store_line(store: StoreContent) -> str:
+    line = f"{safe(store.place)}: {store.num_chunks:,} chunks, {store.num_bytes:,} bytes"
+    if store.problem:
+        return f"{line}; it cannot be listed: {safe(store.problem)}"
+    missing = f"; {store.num_missing:,} of them are MISSING" if store.num_missing else ""
+    unnamed = f"; {store.num_unnamed:,} more that no policy names" if store.num_unnamed else ""
+    return f"{line}{missing}{unnamed}"
+
+
+def _print_holders(content: LogContent, console: Console) -> None:
+    if content.holders:
+        table = _bare_table("policy", "lag", "producers", "on hosts", "which")
+        for held in content.holders:
+            table.add_row(*(escape(safe(cell)) for cell in _holder_cells(held)))
+        console.print(table)
+    else:
+        _say(console, "no producer is alive")
+    if content.num_unreadable:
+        _say(console, f"{content.num_unreadable} producers send heartbeats of another release")
+
+
+def _holder_cells(held: PolicyHolders) -> tuple[str, ...]:
+    return (
+        str(held.version),
+        str(held.lag) if held.lag is not None else "unknown",
+        str(len(held.producers)),
+        _some([f"{host} ({count})" if count > 1 else host for host, count in held.hosts.items()]),
+        _some(held.producers),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + rest
 
 
 def _bare_table(*columns: str, show_header: bool = True) -> Table:

@@ -252,13 +252,15 @@ COMMANDS = (
     "audit",
     "dead",
     "producers",
+    "weights",
     "parity",
     "export",
 )
 
 
 @pytest.mark.parametrize(
-    "command", ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "export x out", "parity"]
+    "command",
+    ["audit", "dead list", "dead show 3", "dead requeue --all", "producers", "weights", "export x out", "parity"],
 )
 def test_a_command_about_a_run_that_nobody_knows_is_refused(capsys, command, tmp_path):
     name, *rest = command.split(" ")
@@ -365,7 +367,7 @@ def test_each_operator_s_command_and_each_of_its_arguments_says_what_it_is_for()
     parser = argparse.ArgumentParser()
     cli.add_commands(parser, operate.COMMANDS)
     found = list(parsers_below(parser))
-    assert len(found) == 8
+    assert len(found) == 9
     for command in found:
         assert command.description, command.prog
         actions = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]

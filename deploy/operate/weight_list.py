@@ -1,0 +1,194 @@
+"""`penstock weights`: what a run's weight log holds, version by version, and which producers hold which of them."""
+
+from collections import Counter
+
+import msgspec
+
+from penstock.deploy.operate.producer_list import Producers, list_producers
+from penstock.deploy.operate.run_access import OpenRun
+from penstock.schemas.config import ConfigError
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.weights.log import ManifestError, VersionGoneError, WeightLog, read_log
+from penstock.schemas.weights.stores import ChunkStoreError, open_store
+
+
+class LoggedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """One manifest.
+
+    announced: it is on the policy stream. anchor: it is whole, and a reader that holds nothing may begin with it.
+    delta_of: None if it is whole. num_changed: elements that the delta changes; None of a whole policy.
+    num_steps: manifests that a reader without a policy applies to get this one; None if nothing leads to it.
+    time_s: None if the manifest does not say.
+    """
+
+    version: int
+    parent_version: int
+    announced: bool
+    anchor: bool
+    delta_of: int | None
+    num_changed: int | None
+    num_elements: int
+    chunk_bytes: int
+    dense_bytes: int
+    num_steps: int | None
+    store: str
+    time_s: float | None
+
+
+class StoreContent(msgspec.Struct, frozen=True, kw_only=True):
+    """The chunks of one store that manifests name.
+
+    num_missing: of those, how many the store does not have. num_unnamed: others that it has: of a policy that is being
+        published, or left by a trainer that died. Both None if it cannot be read, and `problem` then says why.
+    """
+
+    place: str
+    num_chunks: int
+    num_bytes: int
+    num_missing: int | None = None
+    num_unnamed: int | None = None
+    problem: str = ""
+
+
+class PolicyHolders(msgspec.Struct, frozen=True, kw_only=True):
+    """The producers that sample with one version, and how many of them are on which host. lag: as that of `Alive`."""
+
+    version: int
+    lag: int | None
+    producers: tuple[str, ...]
+    hosts: dict[str, int]
+
+
+class LogContent(msgspec.Struct, frozen=True, kw_only=True):
+    """newest_steps, newest_bytes: what a reader without a policy fetches for the newest; None if nothing leads there.
+
+    num_unreadable: producers whose heartbeat is of another release.
+    """
+
+    run: str
+    finished: bool
+    newest_version: int
+    newest_time_s: float | None
+    newest_steps: int | None
+    newest_bytes: int | None
+    policies: tuple[LoggedPolicy, ...]
+    stores: tuple[StoreContent, ...]
+    holders: tuple[PolicyHolders, ...]
+    num_unreadable: int
+
+
+def list_weights(run: OpenRun) -> LogContent:
+    """Reads the log, the names of the chunks in its stores, and the heartbeats.
+
+    Raises:
+        ConfigError: there is no log, or an entry of it is no manifest.
+        ServerError: the run's Redis cannot be reached.
+    """
+    try:
+        log = read_log(run.redis, run.keys)
+        stores = _stores(run, log)
+    except ManifestError as error:
+        raise ConfigError(f"run {run.name}: {error}") from error
+    newest = max(log.announced, default=None)
+    if newest is None:
+        raise ConfigError(
+            f"run {run.name}: no policy on its policy stream: none has been announced yet, or Redis has lost them"
+        )
+    producers = list_producers(run)
+    way = _way(log, newest)
+    return LogContent(
+        run=run.name,
+        finished=producers.finished,
+        newest_version=newest,
+        newest_time_s=log.announced[newest].created_s or None,
+        newest_steps=len(way) if way is not None else None,
+        newest_bytes=sum(manifest.chunk_bytes for manifest in way) if way is not None else None,
+        policies=tuple(_policy(log, manifest) for manifest in _manifests(log)),
+        stores=stores,
+        holders=_holders(producers),
+        num_unreadable=len(producers.unreadable),
+    )
+
+
+def _manifests(log: WeightLog) -> list[WeightManifest]:
+    """In order of version; of one version its anchor, then its delta."""
+    found = []
+    for version in sorted({*log.announced, *log.anchors}):
+        announced, anchor = log.announced.get(version), log.anchors.get(version)
+        found += [anchor] if anchor is not None else []
+        found += [announced] if announced is not None and (anchor is None or announced.delta_of is not None) else []
+    return found
+
+
+def _policy(log: WeightLog, manifest: WeightManifest) -> LoggedPolicy:
+    announced, way = log.announced.get(manifest.version), _way(log, manifest.version)
+    return LoggedPolicy(
+        version=manifest.version,
+        parent_version=manifest.parent_version,
+        announced=announced is not None and announced.delta_of == manifest.delta_of,
+        anchor=manifest.version in log.anchors and manifest.delta_of is None,
+        delta_of=manifest.delta_of,
+        num_changed=manifest.num_changed if manifest.delta_of is not None else None,
+        num_elements=manifest.num_elements,
+        chunk_bytes=manifest.chunk_bytes,
+        dense_bytes=manifest.total_bytes,
+        num_steps=len(way) if way is not None else None,
+        store=manifest.store,
+        time_s=manifest.created_s or None,
+    )
+
+
+def _way(log: WeightLog, version: int) -> list[WeightManifest] | None:
+    try:
+        return log.way(version)
+    except VersionGoneError:
+        return None
+
+
+def _stores(run: OpenRun, log: WeightLog) -> tuple[StoreContent, ...]:
+    """The log is read again after the stores: a chunk that was dropped meanwhile is not missing."""
+    before = _chunks(log)
+    there: dict[str, set[str]] = {}
+    problems: dict[str, str] = {}
+    for place in before:
+        try:
+            there[place] = set(open_store(place, run.keys, lambda command: command(run.redis)).keys())
+        except (ChunkStoreError, ConfigError) as error:
+            problems[place] = str(error)
+    after = _chunks(read_log(run.redis, run.keys))
+    found = []
+    for place, chunks in before.items():
+        keys, still = there.get(place), after.get(place, {})
+        found.append(
+            StoreContent(
+                place=place,
+                num_chunks=len(chunks),
+                num_bytes=sum(chunks.values()),
+                num_missing=len((chunks.keys() & still.keys()) - keys) if keys is not None else None,
+                num_unnamed=len(keys - chunks.keys() - still.keys()) if keys is not None else None,
+                problem=problems.get(place, ""),
+            )
+        )
+    return tuple(found)
+
+
+def _chunks(log: WeightLog) -> dict[str, dict[str, int]]:
+    """By store, the bytes of each chunk that manifests name."""
+    found: dict[str, dict[str, int]] = {}
+    for manifest in (*log.announced.values(), *log.anchors.values()):
+        found.setdefault(manifest.store, {}).update((chunk.key, chunk.num_bytes) for chunk in manifest.chunks)
+    return found
+
+
+def _holders(producers: Producers) -> tuple[PolicyHolders, ...]:
+    """The newest version first."""
+    alive = producers.alive
+    return tuple(
+        PolicyHolders(
+            version=version,
+            lag=next(each.lag for each in alive if each.policy_version == version),
+            producers=tuple(each.producer_id for each in alive if each.policy_version == version),
+            hosts=dict(Counter(each.host for each in alive if each.policy_version == version).most_common()),
+        )
+        for version in sorted({each.policy_version for each in alive}, reverse=True)
+    )

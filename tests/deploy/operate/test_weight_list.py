@@ -1,0 +1,169 @@
+"""What is in a run's weight log, and who holds which policy."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.keys import Field
+from real_server import installed_servers
+from short_run import ShortRun
+from wire_examples import FINGERPRINT
+from written_log import WrittenLog
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(scope="session")
+def server_binary() -> Path:
+    """One server will do: what is asked of it here, others are asked by every reader of the log."""
+    return next(iter(installed_servers().values()))
+
+
+@pytest.fixture
+def run(redis_url, tmp_path, monkeypatch, redis_client):
+    run = ShortRun(redis_url, tmp_path, monkeypatch)
+    redis_client.hset(run.keys.commit, mapping={"epoch": 0, "policy_version": 3, "announced:0": 3})
+    yield run
+    run.close()
+
+
+def policy(version: int) -> dict[str, torch.Tensor]:
+    """1,000 elements, of which 10 differ from one version to the next."""
+    weights = torch.arange(1000, dtype=torch.float32)
+    weights[:10] += version
+    return {"w": weights}
+
+
+def written(client, run: ShortRun, last: int = 3, **places: str) -> WrittenLog:
+    log = WrittenLog(client, run.keys, **places)
+    for version in range(last + 1):
+        log.announce(version, policy(version))
+    return log
+
+
+def beat(client, run: ShortRun, producer_id: str, version: int, host: str) -> None:
+    heartbeat = Heartbeat(
+        producer_id=producer_id,
+        host=host,
+        pid=1,
+        policy_version=version,
+        in_flight=(),
+        tokens_per_s=1.0,
+        num_tokens_generated=0,
+        num_groups_appended=0,
+        num_weight_loads_failed=0,
+        metrics_port=0,
+        fingerprint=FINGERPRINT,
+        sent_s=1.0,
+    )
+    client.set(run.keys.producer(producer_id), encode_heartbeat(heartbeat), ex=60)
+
+
+def test_each_version_is_listed_with_its_kind_its_density_and_its_bytes(run, redis_client, tmp_path, capsys):
+    folder = str(tmp_path / "anchors")
+    log = written(redis_client, run, anchors=folder)
+    anchor = log.anchor(2)
+    found = run.json(capsys, "weights", "test")
+    assert (found["newest_version"], found["newest_steps"], found["finished"]) == (3, 2, False)
+    kinds = [(each["version"], each["delta_of"], each["announced"], each["anchor"]) for each in found["policies"]]
+    assert kinds == [
+        (0, None, True, True),
+        (1, 0, True, False),
+        (2, None, False, True),
+        (2, 1, True, False),
+        (3, 2, True, False),
+    ]
+    zero, one, *_, three = found["policies"]
+    assert (zero["num_changed"], zero["store"], zero["parent_version"]) == (None, folder, -1)
+    assert (one["num_changed"], one["num_elements"], one["dense_bytes"], one["store"]) == (10, 1000, 4000, "redis")
+    assert one["chunk_bytes"] < 400 < zero["chunk_bytes"] and [one["num_steps"], three["num_steps"]] == [2, 2]
+    assert found["newest_bytes"] == three["chunk_bytes"] + anchor.chunk_bytes
+    out = run.command(capsys, "weights", "test")[1]
+    assert "Run test: newest policy 3, 4 versions kept" in out
+    assert "delta of 2" in out and "1.00%" in out and out.index("delta of 2") < out.index("delta of 0")
+
+
+def test_when_a_policy_was_announced_is_told_if_its_manifest_says(run, redis_client, capsys):
+    log = written(redis_client, run, 0)
+    manifest = msgspec.structs.replace(log.announce(1, policy(1)), version=2, created_s=1.5)
+    redis_client.xadd(run.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)}, id="2-1")
+    found = run.json(capsys, "weights", "test")
+    assert [each["time_s"] for each in found["policies"]] == [None, None, 1.5] and found["newest_time_s"] == 1.5
+    assert "newest policy 2 of 19" in run.command(capsys, "weights", "test")[1]
+
+
+def test_what_the_stores_hold_lack_and_hold_too_much_is_told(run, redis_client, tmp_path, capsys):
+    folder = tmp_path / "anchors"
+    log = written(redis_client, run, anchors=str(folder))
+    log.store("redis").put("4-delta-0-0", b"being written")
+    (folder / "0-whole-0-0").unlink()
+    stores = run.json(capsys, "weights", "test")["stores"]
+    counts = [(each["place"], each["num_chunks"], each["num_missing"], each["num_unnamed"]) for each in stores]
+    assert sorted(counts) == [(str(folder), 1, 1, 0), ("redis", 3, 0, 1)]
+    out = run.command(capsys, "weights", "test")[1]
+    assert "1 of them are MISSING" in out and "; 1 more that no policy names" in out
+
+
+def test_a_store_that_cannot_be_listed_says_why_and_the_rest_is_shown(run, redis_client, capsys):
+    manifest = msgspec.structs.replace(written(redis_client, run, 0).announce(1, policy(1)), version=2, store="odd://b")
+    redis_client.xadd(run.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)}, id="2-1")
+    status, out, _ = run.command(capsys, "weights", "test")
+    assert status == 0 and "store    redis: 2 chunks" in out
+    assert "odd://b: 1 chunks" in out and "it cannot be listed: 'odd://b': no file system for this URL" in out
+
+
+def test_a_policy_to_which_no_anchor_leads_is_named(run, redis_client, capsys):
+    log = written(redis_client, run)
+    log.drop(0, 1)
+    found = run.json(capsys, "weights", "test")
+    assert (found["newest_steps"], [each["num_steps"] for each in found["policies"]]) == (None, [None, None])
+    assert "joining  not possible: no anchor leads to" in run.command(capsys, "weights", "test")[1]
+
+
+def test_who_holds_what_is_told_by_version_and_host(run, redis_client, capsys):
+    written(redis_client, run)
+    for number in range(7):
+        beat(redis_client, run, f"p{number}", 3, f"host-{number % 6}")
+    beat(redis_client, run, "late", 1, "far\x1b[2J")
+    redis_client.set(run.keys.producer("new"), b"{}", ex=60)
+    found = run.json(capsys, "weights", "test")
+    newest, old = found["holders"]
+    assert (newest["version"], newest["lag"], len(newest["producers"])) == (3, 0, 7)
+    assert newest["hosts"]["host-0"] == 2 and len(newest["hosts"]) == 6
+    assert (old["version"], old["lag"], old["producers"]) == (1, 2, ["late"]) and found["num_unreadable"] == 1
+    out = run.command(capsys, "weights", "test")[1]
+    assert "host-0 (2), host-1, host-2, host-3 and 2 more" in out and "p0, p1, p2, p3 and 3 more" in out
+    assert "far\\x1b[2J" in out and "1 producers send heartbeats of another release" in out
+
+
+def test_a_long_list_is_cut_but_for_its_anchors(run, redis_client, capsys):
+    written(redis_client, run, 30)
+    status, out, _ = run.command(capsys, "weights", "test")
+    assert status == 0 and "delta of 29" in out and "anchor" in out and "delta of 9 " not in out
+    assert "and 10 deltas before them; --json has all" in out
+    assert len(run.json(capsys, "weights", "test")["policies"]) == 31
+
+
+def test_a_run_without_a_log_and_one_with_a_broken_entry_are_refused(run, redis_client, capsys):
+    status, _, err = run.command(capsys, "weights", "test")
+    assert status == 2 and "run test: no policy on its policy stream: none has been announced yet" in err
+    redis_client.xadd(run.keys.policy, {Field.MANIFEST: b'{"version": "x"}'}, id="7-1")
+    status, _, err = run.command(capsys, "weights", "test")
+    assert status == 2 and "run test: {test}:policy b'7-1' is no manifest: " in err and "Traceback" not in err
+    status, _, err = run.command(capsys, "weights", "nothing")
+    assert status == 2 and "nothing: neither a folder, nor a run" in err
+
+
+def test_a_run_that_has_ended_is_read_from_its_own_data(run, monkeypatch, capsys):
+    monkeypatch.delenv("REDIS_URL")
+    server = RedisServer(run.folder, maxmemory_mb=64)
+    written(server.client, run)
+    server.stop()
+    status, out, err = run.command(capsys, "weights", "test", "--json")
+    assert status == 0 and err == ""
+    assert json.loads(out)["newest_version"] == 3 and json.loads(out)["holders"] == []
