@@ -1,10 +1,9 @@
-"""Stands in for the trainer of a measured producer: releases prompts, announces a file of weights, trims.
+"""Stands in for the trainer of a measured producer: releases prompts, announces weights, trims.
 
 A process of its own, as the trainer is, that computes nothing: `python -m bench.feeder RUN.toml ...`.
 """
 
 import argparse
-import hashlib
 import sys
 import time
 import uuid
@@ -12,37 +11,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from safetensors import deserialize
 
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
-from penstock.producers.engines.weight_files import read_header
+from penstock.producers.engines.weight_files import DTYPES
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-from penstock.schemas.policy import WeightManifest
+from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
 from penstock.schemas.process.redis_url import redis_url
+from penstock.schemas.weights.codec import dense, digest, pack
+from penstock.schemas.weights.layout import element_bytes
+from penstock.schemas.weights.stores import ChunkStore, RedisChunks
 
 _TICK_S = 0.02
 _TRIM_S = 1.0
+_PIECE = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Feeds until it is terminated."""
     parser = argparse.ArgumentParser(prog="python -m bench.feeder", description="Feed one measured producer.")
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")
-    parser.add_argument("--manifest", type=Path, required=True, metavar="FILE", help="what to announce, as JSON")
+    parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="what to announce: safetensors")
     parser.add_argument("--updates-per-s", type=float, required=True, metavar="RATE")
     arguments = parser.parse_args(argv)
-    manifest = msgspec.json.decode(arguments.manifest.read_bytes(), type=WeightManifest)
-    feed(load_config(arguments.run_file), manifest, arguments.updates_per_s)
+    feed(load_config(arguments.run_file), arguments.weights, arguments.updates_per_s)
     return 0
 
 
-def feed(config: RunConfig, manifest: WeightManifest, updates_per_s: float) -> None:
-    """Keeps as many prompts open as the credit allows and announces the same bytes as ever newer policies, every 20 ms
-    what is due. Never returns."""
+def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
+    """Keeps as many prompts open as the credit allows and announces the same weights as ever newer policies, every 20
+    ms what is due. Never returns."""
     connection, keys = TrainerConnection(redis_url(config, Path()), outage_s=10.0), Keys(config.name)
     scripts = Scripts(connection.client, keys)
     scripts.open_epoch(0, uuid.uuid4().hex)
+    manifest = make_manifest(weights, RedisChunks(connection.call, keys))
     version = released = 0
     next_update = next_trim = time.monotonic()
     while True:
@@ -61,17 +66,34 @@ def feed(config: RunConfig, manifest: WeightManifest, updates_per_s: float) -> N
         time.sleep(_TICK_S)
 
 
-def make_manifest(file: Path) -> WeightManifest:
-    """The announcement of a safetensors file, as version 0."""
-    with file.open("rb") as stream:
-        checksum = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def make_manifest(file: Path, store: ChunkStore) -> WeightManifest:
+    """Puts a safetensors file into a chunk store as one whole policy; returns its announcement as version 0."""
+    tensors, chunks, total_bytes = [], [], 0
+    for number, (name, found) in enumerate(deserialize(file.read_bytes())):
+        tensor = TensorSpec(name=name, dtype=DTYPES[found["dtype"]], shape=tuple(found["shape"]))
+        tensors.append(tensor)
+        total_bytes += len(found["data"])
+        elements = np.frombuffer(found["data"], f"u{element_bytes(tensor)}")
+        for start in range(0, len(elements), _PIECE):
+            piece = elements[start : start + _PIECE]
+            data = pack([dense(number, start, piece)])
+            chunks.append(
+                Chunk(
+                    key=f"0-whole-0-{len(chunks)}",
+                    num_bytes=len(data),
+                    digest=digest(data),
+                    num_changed=len(piece),
+                    pieces=(Piece(number, start, len(piece), digest(piece)),),
+                )
+            )
+            store.put(chunks[-1].key, data)
     return WeightManifest(
         version=0,
         parent_version=-1,
-        file=file.name,
-        total_bytes=file.stat().st_size,
-        checksum=checksum,
-        tensors=tuple(read_header(file).values()),
+        total_bytes=total_bytes,
+        tensors=tuple(tensors),
+        chunks=tuple(chunks),
+        store=store.place,
     )
 
 

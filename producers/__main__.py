@@ -23,6 +23,7 @@ from penstock.producers.rollout.rewards import reward_function
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
+from penstock.producers.weights.host_copy import folder_of_copies
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs
@@ -84,6 +85,7 @@ async def _build(
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     reward = reward_function(config, environment)
     tokenizer = load_tokenizer(config)
+    folder_of_copies(config.weights.host_folder)  # raises before the engine boots
     metrics = ProducerMetrics(run=config.name, producer=producer_id)
     connection = ProducerConnection.open(redis_url(config, runs), outage_s=config.redis.outage_s, metrics=metrics)
     closing.push_async_callback(connection.close)

@@ -18,9 +18,11 @@ from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import LoadReport, WeightFollower
+from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.config import ConfigError
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +80,9 @@ class Producer:
         self._context = context
         self._engine = engine
         self.table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
-        self.weights = WeightFollower(
-            connection, keys, engine, context.weights_folder, context.metrics, self._record_load
-        )
+        reader = WeightReader(connection.call, keys)
+        copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
+        self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._record_load)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)

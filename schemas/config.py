@@ -372,6 +372,9 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """Folder that trainer and producers share, best on tmpfs; None takes `<runs>/<name>/weights`."""
     keep_versions: Annotated[int, Meta(ge=2)] = 8
     """Published versions kept on disk, the last so many: `penstock parity` replays tokens of these versions."""
+    host_folder: str | None = None
+    """Folder of the copy of the policy that the producers of one host share, best in memory: it takes the room of the
+    published weights. None takes /dev/shm, or the system's temporary folder where there is none."""
 
 
 class ParityConfig(Section, frozen=True, kw_only=True):

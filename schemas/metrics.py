@@ -53,9 +53,25 @@ class ProducerMetric:
     POLICY_BEHIND = Metric("penstock_producer_policy_behind_steps", "Announced version minus the version held")
     PAUSE = Metric("penstock_weight_pause_seconds", "Time without sampling per weight update", (), PAUSE_BUCKETS)
     PREFETCH = Metric(
-        "penstock_weight_prefetch_seconds", "Time to read and verify weights while sampling", (), PAUSE_BUCKETS
+        "penstock_weight_prefetch_seconds",
+        "Time to bring the host's copy of the weights up to date while sampling, or to wait for another producer that "
+        "does",
+        (),
+        STEP_BUCKETS,
     )
-    WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights loaded")
+    PATCH = Metric(
+        "penstock_weight_patch_seconds", "Time in which bytes of the host's copy were changed", (), PAUSE_BUCKETS
+    )
+    WEIGHT_BYTES = Metric("penstock_weight_bytes_total", "Bytes of weights fetched")
+    WEIGHT_CHAIN = Metric("penstock_weight_chain", "Policies read to get to the last one", unit="policies")
+    COPIES_REBUILT = Metric(
+        "penstock_weight_copies_rebuilt_total",
+        "Copies of the weights on this host that were written from a whole policy on, by reason",
+        ("reason",),
+        values=("new", "dirty", "wrong", "behind"),
+        unit="copies",
+    )
+    POLICY_AGE = Metric("penstock_producer_policy_age_seconds", "Time since the policy held was announced")
     WEIGHT_LOADS = Metric(
         "penstock_weight_loads_total",
         "Weight updates by result",

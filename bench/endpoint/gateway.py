@@ -23,7 +23,6 @@ from penstock.schemas.config import (
     ProducersConfig,
     RunConfig,
     SamplingConfig,
-    WeightsConfig,
 )
 
 Json = dict[str, Any]
@@ -113,7 +112,6 @@ def gateway_config(model: Path, max_model_len: int) -> RunConfig:
             prefix_caching=True, max_model_len=max_model_len, args={"max_num_batched_tokens": BATCHED_TOKENS}
         ),
         producers=ProducersConfig(count=1),
-        weights=WeightsConfig(folder=str(model)),
         endpoint=EndpointConfig(port=0),
         metrics=MetricsConfig(port=0),
     )

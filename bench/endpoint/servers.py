@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
-from bench.feeder import make_manifest
 from bench.result import BenchError
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.redis_server import RedisServer, connect
@@ -129,12 +126,11 @@ def penstock_server(config: RunConfig, folder: Path) -> Iterator[PenstockServer]
         BenchError, ServerError: it does not come up.
     """
     folder.mkdir()
-    run_file, manifest_file = folder / "run.toml", folder / "manifest.json"
+    run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
     run_file.write_text(resolved_toml(config))
-    manifest_file.write_bytes(msgspec.json.encode(make_manifest(Path(config.model.path) / "model.safetensors")))
     redis = RedisServer(folder / "redis", maxmemory_mb=512)
     environment = {"REDIS_URL": redis.url, **NO_KEYS}
-    feed = ["-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+    feed = ["-m", "bench.feeder", str(run_file), "--weights", str(weights)]
     produce = ["-m", "penstock.deploy.cli", "producer", str(run_file), "--runs", str(folder), "--id", PRODUCER_ID]
     children: list[Child] = []
     try:

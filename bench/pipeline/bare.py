@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.producers.interfaces import Completion
+from penstock.producers.interfaces import Completion, Restore
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import SamplingSettings
 
@@ -99,8 +99,8 @@ class Meter:
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions
 
-    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
-        pause_s = await self._engine.load_weights(manifest, path)
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
+        pause_s = await self._engine.load_weights(manifest, path, restore)
         self.policy_version = self._engine.policy_version
         self.pauses.append((time.monotonic(), pause_s))
         return pause_s

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.feeder import make_manifest
 from bench.pipeline.bare import BareEngine
+from penstock.producers.engines.weight_files import read_header
 from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.weights.layout import Layout
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine
@@ -61,8 +63,9 @@ async def measure_pauses(config: RunConfig, settings: PauseSettings) -> Paused:
 async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngine") -> Paused:
     sampling = msgspec.structs.replace(config.sampling, max_tokens=engine.max_model_len - 16)
     bare = BareEngine(engine, sampling, 1)
-    manifest = make_manifest(Path(config.model.path) / "model.safetensors")
-    path = str(Path(config.model.path) / manifest.file)
+    path = str(Path(config.model.path) / "model.safetensors")
+    tensors = tuple(read_header(path).values())
+    manifest = WeightManifest(version=0, parent_version=-1, total_bytes=Layout(tensors).tensor_bytes, tensors=tensors)
     pauses: list[tuple[float, float, float]] = []
     bare_loads: list[float] = []
     arrivals: list[float] = []

@@ -83,7 +83,7 @@ def _pauses(
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
     """One producer's engine with prompts, appends and updates, against the same engine without them."""
     model = _random_model(bench, "streaming")
-    config = _config(bench, "streaming", model, f'weights.folder="{model}"')
+    config = _config(bench, "streaming", model)
     settings = StreamingSettings(
         run_file=str(_save(bench, config)),
         runs=str(bench.folder / "runs"),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import redis
 
-from bench.feeder import make_manifest
 from bench.pipeline.bare import BareEngine, Meter, tokens_between
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
@@ -171,11 +170,9 @@ class _Windows:
     def _start_feeder(self, config: RunConfig, updates_per_s: float) -> Child:
         folder = config.folder(self._run_folders)
         folder.mkdir(parents=True)
-        run_file, manifest_file = folder / "run.toml", folder / "manifest.json"
+        run_file, weights = folder / "run.toml", Path(config.model.path) / "model.safetensors"
         run_file.write_text(resolved_toml(config))
-        weights = config.weights_folder(self._run_folders) / "model.safetensors"
-        manifest_file.write_bytes(msgspec.json.encode(make_manifest(weights)))
-        command = [sys.executable, "-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+        command = [sys.executable, "-m", "bench.feeder", str(run_file), "--weights", str(weights)]
         return Child("feeder", [*command, "--updates-per-s", str(updates_per_s)], log=folder / "feeder.log")
 
     async def _wait_for_first_request(self, meter: Meter, serving: "asyncio.Task[None]", feeder: Child) -> None:

@@ -1,6 +1,7 @@
 """The vLLM engine: every setting that affects a logprob is explicit and verified; weights are replaced in flight."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Sequence
 
@@ -18,9 +19,9 @@ from penstock.producers.engines.completions import pack
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import UPDATE
-from penstock.producers.engines.weight_files import BaseModel, HeldFile, check
+from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.producers.engines.weight_transfer import BACKEND, EngineReport
-from penstock.producers.interfaces import CaptureError, Completion, EngineError, WeightLoadError
+from penstock.producers.interfaces import CaptureError, Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings
@@ -46,7 +47,7 @@ class VllmEngine:
         self._dtype = config.model.dtype
         self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
         self._drained = config.engine.update == "drained"
-        self._held: HeldFile | None = None
+        self._files = base.files
         self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
@@ -126,12 +127,13 @@ class VllmEngine:
             raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
         return [pack(output, request_id) for output in final.outputs]
 
-    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
-        """Replaces the weights in flight by those in the verified safetensors file at `path`.
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
+        """Replaces the weights in flight by those in the verified safetensors file at `path`; see
+        `penstock.producers.interfaces.Engine`.
 
         Requests in flight keep their KV and continue with the new weights; requests that arrive meanwhile wait. With
         engine.update = "drained" the load waits for those in flight to end, and clears the cache. Cancelling the call
-        does not interrupt a load that has begun.
+        does not interrupt the load: the call returns once the file is read no longer.
 
         Returns:
             The seconds during which no token was sampled, without the wait for requests to end.
@@ -140,7 +142,14 @@ class VllmEngine:
             WeightLoadError: the old version still serves, labelled so.
             EngineError: the old version could not be brought back; nothing is sampled any more.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._replace_weights(manifest, path)))
+        replacing = asyncio.ensure_future(self._replace_weights(manifest, path, restore))
+        try:
+            return await asyncio.shield(replacing)
+        finally:
+            while not replacing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({replacing})
+            replacing.exception()
 
     async def capture(self, token_ids: list[int], path: str) -> None:
         """Writes the hidden states of a replayed sequence to `path`; see `InspectableEngine.capture`.
@@ -180,38 +189,23 @@ class VllmEngine:
         """Kills the engine process; requests in flight fail with EngineError."""
         async with self._loading:
             await shut_down(self._llm)
-            if self._held is not None:
-                self._held.close()
-                self._held = None
 
-    async def _replace_weights(self, manifest: WeightManifest, path: str) -> float:
+    async def _replace_weights(self, manifest: WeightManifest, path: str, restore: Restore | None) -> float:
         async with self._loading:
             check(path, manifest, self._base, self._dtype)
-            try:
-                held = HeldFile(path)
-            except OSError as error:
-                raise WeightLoadError(f"policy {manifest.version}: {error}") from error
-            try:
-                pause_s = await self._load(path, manifest)
-            except BaseException:
-                held.close()
-                raise
-            self.policy_version = manifest.version
-            if self._held is not None:
-                self._held.close()
-            self._held = held
+            pause_s = await self._load(path, manifest, restore)
+            self.policy_version, self._files = manifest.version, [path]
             return pause_s
 
-    async def _load(self, path: str, manifest: WeightManifest) -> float:
+    async def _load(self, path: str, manifest: WeightManifest, restore: Restore | None) -> float:
         """Loads the file at `path`; after a failure, the weights of `policy_version` again."""
         try:
             return await self._update([path], manifest.version)
         except EngineDeadError as error:
             raise EngineError(DEAD) from error
         except Exception as error:  # vLLM hands every failure in a worker over as a bare Exception
-            old = [self._held.path] if self._held is not None else self._base.files
             try:
-                await self._update(old, self.policy_version)
+                await self._update(self._files if restore is None else [await restore()], self.policy_version)
             except EngineDeadError:
                 raise EngineError(DEAD) from error
             except Exception as second:

@@ -1,4 +1,4 @@
-"""Safetensors files on disk: headers are checked before the engine loads them, and a loaded file stays readable."""
+"""Safetensors files: headers are checked before the engine loads them."""
 
 import json
 import os
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from penstock.producers.interfaces import EngineError, WeightLoadError
 from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.weights.layout import SAFETENSORS_NAMES
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 LARGEST_HEADER_BYTES = 100_000_000
 """The limit of the format."""
 
@@ -108,20 +109,3 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> N
             raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {base.shapes[name]}")
         if tensor.dtype != dtype:
             raise WeightLoadError(f"{where}: {name}: dtype {tensor.dtype}, expected model.dtype = {dtype}")
-
-
-class HeldFile:
-    """A file that stays readable on this machine after its name is deleted."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
-
-    @property
-    def path(self) -> str:
-        """A path that other processes of this user can open while this process lives."""
-        held = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        return held if os.path.exists(held) else self._path
-
-    def close(self) -> None:
-        os.close(self._descriptor)

@@ -22,7 +22,7 @@ needs a base class; a run file names an environment by its import path (`environ
 `ConversingEnvironment` is for tasks of several turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,8 @@ import msgspec
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan
+
+Restore = Callable[[], Awaitable[str]]
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +88,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
-        """Replaces the weights in flight by those in the verified safetensors file at `path`.
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
+        """Replaces the weights in flight by those in the verified safetensors file at `path`, which nobody changes
+        until the call returns.
+
+        restore: called after a load that failed half way; brings back the file of the weights loaded before and
+            returns its path. None if the file loaded last, or the base model, is still what it was.
 
         Returns the seconds during which no token was sampled.
 

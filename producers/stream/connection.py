@@ -1,16 +1,19 @@
-"""The producer's connections to Redis: a pool for commands, a pool for blocking reads, and the one place that repeats
-commands."""
+"""The producer's connections to Redis: a pool for commands, a pool for blocking reads, a client for threads, and the
+one place that repeats commands."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import redis
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.retry import Retry as SyncRetry
 
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.process.outage import OutageTracker, RedisGoneError, is_passing, open_client, pause_s
@@ -58,14 +61,27 @@ class AdaptiveTimeout:
 
 
 class ProducerConnection:
-    """Two clients of one server, and the state of the link to it."""
+    """The clients of one server, and the state of the link to it.
+
+    place: the server's address and database, without user and password.
+    """
 
     def __init__(
-        self, commands: Redis, blocking: Redis, *, outage_s: float, metrics: ProducerMetrics, url: str = ""
+        self,
+        commands: Redis,
+        blocking: Redis,
+        threads: "redis.Redis",
+        *,
+        outage_s: float,
+        metrics: ProducerMetrics,
+        url: str = "",
     ) -> None:
+        parts = urlsplit(url)
+        self.place = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self.commands = commands
         self.blocking = blocking
         """For reads with BLOCK; each occupies a connection of its own while it waits."""
+        self._threads = threads
         self._metrics = metrics
         self._outage = OutageTracker(url, outage_s)
         self._timeout = AdaptiveTimeout(outage_s)
@@ -76,7 +92,8 @@ class ProducerConnection:
     @classmethod
     def open(cls, url: str, *, outage_s: float, metrics: ProducerMetrics) -> "ProducerConnection":
         """Connects at the first command; see `open_client`."""
-        return cls(_client(url), _client(url), outage_s=outage_s, metrics=metrics, url=url)
+        threads = open_client(redis.Redis, url, retry=SyncRetry(NoBackoff(), 0), socket_timeout=ANSWER_S)
+        return cls(_client(url), _client(url), threads, outage_s=outage_s, metrics=metrics, url=url)
 
     @property
     def num_recoveries(self) -> int:
@@ -139,7 +156,16 @@ class ProducerConnection:
             num_failures += 1
             await asyncio.sleep(pause_s(num_failures))
 
+    def call(self, command: Callable[[Any], T]) -> T:
+        """`command(client)` with a synchronous client, once; for threads, which repeat their work as a whole.
+
+        Raises:
+            redis.RedisError: Redis is away, or refuses the command.
+        """
+        return command(self._threads)
+
     async def close(self) -> None:
+        self._threads.close()
         await self.blocking.aclose()
         await self.commands.aclose()
 

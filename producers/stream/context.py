@@ -33,4 +33,3 @@ class ProducerContext:
         self.metrics = metrics
         self.metrics_port = metrics_port
         self.events = EventLog(config.folder(runs), producer_id)
-        self.weights_folder = config.weights_folder(runs)

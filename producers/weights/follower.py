@@ -1,13 +1,11 @@
-"""Follows the policy stream, verifies new weights while the engine samples, and has the newest ones loaded."""
+"""Follows the policy stream, has the host's copy brought up to date while the engine samples, and loads the newest."""
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -15,23 +13,22 @@ import msgspec
 from penstock.producers.interfaces import Engine, WeightLoadError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import BLOCK_MS, ProducerConnection
+from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest, split_version
+from penstock.schemas.weights.log import ManifestError, decode_manifest
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-NEWER_POLICY_S = 1.0
-"""A file that is gone counts as failed only when no newer policy is announced within this time."""
 MANIFESTS_PER_READ = 64
-
-_decoder = msgspec.json.Decoder(WeightManifest)
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One successful load. `load_s` counts from the call into the engine to its return, `pause_s` the part of it in
-    which no token was sampled."""
+    """One successful load. `prefetch_s` counts until the host's copy is up to date, for which this producer fetched
+    `num_bytes`; `load_s` from the call into the engine to its return, `pause_s` the part of it in which no token was
+    sampled."""
 
     policy_version: int
     pause_s: float
@@ -65,14 +62,15 @@ class WeightFollower:
         connection: ProducerConnection,
         keys: Keys,
         engine: Engine,
-        folder: Path,
+        copy: HostCopy,
         metrics: ProducerMetrics,
         on_load: Callable[[LoadReport], None] = lambda report: None,
     ) -> None:
         self._connection = connection
         self._stream = keys.policy
         self._engine = engine
-        self._folder = folder
+        self._copy = copy
+        self._held: WeightManifest | None = None
         self._metrics = metrics
         self._on_load = on_load
         self._cursor: bytes | None = None
@@ -113,34 +111,37 @@ class WeightFollower:
             self._notify()
 
     async def keep_current(self) -> None:
-        """Waits for a policy newer than the engine's, which `follow` unblocks; verifies its file and has it loaded.
-        Runs until cancelled.
+        """Waits for a policy newer than the engine's, which `follow` unblocks; has the host's copy brought to it and
+        the engine load that. Runs until cancelled.
 
-        Only the newest is ever fetched, so versions announced meanwhile are skipped. After a failure the old version
+        Only the newest is ever loaded, so versions announced meanwhile are skipped. After a failure the old version
         stays in use, and the newest is tried again with growing pauses.
 
         Raises:
+            ConfigError: the host's copy cannot be kept where the run file says.
             EngineError: the engine serves no longer.
         """
         retry_s = FIRST_RETRY_S
-        while True:
-            manifest = self.newest
-            if manifest is None or (self.loaded and manifest.version == self._engine.policy_version):
-                await self._next_change()
-                continue
-            try:
-                await self._load(manifest)
-                retry_s = FIRST_RETRY_S
-            except (WeightLoadError, OSError) as error:
-                if not (self._folder / manifest.file).exists():
-                    # The trainer deletes old files after announcing new ones: a newer manifest may be on its way.
-                    await self._pause(NEWER_POLICY_S)
-                if self.newest is not manifest:
-                    log.info("policy %d was superseded while it was fetched: %s", manifest.version, error)
+        try:
+            await asyncio.to_thread(self._copy.open)
+            while True:
+                manifest = self.newest
+                if manifest is None or (self.loaded and manifest.version == self._engine.policy_version):
+                    await self._next_change()
                     continue
-                self._note_failure(manifest, error)
-                await self._pause(retry_s * random.uniform(0.5, 1.0))
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+                try:
+                    await self._load(manifest)
+                    retry_s = FIRST_RETRY_S
+                except (WeightLoadError, OSError) as error:
+                    if self.newest is not manifest:
+                        # What a way needs may be deleted once a newer policy is announced.
+                        log.info("policy %d was superseded while it was fetched: %s", manifest.version, error)
+                        continue
+                    self._note_failure(manifest, error)
+                    await self._pause(retry_s * random.uniform(0.5, 1.0))
+                    retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+        finally:
+            await asyncio.to_thread(self._copy.close)
 
     async def _read(self) -> WeightManifest | None:
         """The newest manifest not yet seen, or None after `BLOCK_MS`."""
@@ -159,38 +160,53 @@ class WeightFollower:
             return None
         self._cursor, fields = entries[0]
         try:
-            return _decoder.decode(fields[Field.MANIFEST])
-        except (KeyError, msgspec.DecodeError) as error:
+            return decode_manifest(fields.get(Field.MANIFEST), f"{self._stream} entry {self._cursor!r}")
+        except ManifestError as error:
             self._metrics.weight_loads.labels("failed").inc()
             self.num_failed += 1
-            self.last_error = f"{self._stream} entry {self._cursor!r} is no manifest: {error!r}"
+            self.last_error = str(error)
             log.error("%s; policy %d serves on", self.last_error, self._engine.policy_version)
             return None
 
-    async def _load(self, manifest: WeightManifest) -> None:
-        started = time.monotonic()
-        path = _inside(self._folder, manifest.file)
-        await asyncio.to_thread(verify, path, manifest)
+    async def _load(self, wanted: WeightManifest) -> None:
+        started, before = time.monotonic(), self._copy.num_bytes
+        manifest = await asyncio.to_thread(self._copy.lock_at, wanted)
         prefetch_s = time.monotonic() - started
-        started = time.monotonic()
-        pause_s = await self._engine.load_weights(manifest, str(path))
+        try:
+            if self.newest is wanted and manifest.version != wanted.version:
+                self.newest = manifest  # the copy is ahead of what `follow` has read
+            if self.loaded and manifest.version == self._engine.policy_version:
+                return
+            started = time.monotonic()
+            restore = None if self._held is None else self._restore
+            pause_s = await self._engine.load_weights(manifest, str(self._copy.path), restore)
+        finally:
+            self._copy.release()
         report = LoadReport(
             policy_version=manifest.version,
             pause_s=pause_s,
             load_s=time.monotonic() - started,
             prefetch_s=prefetch_s,
-            num_bytes=manifest.total_bytes,
+            num_bytes=self._copy.num_bytes - before,
         )
         if not self.loaded:
             log.info("policy %d is loaded: ready to serve", manifest.version)
         self.loaded = True
         self.last_error = ""
+        self._held = manifest
+        since = manifest.created_s or time.time()
+        self._metrics.policy_age_s.set_function(lambda: time.time() - since)
         self._metrics.weight_loads.labels("loaded").inc()
-        self._metrics.weight_bytes.inc(report.num_bytes)
         self._metrics.pause_s.observe(pause_s)
         self._metrics.prefetch_s.observe(prefetch_s)
         self._on_load(report)
         self._notify()
+
+    async def _restore(self) -> str:
+        """Brings the host's copy back to the policy that the engine held before a load that failed."""
+        assert self._held is not None
+        await asyncio.to_thread(self._copy.lock_at, self._held, exactly=True)
+        return str(self._copy.path)
 
     def _note_failure(self, manifest: WeightManifest, error: Exception) -> None:
         self.num_failed += 1
@@ -215,26 +231,3 @@ class WeightFollower:
             self._metrics.policy_behind.set(max(0, self.behind))
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def verify(path: Path, manifest: WeightManifest) -> None:
-    """Reads the whole file, which also brings it into the page cache for the load that follows.
-
-    Raises:
-        WeightLoadError: size or checksum differ from the manifest's.
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        if size != manifest.total_bytes:
-            raise WeightLoadError(f"{path}: {size:,} bytes, expected {manifest.total_bytes:,}")
-        checksum = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    if checksum != manifest.checksum:
-        raise WeightLoadError(f"{path}: BLAKE2b checksum {checksum}, expected {manifest.checksum}")
-
-
-def _inside(folder: Path, name: str) -> Path:
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise WeightLoadError(f"manifest names the file {name!r}, expected one inside the weights folder")
-    return folder / relative

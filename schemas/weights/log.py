@@ -5,12 +5,13 @@ policies, are in a hash of their own; an epoch's first policy is one, and a poli
 version of the chain applies what follows it; any other one begins with an anchor.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.schemas.keys import Field, Keys, number_in
+from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
 
 _decoder = msgspec.json.Decoder(WeightManifest)
@@ -64,24 +65,22 @@ class WeightLog(NamedTuple):
 
 
 def read_log(client: Any, keys: Keys) -> WeightLog:
-    """Reads the whole log with a synchronous client.
-
-    Raises:
-        ManifestError: an entry that is no manifest.
-    """
+    """Reads the whole log with a synchronous client; an entry that is no manifest is left out."""
     with client.pipeline() as both:
         both.xrange(keys.policy)
         both.hgetall(keys.anchors)
         entries, anchors = both.execute()
-    announced = [decode_manifest(fields.get(Field.MANIFEST), f"{keys.policy} {name!r}") for name, fields in entries]
-    return WeightLog(
-        {manifest.version: manifest for manifest in announced},
-        {
-            version: decode_manifest(data, f"{keys.anchors} {field!r}")
-            for field, data in anchors.items()
-            if (version := number_in(field)) is not None
-        },
-    )
+    announced = _manifests(fields.get(Field.MANIFEST) for _, fields in entries)
+    return WeightLog(announced, _manifests(anchors.values()))
+
+
+def _manifests(found: Iterable[bytes | None]) -> dict[int, WeightManifest]:
+    by_version = {}
+    for data in found:
+        with contextlib.suppress(ManifestError):
+            manifest = decode_manifest(data, "an entry")
+            by_version[manifest.version] = manifest
+    return by_version
 
 
 def decode_manifest(data: bytes | None, where: str) -> WeightManifest:

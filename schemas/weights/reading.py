@@ -26,7 +26,7 @@ class WeightReader:
         self.num_bytes = 0
 
     def log(self) -> WeightLog:
-        """Raises ManifestError, redis.RedisError."""
+        """Raises redis.RedisError."""
         log: WeightLog = self._call(lambda client: read_log(client, self._keys))
         return log
 

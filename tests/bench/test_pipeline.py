@@ -9,7 +9,6 @@ import redis
 import torch
 from safetensors.torch import save_file
 
-from bench.feeder import make_manifest
 from bench.pipeline.bare import tokens_between
 from bench.pipeline.modes import (
     FIRST_UPDATE,
@@ -237,10 +236,9 @@ def test_the_feeder_keeps_the_credit_open_and_announces_at_its_rate(tmp_path, re
     weights = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(4, 4)}, weights)
     config, keys = run_config(tmp_path, "groups_per_batch=4", "max_lag=1"), Keys("b")
-    run_file, manifest_file = tmp_path / "resolved.toml", tmp_path / "manifest.json"
+    run_file = tmp_path / "resolved.toml"
     run_file.write_text(resolved_toml(config))
-    manifest_file.write_bytes(msgspec.json.encode(make_manifest(weights)))
-    command = [sys.executable, "-m", "bench.feeder", str(run_file), "--manifest", str(manifest_file)]
+    command = [sys.executable, "-m", "bench.feeder", str(run_file), "--weights", str(weights)]
     feeder = Child("feeder", [*command, "--updates-per-s", "20"], log=tmp_path / "feeder.log",
                    environment={"REDIS_URL": redis_url})  # fmt: skip
     try:
@@ -253,8 +251,10 @@ def test_the_feeder_keeps_the_credit_open_and_announces_at_its_rate(tmp_path, re
         wait_for(lambda: redis_client.xlen(keys.prompts) == 8, process=feeder, log=feeder.last_lines)
         (_, fields), *_ = redis_client.xrevrange(keys.policy, count=1)
         manifest = msgspec.json.decode(fields[b"manifest"], type=WeightManifest)
-        assert manifest.version >= 3 and manifest.file == weights.name
-        assert [tensor.shape for tensor in manifest.tensors] == [(4, 4)]
+        assert manifest.version >= 3
+        (tensor,), (chunk,) = manifest.tensors, manifest.chunks
+        assert (tensor.name, tensor.dtype, tensor.shape) == ("w", "float32", (4, 4))
+        assert len(redis_client.hget(keys.chunks, chunk.key)) == chunk.num_bytes
     finally:
         feeder.kill()
         while feeder.poll() is None:

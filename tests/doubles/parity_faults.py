@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from penstock.producers.interfaces import Restore
 from penstock.schemas.policy import WeightManifest
 
 
@@ -16,7 +17,7 @@ class LabelsOnly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         await self._engine._llm.update_weight_version(str(manifest.version))
         self._engine.policy_version = manifest.version
         return 0.0

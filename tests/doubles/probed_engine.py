@@ -97,9 +97,7 @@ class ProbedEngine:
         manifest = WeightManifest(
             version=version,
             parent_version=version - 1,
-            file=path.name,
             total_bytes=path.stat().st_size,
-            checksum="",
             tensors=tensors,
         )
         return WeightUpdate(manifest, str(path))

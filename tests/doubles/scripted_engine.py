@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.producers.interfaces import Completion, EngineError, WeightLoadError
+from penstock.producers.interfaces import Completion, EngineError, Restore, WeightLoadError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import EngineFingerprint, SamplingSettings, VersionSpan
@@ -165,7 +165,7 @@ class ScriptedEngine:
     def is_loading(self) -> bool:
         return not self._sampling.is_set()
 
-    async def load_weights(self, manifest: WeightManifest, path: str) -> float:
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         started = time.perf_counter()
         if not await asyncio.to_thread(Path(path).is_file):
             raise WeightLoadError(f"{path}: no such file")

@@ -62,9 +62,7 @@ def publish(weights: StateDict, version: int, folder: Path) -> tuple[WeightManif
         for name, tensor in weights.items()
     )
     size = path.stat().st_size
-    manifest = WeightManifest(
-        version=version, parent_version=version - 1, file=path.name, total_bytes=size, checksum="", tensors=tensors
-    )
+    manifest = WeightManifest(version=version, parent_version=version - 1, total_bytes=size, tensors=tensors)
     return manifest, str(path)
 
 

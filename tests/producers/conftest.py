@@ -1,7 +1,6 @@
 """Fixtures of the producer's tests: a server that can be stopped and started, a tokenizer, a trainer played by hand."""
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import fakeredis
 import msgspec
+import numpy
 import pytest
 import redis
 
@@ -25,6 +25,7 @@ from producer_process import ProducerProcesses
 from producer_run import QUICK, Numbers, Run
 from real_server import RealServer, installed_servers
 from scripted_engine import ScriptedEngine
+from weight_writer import WeightWriter
 
 CHARACTERS = "0123456789+= -abcdefghijklmnopqrstuvwxyz"
 
@@ -86,26 +87,12 @@ class HandTrainer:
     def __init__(self, client: redis.Redis, config: RunConfig, runs: Path) -> None:
         self.client = client
         self.keys = Keys(config.name)
-        self.folder = config.weights_folder(runs)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = WeightWriter(client, config.name)
         self._cursor: bytes = b"0-0"
 
-    def announce(self, version: int, *, data: bytes | None = None, **changes: object) -> WeightManifest:
-        """Writes a weights file and puts its manifest on the policy stream; `changes` falsify the manifest."""
-        content = safetensors_bytes(version) if data is None else data
-        name = f"v{version}.safetensors"
-        (self.folder / name).write_bytes(content)
-        manifest = WeightManifest(
-            version=version,
-            parent_version=version - 1,
-            file=name,
-            total_bytes=len(content),
-            checksum=hashlib.blake2b(content, digest_size=16).hexdigest(),
-            tensors=(),
-        )
-        manifest = msgspec.structs.replace(manifest, **changes)
-        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(manifest)})
-        return manifest
+    def announce(self, version: int, **changes: object) -> WeightManifest:
+        """Announces a whole policy of one tensor that holds `version`; `changes` falsify the manifest."""
+        return self.log.whole(version, {"weight": numpy.array([version], numpy.float32).view(numpy.uint32)}, **changes)
 
     def release(self, first: int, last: int, version: int = 0) -> None:
         for index in range(first, last + 1):
@@ -126,14 +113,6 @@ class HandTrainer:
                 self._cursor = entry_id
                 entries.append(fields)
         return entries
-
-
-def safetensors_bytes(version: int) -> bytes:
-    """A valid safetensors file of one tensor that holds `version`."""
-    import numpy
-    from safetensors.numpy import save
-
-    return save({"weight": numpy.array([version], dtype=numpy.float32)})
 
 
 @pytest.fixture
@@ -183,7 +162,8 @@ async def streams(request: pytest.FixtureRequest, metrics: ProducerMetrics) -> A
     else:
         fake = fakeredis.FakeServer()
         fakes = [fakeredis.FakeAsyncRedis(server=fake, protocol=2) for _ in range(2)]
-        connection = ProducerConnection(*fakes, outage_s=30.0, metrics=metrics)
+        threads = fakeredis.FakeRedis(server=fake, protocol=2)
+        connection = ProducerConnection(*fakes, threads, outage_s=30.0, metrics=metrics)
         yield Streams(connection, fakeredis.FakeRedis(server=fake, protocol=2))
     await connection.close()
     if server is not None:

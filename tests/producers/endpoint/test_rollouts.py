@@ -159,7 +159,7 @@ async def test_a_producer_with_old_weights_takes_no_new_task(serve) -> None:
     one = await serve(group_size=1)
     bound = one.producer._config.lag_bound
     one.trainer.release(1, 1, version=bound + 1)
-    one.trainer.announce(bound + 1, checksum="0" * 32)  # weights that never load
+    one.trainer.announce(bound + 1, total_bytes=1, tensors=())  # weights that never load
     await until(lambda: one.producer.weights.behind > bound)
     status, body = await one.client.request("POST", "/r")
     assert (status, body["error"]["code"]) == (429, "weights_behind")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.producers.engines.weight_files import BaseModel, HeaderError, HeldFile, check, read_header
+from penstock.producers.engines.weight_files import BaseModel, HeaderError, check, read_header
 from penstock.producers.interfaces import EngineError, WeightLoadError
 from penstock.schemas.policy import TensorSpec, WeightManifest
 
@@ -28,9 +28,7 @@ def manifest_of(path: str, version: int = 3) -> WeightManifest:
     return WeightManifest(
         version=version,
         parent_version=version - 1,
-        file=os.path.basename(path),
         total_bytes=os.path.getsize(path),
-        checksum="",
         tensors=tuple(read_header(path).values()),
     )
 
@@ -112,10 +110,3 @@ def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert BaseModel(str(tmp_path)).shapes == {"a": (1,), "b": (2,)}
-
-
-def test_a_held_file_outlives_its_name(base):
-    held = HeldFile(base.files[0])
-    os.unlink(base.files[0])
-    assert set(read_header(held.path)) == set(WEIGHTS)
-    held.close()

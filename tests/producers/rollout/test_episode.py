@@ -98,7 +98,7 @@ async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp
     import asyncio
 
     (tmp_path / "v1").write_bytes(b"")
-    manifest = WeightManifest(version=1, parent_version=0, file="v1", total_bytes=0, checksum="", tensors=())
+    manifest = WeightManifest(version=1, parent_version=0, total_bytes=0, tensors=())
     engine = ScriptedEngine(token_s=0.02, num_tokens=8)
     running = asyncio.create_task(episodes(engine=engine).run(claim()))
     await asyncio.sleep(0.07)

@@ -21,9 +21,7 @@ SAMPLING = SamplingSettings(max_tokens=40)
 def update(version: int, folder: Path) -> WeightUpdate:
     path = folder / f"v{version}"
     path.write_bytes(b"")
-    manifest = WeightManifest(
-        version=version, parent_version=version - 1, file=path.name, total_bytes=0, checksum="", tensors=()
-    )
+    manifest = WeightManifest(version=version, parent_version=version - 1, total_bytes=0, tensors=())
     return WeightUpdate(manifest, str(path))
 
 

@@ -25,7 +25,9 @@ def link_for(metrics: ProducerMetrics, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Makes a connection that waits for so many seconds."""
     monkeypatch.setattr(outage, "BACKOFF", EqualJitterBackoff(cap=0.002, base=0.001))
     client = fakeredis.FakeAsyncRedis(protocol=2)
-    return lambda outage_s: ProducerConnection(client, client, outage_s=outage_s, metrics=metrics)
+    return lambda outage_s: ProducerConnection(
+        client, client, fakeredis.FakeRedis(protocol=2), outage_s=outage_s, metrics=metrics
+    )
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ import pytest
 
 from penstock.producers.weights import follower as module
 from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_between
+from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import make_version
+from penstock.schemas.weights.reading import WeightReader
 from scripted_engine import ScriptedEngine
 from waiting import until
 
@@ -61,9 +63,9 @@ async def pickup(
     def build(**engine_settings) -> Pickup:
         engine, reports = ScriptedEngine(**engine_settings), []
         trainer = hand_trainer(server.client, config, tmp_path)
-        weights = WeightFollower(
-            connect(server), KEYS, engine, config.weights_folder(tmp_path), metrics, reports.append
-        )
+        connection = connect(server)
+        copy = HostCopy(str(tmp_path), "test", connection.place, WeightReader(connection.call, KEYS), metrics)
+        weights = WeightFollower(connection, KEYS, engine, copy, metrics, reports.append)
         built.append(Pickup(weights, engine, trainer, reports))
         return built[-1]
 
@@ -87,7 +89,7 @@ async def test_a_new_producer_waits_for_the_first_manifest_and_says_so_once(pick
     manifest = made.trainer.announce(0)
     await made.holds(0)
     (report,) = made.reports
-    assert report.policy_version == 0 and report.num_bytes == manifest.total_bytes and made.weights.behind == 0
+    assert report.policy_version == 0 and report.num_bytes == manifest.chunk_bytes and made.weights.behind == 0
 
 
 async def test_a_new_producer_starts_with_the_current_policy(pickup) -> None:
@@ -118,9 +120,9 @@ async def test_versions_announced_during_a_load_are_overtaken(pickup) -> None:
 @pytest.mark.parametrize(
     ("falsified", "message"),
     [
-        ({"checksum": "00"}, "BLAKE2b checksum .*, expected 00"),
-        ({"total_bytes": 5}, "bytes, expected 5"),
-        ({"file": "../v1.safetensors"}, "expected one inside the weights folder"),
+        ({"tensors": ()}, "the pieces of its chunks are not all elements of its tensors"),
+        ({"store": "/no/such/folder"}, "folder /no/such/folder does not give 1-whole-0-0"),
+        ({"store": "nowhere://bucket"}, "no file system for this URL is installed"),
     ],
 )
 async def test_a_load_that_fails_leaves_the_old_version_serving_and_says_so(
@@ -153,40 +155,12 @@ async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pi
     assert made.engine.loaded_versions == [0, 2]
 
 
-async def test_a_file_that_arrives_late_is_loaded_when_it_is_there(pickup, monkeypatch) -> None:
-    monkeypatch.setattr(module, "NEWER_POLICY_S", 0.05)
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    file = made.trainer.folder / "v1.safetensors"
-    manifest = made.trainer.announce(1)
-    content = file.read_bytes()
-    if made.engine.policy_version == 0:
-        file.unlink()
-        await until(lambda: made.weights.num_failed > 0 or made.engine.policy_version == 1)
-        file.write_bytes(content)
-    await made.holds(manifest.version)
-
-
-async def test_a_file_that_vanished_because_it_was_overtaken_is_no_failure(pickup) -> None:
-    made = pickup()
-    made.trainer.announce(0)
-    made.start()
-    await made.holds(0)
-    made.trainer.announce(1, file="deleted.safetensors")
-    await asyncio.sleep(0.1)
-    made.trainer.announce(2)
-    await made.holds(2)
-    assert made.weights.num_failed == 0
-
-
 async def test_an_entry_that_is_no_manifest_is_told_and_passed_over(pickup, caplog) -> None:
     made = pickup()
     made.trainer.announce(0)
     made.start()
     await made.holds(0)
-    made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"})
+    made.trainer.client.xadd(KEYS.policy, {"manifest": "{}"}, id="0-2")
     await until(lambda: made.weights.num_failed == 1)
     assert "is no manifest" in caplog.text
     made.trainer.announce(1)

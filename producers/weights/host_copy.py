@@ -1,0 +1,404 @@
+"""One copy of the policy per host and run, shared by its producers: patched in place while engines sample."""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import redis
+
+from penstock.producers.interfaces import WeightLoadError
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.schemas.config import ConfigError
+from penstock.schemas.policy import Chunk, WeightManifest
+from penstock.schemas.process.files import write_whole
+from penstock.schemas.weights.codec import ChunkError, Part, apply, digest, pack, unpack
+from penstock.schemas.weights.layout import Layout, LayoutError
+from penstock.schemas.weights.log import VersionGoneError, WeightLog
+from penstock.schemas.weights.reading import WeightReader, create, layout_of, verify
+
+log = logging.getLogger(__name__)
+
+SMALL = 0.15
+"""Share of the policy's bytes up to which a change is fetched before any byte is written, and can be taken back."""
+POLL_S = 0.005
+LONG_WAIT_S = 60.0
+_PREFIX = f"penstock-{os.geteuid()}-"
+_FAULTS = (ChunkError, ConfigError, OSError)
+
+_manifests = msgspec.json.Decoder(WeightManifest)
+
+
+class _Undo(msgspec.Struct, frozen=True, kw_only=True):
+    """What takes the copy from one policy (its identity) back to another one. parts: a chunk."""
+
+    of: str
+    to: WeightManifest
+    parts: bytes
+
+
+_undos = msgspec.msgpack.Decoder(_Undo)
+
+
+class _StepError(Exception):
+    """A manifest whose chunks cannot be had."""
+
+    def __init__(self, manifest: WeightManifest, reason: Exception) -> None:
+        self.manifest, self.reason = manifest, reason
+
+
+class _Step(NamedTuple):
+    """A chunk on the way to a policy, and its parts once they are fetched."""
+
+    manifest: WeightManifest
+    chunk: Chunk
+    parts: list[Part] | None = None
+
+
+def default_folder() -> Path:
+    """/dev/shm; the system's temporary folder where there is none."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def folder_of_copies(host_folder: str | None) -> Path:
+    """The folder that `weights.host_folder` names.
+
+    Raises:
+        ConfigError: it is not there, or cannot be written to.
+    """
+    folder = default_folder() if host_folder is None else Path(host_folder)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"weights.host_folder = {str(folder)!r}: expected a folder that this user can write to")
+    return folder
+
+
+def identity(manifest: WeightManifest) -> str:
+    """Equal for policies with the same tensors of the same bits, whatever chunks they come in."""
+    pieces = sorted((piece.tensor, piece.start, piece.digest) for chunk in manifest.chunks for piece in chunk.pieces)
+    return digest(msgspec.msgpack.encode((manifest.tensors, pieces)))
+
+
+class HostCopy:
+    """This host's copy of a run's policy: a safetensors file that engines map, in a folder with its locks.
+
+    | file                  | what it is                                                                    |
+    |-----------------------|-------------------------------------------------------------------------------|
+    | `weights.safetensors` | the policy, its room reserved                                                 |
+    | `state`               | the manifest of the policy in the copy; not there while bytes are changed     |
+    | `undo`                | what takes the last change back, if that was small                            |
+    | `users`               | locked by every producer while it lives; the last one removes the folder      |
+    | `patch`               | locked by the one producer that fetches, and changes bytes                    |
+    | `read`                | shared while engines load; exclusive while bytes change                       |
+
+    Whoever waits for `patch` waits for another producer to fetch, at most as long as that lives; who waits for `read`
+    to change bytes, for loads to end. One instance serves one producer; its methods are called by one thread at a
+    time, `close` by any.
+
+    place: of the Redis server, which tells runs of one name apart.
+    num_bytes: fetched so far.
+
+    Raises:
+        ConfigError: see `folder_of_copies`.
+    """
+
+    def __init__(
+        self, host_folder: str | None, run: str, place: str, reader: WeightReader, metrics: ProducerMetrics
+    ) -> None:
+        self._host_folder = folder_of_copies(host_folder)
+        self.folder = self._host_folder / f"{_PREFIX}{run}-{digest(place.encode())[:12]}"
+        self.path = self.folder / "weights.safetensors"
+        self._reader = reader
+        self._metrics = metrics
+        self._locks: dict[str, int] = {}
+        self._stopping = False
+        self._busy = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._reader.num_bytes
+
+    def open(self) -> None:
+        """Takes part in the copy, which is made if it is not there, and removes those that nobody uses any more.
+
+        Raises:
+            ConfigError: the folder belongs to somebody else.
+            OSError: it cannot be made.
+        """
+        for folder in self._host_folder.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._sweep(folder)
+        while "users" not in self._locks:
+            with contextlib.suppress(FileNotFoundError):  # swept since it was made
+                self._make_folder()
+                users = _open(self.folder / "users")
+                try:
+                    self._lock(users, fcntl.LOCK_SH)
+                    if os.path.samestat(os.fstat(users), os.stat(self.folder / "users")):
+                        self._locks = {"users": users} | {name: _open(self.folder / name) for name in ("patch", "read")}
+                finally:
+                    if "users" not in self._locks:
+                        os.close(users)
+
+    def lock_at(self, wanted: WeightManifest, *, exactly: bool = False) -> WeightManifest:
+        """Brings the copy to `wanted`, or to what has been announced since; with `exactly`, to `wanted` itself.
+
+        The copy stays so until `release`, for an engine to load it.
+
+        Returns:
+            The manifest of the policy in the copy, each piece of which has been compared with its digest.
+
+        Raises:
+            WeightLoadError: the log does not lead there, a chunk is not what was announced, or there is no room.
+            OSError: a chunk store fails.
+        """
+        with self._busy:
+            if self._stopping:
+                raise WeightLoadError("the host's copy is closed")
+            self.release()
+            patch, read = self._locks["patch"], self._locks["read"]
+            self._lock(patch, fcntl.LOCK_EX)
+            try:
+                target = self._move(wanted, exactly)
+                self._lock(read, fcntl.LOCK_SH)
+                return target
+            except (ChunkError, VersionGoneError, ConfigError, redis.RedisError) as error:
+                raise WeightLoadError(str(error)) from error
+            finally:
+                fcntl.flock(patch, fcntl.LOCK_UN)
+
+    def release(self) -> None:
+        """Lets others change the copy."""
+        if self._locks:
+            fcntl.flock(self._locks["read"], fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Ends a `lock_at` under way, and leaves the copy; the last one to do so removes it."""
+        self._stopping = True
+        with self._busy:
+            for descriptor in self._locks.values():
+                os.close(descriptor)
+            if self._locks:
+                self._locks = {}
+                with contextlib.suppress(FileNotFoundError):
+                    self._sweep(self.folder)
+
+    def _sweep(self, folder: Path) -> None:
+        """Removes a copy that nobody uses."""
+        if not _is_own(folder):
+            return
+        users = _open(folder / "users")
+        try:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Under another name first: who joins now makes a new one, and nothing of that is removed.
+                gone = folder.with_name(f"{_PREFIX}{uuid.uuid4().hex}")
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+        finally:
+            os.close(users)
+
+    def _make_folder(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        if not _is_own(self.folder):
+            raise ConfigError(
+                f"weights.host_folder: {self.folder} belongs to somebody else or is open to others; expected a folder "
+                "of this user, mode 0700"
+            )
+
+    def _lock(self, descriptor: int, kind: int) -> None:
+        began, is_told = time.monotonic(), False
+        while True:
+            if self._stopping:
+                raise WeightLoadError("stopped while it waited for the host's copy")
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not is_told and time.monotonic() - began > LONG_WAIT_S:
+                    is_told = True
+                    log.warning("%s is in use by another producer for more than %.0f s", self.folder, LONG_WAIT_S)
+                time.sleep(POLL_S)
+
+    def _held(self) -> WeightManifest | None:
+        """The policy in the copy; None if there is none, or a torn one."""
+        try:
+            held = _manifests.decode((self.folder / "state").read_bytes())
+            layout = Layout(held.tensors)
+            with self.path.open("rb") as file:
+                is_whole = os.fstat(file.fileno()).st_size == layout.num_bytes
+                return held if is_whole and file.read(len(layout.header)) == layout.header else None
+        except (FileNotFoundError, msgspec.DecodeError, LayoutError):
+            return None
+
+    def _move(self, wanted: WeightManifest, exactly: bool) -> WeightManifest:
+        held = self._held()
+        if held is not None and identity(held) == identity(wanted):
+            if held.version != wanted.version:  # announced again, after a resume
+                self._set_state(wanted)
+            return wanted
+        if exactly and held is not None:
+            if self._take_back(held, wanted):
+                return wanted
+            held = self._held()
+        target, is_next = wanted, not exactly and held is not None and wanted.delta_of == held.version
+        found = WeightLog({wanted.version: wanted}, {}) if is_next else self._reader.log()
+        if not is_next and not exactly:
+            target = (
+                found.announced[max(found.announced)] if max(found.announced, default=0) > wanted.version else wanted
+            )
+            if held is not None and identity(held) == identity(target):
+                return target
+        reason = "behind" if held is not None else "dirty" if self.path.exists() else "new"
+        failure: Exception | None = None
+        while True:
+            try:
+                way = found.way(target.version, None if held is None else held.version)
+            except VersionGoneError as gone:
+                if is_next:
+                    is_next, found = False, self._reader.log()
+                    continue
+                raise failure or gone from None
+            is_whole = bool(way) and way[0].delta_of is None
+            try:
+                self._apply(way, target, held)
+            except _StepError as error:
+                failure, found = error.reason, _without(found, error.manifest)
+                held = None if held is None else self._held()
+            except ChunkError as error:
+                if is_whole:
+                    raise
+                log.warning("the host's copy is built anew: %s", error)
+                failure, held, reason = error, None, "wrong"
+            else:
+                break
+        self._metrics.weight_chain.set(len(way))
+        if is_whole and (held is None or len(way) > 1):
+            self._metrics.copies_rebuilt.labels(reason).inc()
+        return target
+
+    def _apply(self, way: list[WeightManifest], target: WeightManifest, held: WeightManifest | None) -> None:
+        """Changes the copy from `held` by `way`, and compares it with `target`.
+
+        Raises:
+            _StepError: a chunk cannot be had.
+            ChunkError: a chunk does not fit the policy, or the result is not `target`.
+        """
+        layout = layout_of(target)
+        is_whole = bool(way) and way[0].delta_of is None
+        for manifest in way:
+            if manifest.tensors != target.tensors:
+                raise ChunkError(f"policy {manifest.version}: other tensors than those of policy {target.version}")
+        steps: Iterable[_Step] = (_Step(manifest, chunk) for manifest in way for chunk in manifest.chunks)
+        is_small = not is_whole and sum(manifest.chunk_bytes for manifest in way) <= SMALL * layout.tensor_bytes
+        if is_small:
+            steps = [step._replace(parts=self._fetch(step)) for step in steps]
+        with self._changing():
+            file = self._create(layout) if is_whole else _mapped(self.path)
+            undo: list[Part] = []
+            for step in steps:
+                undo += apply(self._fetch(step) if step.parts is None else step.parts, layout, file)
+                if not is_small:
+                    undo.clear()
+            verify(target, layout, file)
+            if held is not None and is_small and sum(len(part.values) for part in undo) <= SMALL * layout.tensor_bytes:
+                self._keep_undo(_Undo(of=identity(target), to=held, parts=pack(undo[::-1])))
+            self._set_state(target)
+
+    def _fetch(self, step: _Step) -> list[Part]:
+        if self._stopping:
+            raise WeightLoadError("stopped while it fetched weights")
+        before = self._reader.num_bytes
+        try:
+            return self._reader.parts(step.manifest, step.chunk)
+        except _FAULTS as error:
+            raise _StepError(step.manifest, error) from error
+        finally:
+            self._metrics.weight_bytes.inc(self._reader.num_bytes - before)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """While no engine loads; from its start on the copy is dirty, until a state is set."""
+        read = self._locks["read"]
+        self._lock(read, fcntl.LOCK_EX)
+        began = time.monotonic()
+        try:
+            for name in ("state", "undo"):
+                (self.folder / name).unlink(missing_ok=True)
+            yield
+        finally:
+            fcntl.flock(read, fcntl.LOCK_UN)
+            self._metrics.patch_s.observe(time.monotonic() - began)
+
+    def _create(self, layout: Layout) -> mmap.mmap:
+        # A new file: one that another process has mapped must not get shorter.
+        self.path.unlink(missing_ok=True)
+        try:
+            return create(self.path, layout)
+        except OSError as error:
+            raise WeightLoadError(
+                f"no room for the policy in weights.host_folder = {str(self._host_folder)!r}: {layout.num_bytes:,} "
+                f"bytes needed, {shutil.disk_usage(self._host_folder).free:,} free ({error.strerror})"
+            ) from error
+
+    def _take_back(self, held: WeightManifest, wanted: WeightManifest) -> bool:
+        """Takes the last change back if that leads to `wanted`; False if it does not."""
+        try:
+            undo = _undos.decode((self.folder / "undo").read_bytes())
+        except (FileNotFoundError, msgspec.DecodeError):
+            return False
+        if undo.of != identity(held) or identity(undo.to) != identity(wanted):
+            return False
+        layout = layout_of(wanted)
+        try:
+            with self._changing():
+                file = _mapped(self.path)
+                apply(unpack(undo.parts), layout, file)
+                verify(wanted, layout, file)
+                self._set_state(wanted)
+        except ChunkError as error:
+            log.warning("the last change of the host's copy cannot be taken back: %s", error)
+            return False
+        return True
+
+    def _set_state(self, manifest: WeightManifest) -> None:
+        write_whole(self.folder / "state", msgspec.json.encode(manifest), mode=0o600)
+
+    def _keep_undo(self, undo: _Undo) -> None:
+        try:
+            write_whole(self.folder / "undo", msgspec.msgpack.encode(undo), mode=0o600)
+        except OSError as error:
+            log.warning("a failed load of the next policy will be taken back by the log alone: %s", error)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _is_own(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _without(found: WeightLog, manifest: WeightManifest) -> WeightLog:
+    def rest(manifests: Any) -> dict[int, WeightManifest]:
+        return {version: one for version, one in manifests.items() if one is not manifest}
+
+    return WeightLog(rest(found.announced), rest(found.anchors))

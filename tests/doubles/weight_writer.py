@@ -1,0 +1,101 @@
+"""Writes a weight log by hand, as a trainer would: whole policies, deltas and anchors of bits that a test chooses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
+from penstock.schemas.weights.codec import Part, changed, dense, digest, pack
+from penstock.schemas.weights.layout import element_bytes
+from penstock.schemas.weights.stores import ChunkStore, RedisChunks
+
+Bits = Mapping[str, np.ndarray]
+"""A policy: tensors as unsigned integers of their element's size, by name."""
+
+
+class WeightWriter:
+    """Puts policies of float32 tensors, or of those given as `tensors`, on the log of run `run`.
+
+    policies: the bits of every version written so far.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        run: str = "test",
+        *,
+        store: ChunkStore | None = None,
+        tensors: tuple[TensorSpec, ...] | None = None,
+        piece: int = 1 << 20,
+    ) -> None:
+        self.client, self.keys = client, Keys(run)
+        self.store: ChunkStore = store or RedisChunks(lambda command: command(client), self.keys)
+        self.policies: dict[int, dict[str, np.ndarray]] = {}
+        self._tensors, self._piece = tensors, piece
+
+    def whole(self, version: int, bits: Bits, *, parent: int | None = None, **changes: Any) -> WeightManifest:
+        """Announces a policy with all of its bits; `changes` falsify its manifest."""
+        return self._announce(self._manifest(version, bits, None, parent, "whole"), changes)
+
+    def delta(self, version: int, bits: Bits, of: int, **changes: Any) -> WeightManifest:
+        """Announces a policy as what it changes in policy `of`."""
+        return self._announce(self._manifest(version, bits, of, of, "delta"), changes)
+
+    def anchor(self, version: int) -> WeightManifest:
+        """Adds the whole of a policy that is announced already."""
+        manifest = self._manifest(version, self.policies[version], None, None, "anchor")
+        self.client.hset(self.keys.anchors, version, msgspec.json.encode(manifest))
+        return manifest
+
+    def trim(self, floor: int) -> None:
+        """Drops what is older than `floor`, an anchor or a whole policy: announcements and anchors, then chunks."""
+        for version in self.client.hkeys(self.keys.anchors):
+            if int(version) < floor:
+                self.client.hdel(self.keys.anchors, version)
+        self.client.xtrim(self.keys.policy, minid=f"{floor}-0", approximate=False)
+        kept = self.store.keys()
+        self.store.delete([key for key in kept if int(key.partition("-")[0]) < floor])
+
+    def _manifest(self, version: int, bits: Bits, of: int | None, parent: int | None, kind: str) -> WeightManifest:
+        tensors = self._tensors or tuple(
+            TensorSpec(name=name, dtype="float32", shape=array.shape) for name, array in bits.items()
+        )
+        chunks: list[Chunk] = []
+        for number, tensor in enumerate(tensors):
+            new = np.ascontiguousarray(bits[tensor.name]).reshape(-1)
+            assert new.dtype == f"u{element_bytes(tensor)}"
+            old = None if of is None else self.policies[of][tensor.name].reshape(-1)
+            for start in range(0, len(new), self._piece):
+                piece = new[start : start + self._piece]
+                part: Part | None = dense(number, start, piece)
+                num_changed = len(piece)
+                if old is not None:
+                    part, num_changed = changed(number, start, old[start : start + self._piece], piece)
+                data = pack([] if part is None else [part])
+                key = f"{version}-{kind}-0-{len(chunks)}"
+                self.store.put(key, data)
+                pieces = (Piece(number, start, len(piece), digest(piece)),)
+                chunks.append(
+                    Chunk(key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=pieces)
+                )
+        self.policies[version] = {name: array.copy() for name, array in bits.items()}
+        return WeightManifest(
+            version=version,
+            parent_version=version - 1 if parent is None else parent,
+            total_bytes=sum(array.nbytes for array in bits.values()),
+            tensors=tensors,
+            delta_of=of,
+            chunks=tuple(chunks),
+            store=self.store.place,
+        )
+
+    def _announce(self, manifest: WeightManifest, changes: Mapping[str, Any]) -> WeightManifest:
+        manifest = msgspec.structs.replace(manifest, **changes)
+        data = msgspec.json.encode(manifest)
+        self.client.xadd(self.keys.policy, {Field.MANIFEST: data}, id=f"{manifest.version}-1")
+        if manifest.delta_of is None:
+            self.client.hset(self.keys.anchors, manifest.version, data)
+        return manifest
