@@ -29,7 +29,9 @@ _PRODUCER = (
     Right("prompts evaluations", "xgroup|create xreadgroup xpending xclaim xack xdel"),
     # A prompt is handed back as a new entry.
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
-    Right("policy", "xread xrevrange", read_only=True),
+    Right("policy", "xread xrevrange xrange", read_only=True),
+    Right("anchors", "hgetall", read_only=True),
+    Right("chunks", "hget", read_only=True),
     Right("commit", "hget", read_only=True),
     Right("producers:*", "get set del"),
 )

@@ -285,7 +285,7 @@ class HostCopy:
             else:
                 break
         self._metrics.weight_chain.set(len(way))
-        if is_whole and (held is None or len(way) > 1):
+        if is_whole and (held is None or target.delta_of is not None):
             self._metrics.copies_rebuilt.labels(reason).inc()
         return target
 
@@ -298,9 +298,9 @@ class HostCopy:
         """
         layout = layout_of(target)
         is_whole = bool(way) and way[0].delta_of is None
-        for manifest in way:
+        for manifest in way if is_whole or held is None else (held, *way):
             if manifest.tensors != target.tensors:
-                raise ChunkError(f"policy {manifest.version}: other tensors than those of policy {target.version}")
+                raise ChunkError(f"policy {target.version}: other tensors than those of policy {manifest.version}")
         steps: Iterable[_Step] = (_Step(manifest, chunk) for manifest in way for chunk in manifest.chunks)
         is_small = not is_whole and sum(manifest.chunk_bytes for manifest in way) <= SMALL * layout.tensor_bytes
         if is_small:

@@ -66,7 +66,7 @@ class WeightLog(NamedTuple):
 
 def read_log(client: Any, keys: Keys) -> WeightLog:
     """Reads the whole log with a synchronous client; an entry that is no manifest is left out."""
-    with client.pipeline() as both:
+    with client.pipeline(transaction=False) as both:  # at its memory limit Redis refuses a MULTI, even of reads
         both.xrange(keys.policy)
         both.hgetall(keys.anchors)
         entries, anchors = both.execute()

@@ -19,7 +19,7 @@ Bits = Mapping[str, np.ndarray]
 class WeightWriter:
     """Puts policies of float32 tensors, or of those given as `tensors`, on the log of run `run`.
 
-    policies: the bits of every version written so far.
+    policies: the bits of every version written so far. manifests: as they were announced.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class WeightWriter:
         self.client, self.keys = client, Keys(run)
         self.store: ChunkStore = store or RedisChunks(lambda command: command(client), self.keys)
         self.policies: dict[int, dict[str, np.ndarray]] = {}
+        self.manifests: dict[int, WeightManifest] = {}
         self._tensors, self._piece = tensors, piece
 
     def whole(self, version: int, bits: Bits, *, parent: int | None = None, **changes: Any) -> WeightManifest:
@@ -94,6 +95,7 @@ class WeightWriter:
 
     def _announce(self, manifest: WeightManifest, changes: Mapping[str, Any]) -> WeightManifest:
         manifest = msgspec.structs.replace(manifest, **changes)
+        self.manifests[manifest.version] = manifest
         data = msgspec.json.encode(manifest)
         self.client.xadd(self.keys.policy, {Field.MANIFEST: data}, id=f"{manifest.version}-1")
         if manifest.delta_of is None:

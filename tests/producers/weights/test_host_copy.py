@@ -1,0 +1,569 @@
+"""The host's copy of the policy: always bit for bit what was announced, or refused."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fakeredis
+import msgspec
+import numpy as np
+import pytest
+from safetensors import deserialize
+
+from penstock.producers.interfaces import WeightLoadError
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.weights import host_copy as module
+from penstock.producers.weights.host_copy import HostCopy, default_folder, folder_of_copies
+from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import WeightManifest, make_version
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import ChunkStoreError, FolderChunks
+from weight_writer import WeightWriter
+
+KEYS = Keys("test")
+SHAPES = {"embedding": (300, 40), "norm": (64,), "head": (500, 8)}
+
+Policy = dict[str, np.ndarray]
+
+
+def first_policy(seed: int = 0) -> Policy:
+    draw = np.random.default_rng(seed)
+    return {name: draw.integers(0, 2**32, shape, dtype=np.uint32) for name, shape in SHAPES.items()}
+
+
+def stepped(policy: Policy, draw: random.Random, share: float = 0.01) -> Policy:
+    """A policy of which a share of elements differs."""
+    numbers = np.random.default_rng(draw.getrandbits(32))
+    new = {name: bits.copy() for name, bits in policy.items()}
+    for bits in new.values():
+        hit = numbers.random(bits.shape) < share
+        bits[hit] = numbers.integers(0, 2**32, int(hit.sum()), dtype=np.uint32)
+    return new
+
+
+def loaded(path: Path) -> Policy:
+    """What an engine reads from a file."""
+    return {
+        name: np.frombuffer(found["data"], np.uint32).reshape(found["shape"])
+        for name, found in deserialize(path.read_bytes())
+    }
+
+
+def is_policy(found: Policy, expected: Policy) -> bool:
+    return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
+
+
+class Host:
+    """A log, and the producers of one host that read it."""
+
+    def __init__(self, folder: Path, client: fakeredis.FakeRedis) -> None:
+        self.folder, self.client = folder, client
+        self.log = WeightWriter(client, piece=5000)
+        self.copies: list[HostCopy] = []
+
+    def producer(self) -> HostCopy:
+        reader = WeightReader(lambda command: command(self.client), KEYS)
+        copy = HostCopy(str(self.folder), "test", "redis", reader, ProducerMetrics())
+        copy.open()
+        self.copies.append(copy)
+        return copy
+
+    def step(self, draw: random.Random, share: float = 0.01) -> WeightManifest:
+        """Announces the next version as a delta of the newest."""
+        newest = max(self.log.policies)
+        return self.log.delta(newest + 1, stepped(self.log.policies[newest], draw, share), of=newest)
+
+    def holds(self, copy: HostCopy, wanted: WeightManifest, *, exactly: bool = False) -> int:
+        """Has a copy moved and loaded; the label is that of the published bits. Returns the label."""
+        manifest = copy.lock_at(wanted, exactly=exactly)
+        assert is_policy(loaded(copy.path), self.log.policies[manifest.version])
+        copy.release()
+        return manifest.version
+
+
+def sample(copy: HostCopy, name: str, **labels: str) -> float:
+    return copy._metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def rebuilt(copy: HostCopy, reason: str) -> float:
+    return sample(copy, "penstock_weight_copies_rebuilt_total", reason=reason)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    one = Host(tmp_path, fakeredis.FakeRedis(protocol=2))
+    yield one
+    for copy in one.copies:
+        copy.close()
+
+
+def test_a_new_producer_gets_the_newest_from_anchor_and_chain(host: Host) -> None:
+    draw = random.Random(1)
+    host.log.whole(0, first_policy())
+    for _ in range(5):
+        newest = host.step(draw)
+    copy = host.producer()
+    assert host.holds(copy, newest) == 5
+    assert rebuilt(copy, "new") == 1
+    assert sample(copy, "penstock_weight_chain") == 6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_walk_is_bit_for_bit_what_was_announced(host: Host, seed: int) -> None:
+    draw = random.Random(seed)
+    version, epoch = 0, 0
+    manifests = {0: host.log.whole(0, first_policy(seed))}
+    copies = [host.producer() for _ in range(2)]
+    for _ in range(40):
+        what = draw.random()
+        if what < 0.06:  # a fork: another trainer goes on from an older policy, announced whole
+            epoch += 1
+            older = draw.choice(sorted(manifests))
+            version = make_version(epoch, draw.randrange(3))
+            manifests[version] = host.log.whole(version, host.log.policies[older], parent=older)
+        elif what < 0.12:
+            bits = stepped(host.log.policies[version], draw, 0.9)
+            manifests[version + 1] = host.log.whole(version + 1, bits)
+            version += 1
+        else:
+            share = draw.choice([0.0, 0.0003, 0.01, 0.01, 0.3])
+            bits = stepped(host.log.policies[version], draw, share)
+            manifests[version + 1] = host.log.delta(version + 1, bits, of=version)
+            version += 1
+        if draw.random() < 0.1:
+            host.log.anchor(version)
+        if draw.random() < 0.4:
+            continue  # skipped
+        copy = draw.choice(copies)
+        assert host.holds(copy, manifests[version]) == version
+        if draw.random() < 0.2:
+            older = draw.choice(sorted(manifests)[-5:])
+            assert host.holds(copy, manifests[older], exactly=True) == older
+        if draw.random() < 0.1:
+            (copy.folder / "state").unlink(missing_ok=True)
+
+
+def test_a_small_change_is_taken_back_without_fetching_anything(host: Host) -> None:
+    draw = random.Random(2)
+    old = host.log.whole(0, first_policy())
+    copy = host.producer()
+    host.holds(copy, old)
+    host.step(draw)
+    new = host.step(draw)
+    assert host.holds(copy, new) == 2
+    fetched = copy.num_bytes
+    host.log.trim(10)
+    assert host.holds(copy, old, exactly=True) == 0
+    assert copy.num_bytes == fetched
+
+
+def test_a_large_change_is_taken_back_by_the_log(host: Host) -> None:
+    draw = random.Random(3)
+    old = host.log.whole(0, first_policy())
+    copy = host.producer()
+    host.holds(copy, old)
+    new = host.step(draw, 0.5)
+    assert host.holds(copy, new) == 1
+    assert not (copy.folder / "undo").exists()
+    assert host.holds(copy, old, exactly=True) == 0
+
+
+def test_four_producers_fetch_once_and_read_the_same_bits(host: Host) -> None:
+    draw = random.Random(4)
+    host.log.whole(0, first_policy())
+    copies = [host.producer() for _ in range(4)]
+    errors: list[BaseException] = []
+    for _ in range(6):
+        newest = host.step(draw)
+
+        def load(copy: HostCopy, newest: WeightManifest = newest) -> None:
+            try:
+                host.holds(copy, newest)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=load, args=(copy,)) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+    whole, deltas = host.log.manifests[0].chunk_bytes, [host.log.manifests[v].chunk_bytes for v in range(1, 7)]
+    assert sum(copy.num_bytes for copy in copies) == whole + sum(deltas)
+
+
+def test_bytes_change_only_while_nobody_loads(host: Host) -> None:
+    draw = random.Random(5)
+    old = host.log.whole(0, first_policy())
+    loading, patching = host.producer(), host.producer()
+    loading.lock_at(old)
+    new = host.step(draw)
+    moving = threading.Thread(target=lambda: patching.lock_at(new))
+    moving.start()
+    while not patching.num_bytes:
+        time.sleep(0.001)  # fetches beside the load
+    time.sleep(0.05)
+    assert is_policy(loaded(loading.path), host.log.policies[0])
+    loading.release()
+    moving.join()
+    assert is_policy(loaded(patching.path), host.log.policies[1])
+
+
+def test_a_producer_that_is_late_gets_what_the_copy_has_moved_on_to(host: Host) -> None:
+    draw = random.Random(6)
+    host.log.whole(0, first_policy())
+    early, late = host.producer(), host.producer()
+    old, new = host.step(draw), host.step(draw)
+    assert host.holds(early, new) == 2
+    assert host.holds(late, old) == 2
+    assert late.num_bytes == 0
+
+
+def test_a_policy_announced_again_under_another_version_costs_nothing(host: Host) -> None:
+    copy = host.producer()
+    host.holds(copy, host.log.whole(4, first_policy()))
+    fetched = copy.num_bytes
+    resumed = make_version(1, 0)
+    assert host.holds(copy, host.log.whole(resumed, first_policy(), parent=4)) == resumed
+    assert copy.num_bytes == fetched
+
+
+def test_another_run_under_the_same_name_does_not_pass_for_this_one(host: Host) -> None:
+    draw = random.Random(7)
+    host.log.whole(0, first_policy(0))
+    copy = host.producer()
+    for _ in range(3):
+        newest = host.step(draw)
+    host.holds(copy, newest)
+    host.client.flushall()
+    host.log.policies.clear()
+    host.log.whole(2, first_policy(1))
+    again = host.step(draw)
+    assert again.version == newest.version
+    assert host.holds(copy, again) == 3
+    # A delta of a version that the copy only seems to hold.
+    host.client.flushall()
+    host.log.policies.clear()
+    host.log.whole(3, first_policy(2))
+    assert host.holds(copy, host.step(draw)) == 4
+    assert rebuilt(copy, "wrong") == 2
+
+
+DAMAGES = {
+    "missing": (lambda data: None, "has no chunk"),
+    "cut short": (lambda data: data[:-1], "bytes, expected"),
+    "flipped": (lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:], "XXH3 digest"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("share", [0.01, 0.5])
+def test_a_bad_chunk_is_refused_by_name_and_passed_over_once_there_is_another_way(
+    host: Host, damage: str, share: float
+) -> None:
+    draw = random.Random(8)
+    host.log.whole(0, first_policy())
+    copy = host.producer()
+    host.holds(copy, host.step(draw))
+    bad = host.step(draw, share)
+    key, (change, message) = bad.chunks[1].key, DAMAGES[damage]
+    data = change(host.client.hget(KEYS.chunks, key))
+    host.client.hdel(KEYS.chunks, key)
+    if data is not None:
+        host.client.hset(KEYS.chunks, key, data)
+    with pytest.raises((WeightLoadError, ChunkStoreError), match=message):
+        copy.lock_at(bad)
+    newest = host.step(draw)
+    with pytest.raises((WeightLoadError, ChunkStoreError), match=key):
+        copy.lock_at(newest)
+    host.log.anchor(newest.version)
+    assert host.holds(copy, newest) == newest.version
+
+
+@pytest.mark.parametrize("kind", ["piece", "tiling", "tensors", "digest"])
+def test_a_manifest_that_lies_is_refused(host: Host, kind: str) -> None:
+    draw = random.Random(9)
+    host.log.whole(0, first_policy())
+    copy = host.producer()
+    old = host.step(draw)
+    host.holds(copy, old)
+    new = host.step(draw)
+    chunk = new.chunks[0]
+    (piece,) = chunk.pieces
+    tensors, chunks = new.tensors, list(new.chunks)
+    if kind == "piece":
+        chunks[0] = msgspec.structs.replace(chunk, pieces=(msgspec.structs.replace(piece, start=1),))
+    elif kind == "tiling":
+        chunks.append(chunk)
+    elif kind == "digest":
+        chunks[0] = msgspec.structs.replace(chunk, pieces=(msgspec.structs.replace(piece, digest="0" * 32),))
+    else:
+        tensors = (*new.tensors[:-1], msgspec.structs.replace(new.tensors[-1], name="other"))
+    lie = msgspec.structs.replace(new, tensors=tensors, chunks=tuple(chunks))
+    host.client.xdel(KEYS.policy, f"{new.version}-1")
+    with pytest.raises(WeightLoadError, match=r"tensors|bits|gone|kept no longer"):
+        copy.lock_at(lie)
+    assert host.holds(copy, old, exactly=True) == old.version
+
+
+def test_a_chain_trimmed_under_a_reader_is_read_again_from_the_anchor(host: Host) -> None:
+    draw = random.Random(10)
+    host.log.whole(0, first_policy())
+    copy = host.producer()
+    host.holds(copy, host.step(draw))
+    for _ in range(4):
+        newest = host.step(draw)
+    host.log.anchor(newest.version)
+    read = copy._reader.log
+
+    def trimmed_since() -> object:
+        found = read()
+        host.log.trim(newest.version)
+        copy._reader.log = read
+        return found
+
+    copy._reader.log = trimmed_since
+    assert host.holds(copy, newest) == newest.version
+    assert rebuilt(copy, "behind") == 1
+
+
+def test_a_version_that_the_log_does_not_lead_to_is_refused(host: Host) -> None:
+    draw = random.Random(11)
+    host.log.whole(0, first_policy())
+    for _ in range(3):
+        newest = host.step(draw)
+    host.client.hdel(KEYS.anchors, 0)
+    host.log.trim(2)
+    with pytest.raises(WeightLoadError, match="its weights are kept no longer"):
+        host.producer().lock_at(newest)
+
+
+@pytest.mark.parametrize("torn", ["short", "header", "gone", "state", "byte"])
+def test_a_torn_copy_is_built_anew(host: Host, torn: str) -> None:
+    draw = random.Random(12)
+    old = host.log.whole(0, first_policy())
+    copy = host.producer()
+    host.holds(copy, old)
+    if torn == "short":
+        os.truncate(copy.path, copy.path.stat().st_size - 4)
+    elif torn == "gone":
+        copy.path.unlink()
+    elif torn == "state":
+        (copy.folder / "state").write_bytes(b"{")
+    else:
+        with copy.path.open("r+b") as file:
+            file.seek(9 if torn == "header" else -1, os.SEEK_SET if torn == "header" else os.SEEK_END)
+            file.write(b"?")
+    newest = old if torn in ("short", "header", "gone", "state") else host.step(draw)
+    assert host.holds(copy, newest) == newest.version
+
+
+class Kill:
+    """A process that moves a copy, and dies by SIGKILL at the n-th time it gets to a place."""
+
+    def __init__(self, place: str, number: int) -> None:
+        self.place, self.left = place, number
+
+    def at(self, place: str) -> None:
+        if place == self.place:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, place: str, function: Callable) -> Callable:
+        def run(*arguments: object, **named: object) -> object:
+            self.at(place)
+            return function(*arguments, **named)
+
+        return run
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5])
+@pytest.mark.parametrize(
+    ("place", "number"), [("fetch", 1), ("lock", 1), ("apply", 1), ("apply", 3), ("verify", 1), ("clean", 1)]
+)
+def test_a_kill_in_the_middle_of_a_patch_never_leaves_wrong_bits(
+    tmp_path: Path, place: str, number: int, share: float
+) -> None:
+    server = fakeredis.FakeServer()
+    host = Host(tmp_path, fakeredis.FakeRedis(server=server, protocol=2))
+    folder = FolderChunks(tmp_path / "chunks")
+    host.log = WeightWriter(host.client, piece=5000, store=folder)
+    draw = random.Random(13)
+    host.log.whole(0, first_policy())
+    survivor = host.producer()
+    host.holds(survivor, host.step(draw))
+    newest = host.step(draw, share)
+
+    def die() -> None:
+        kill = Kill(place, number)
+        copy = host.producer()
+        copy._fetch = kill.around("fetch", copy._fetch)
+        copy._changing = kill.around("lock", copy._changing)
+        copy._set_state = kill.around("clean", copy._set_state)
+        module.apply = kill.around("apply", module.apply)
+        module.verify = kill.around("verify", module.verify)
+        copy.lock_at(newest)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert host.holds(survivor, newest) == newest.version
+    assert rebuilt(survivor, "dirty") == (place not in ("fetch", "lock") or (place == "fetch" and share == 0.5))
+    survivor.close()
+    assert not survivor.folder.exists()
+
+
+def producer_process(folder: Path, chunks: Path, manifests: list[bytes], policies: list[Policy], seed: int) -> None:
+    """Loads versions as they are announced, and reads each slowly; exits with the number of wrong ones."""
+    draw = random.Random(seed)
+    client = fakeredis.FakeRedis(protocol=2)
+    for data in manifests:
+        manifest = msgspec.json.decode(data, type=WeightManifest)
+        client.xadd(KEYS.policy, {"manifest": data}, id=f"{manifest.version}-1")
+        if manifest.delta_of is None:
+            client.hset(KEYS.anchors, manifest.version, data)
+    reader = WeightReader(lambda command: command(client), KEYS)
+    copy = HostCopy(str(folder), "test", "redis", reader, ProducerMetrics())
+    copy.open()
+    num_wrong = 0
+    for number in range(len(manifests)):
+        if draw.random() < 0.4:
+            continue
+        exactly = draw.random() < 0.3
+        wanted = msgspec.json.decode(manifests[number], type=WeightManifest)
+        manifest = copy.lock_at(wanted, exactly=exactly)
+        with copy.path.open("rb") as file:
+            first = file.read(20_000)
+            time.sleep(draw.random() * 0.003)
+            rest = file.read()
+        found = {n: np.frombuffer(f["data"], np.uint32).reshape(f["shape"]) for n, f in deserialize(first + rest)}
+        num_wrong += not is_policy(found, policies[manifest.version])
+        num_wrong += exactly and manifest.version != wanted.version
+        copy.release()
+    copy.close()
+    os._exit(num_wrong)
+
+
+def test_processes_that_load_and_go_back_beside_each_other_never_read_other_bits(tmp_path: Path) -> None:
+    draw = random.Random(14)
+    host = Host(tmp_path, fakeredis.FakeRedis(protocol=2))
+    host.log = WeightWriter(host.client, piece=5000, store=FolderChunks(tmp_path / "chunks"))
+    host.log.whole(0, first_policy())
+    for _ in range(15):
+        host.step(draw, draw.choice([0.001, 0.01, 0.4]))
+    manifests = [fields[b"manifest"] for _, fields in host.client.xrange(KEYS.policy)]
+    policies = [host.log.policies[version] for version in range(16)]
+    fork = multiprocessing.get_context("fork")
+    arguments = (tmp_path, tmp_path / "chunks", manifests, policies)
+    processes = [fork.Process(target=producer_process, args=(*arguments, seed)) for seed in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    assert not list(tmp_path.glob("penstock-*"))
+
+
+def test_the_last_one_out_removes_the_folder_and_any_producer_sweeps_what_was_left(host: Host, tmp_path: Path) -> None:
+    first, second = host.producer(), host.producer()
+    assert first.folder.stat().st_mode & 0o777 == 0o700
+    first.close()
+    assert second.folder.is_dir()
+    second.close()
+    assert not second.folder.exists()
+
+    def leave() -> None:
+        reader = WeightReader(lambda command: command(host.client), Keys("other"))
+        HostCopy(str(tmp_path), "other", "redis", reader, ProducerMetrics()).open()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=leave)
+    process.start()
+    process.join()
+    assert len(list(tmp_path.glob("penstock-*-other-*"))) == 1
+    third = host.producer()
+    assert list(tmp_path.glob("penstock-*")) == [third.folder]
+
+
+def test_producers_that_come_and_go_always_share_one_folder(host: Host, tmp_path: Path) -> None:
+    manifest = host.log.whole(0, first_policy())
+    errors: list[BaseException] = []
+
+    def come_and_go(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            for _ in range(12):
+                copy = host.producer()
+                if draw.random() < 0.5:
+                    host.holds(copy, manifest)
+                copy.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come_and_go, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not list(tmp_path.glob("penstock-*"))
+
+
+def test_a_folder_that_is_open_to_others_is_refused(host: Host, tmp_path: Path) -> None:
+    reader = WeightReader(lambda command: command(host.client), KEYS)
+    copy = HostCopy(str(tmp_path), "test", "redis", reader, ProducerMetrics())
+    copy.folder.mkdir()
+    copy.folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="expected a folder of this user, mode 0700"):
+        copy.open()
+
+
+def test_a_host_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.host_folder = '.*/gone': expected a folder"):
+        folder_of_copies(str(tmp_path / "gone"))
+    assert folder_of_copies(None) == default_folder()
+
+
+def test_without_room_the_folder_the_bytes_and_the_setting_are_named(host: Host, monkeypatch) -> None:
+    copy = host.producer()
+    manifest = host.log.whole(0, first_policy())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(WeightLoadError, match=r"weights\.host_folder = '.*': 64,\d+ bytes needed, [\d,]+ free"):
+            copy.lock_at(manifest)
+    assert host.holds(copy, manifest) == 0
+
+
+def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
+    manifest = host.log.whole(0, first_policy())
+    fetching, waiting = host.producer(), host.producer()
+    fcntl.flock(fetching._locks["patch"], fcntl.LOCK_EX)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            waiting.lock_at(manifest)
+        except WeightLoadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.02)
+    waiting.close()
+    thread.join()
+    assert "stopped while it waited" in str(errors[0])
