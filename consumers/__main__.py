@@ -33,6 +33,7 @@ from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import make_version
 from penstock.schemas.process import logs
@@ -178,12 +179,13 @@ def _open(
     exists = f"name = {config.name!r}: this run exists; continue it with --resume or choose another name"
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
+    description = encode_description(describe(config))
     learner = _load_learner(config, ranks)
     # Claimed late: a trainer that ends before it opens its epoch leaves no sign of a newer one.
     epoch = checkpoints.claim_epoch(known + 1)
     if epoch and not resume:
         raise ConfigError(exists)
-    commit = leadership.open(epoch)
+    commit = leadership.open(epoch, description)
     state = _load_checkpoint(commit.get(Commit.CHECKPOINT), learner, leadership) if epoch else None
     if state is None:
         state = CheckpointState.new(0 if epoch else -1)

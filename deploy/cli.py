@@ -147,8 +147,21 @@ def _add_try_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_producer_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_run_file(parser)
+    _add_run_file(parser, nargs="?")
+    parser.set_defaults(runs=None)  # another folder with --join
     parser.add_argument("--id", metavar="ID", help="name of this producer (default: host and process id)")
+    parser.add_argument(
+        "--join",
+        metavar="REDIS_URL",
+        help="in place of a run file: join the run that --run names in this Redis, from a host that shares no folder "
+        "with it; without --runs, files go to the system's temporary folder",
+    )
+    parser.add_argument("--run", metavar="NAME", help="with --join: name of the run")
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_HF_NAME",
+        help="with --join: the run's base model; by default the run's path if it is there, else from Redis",
+    )
 
 
 def _add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,10 +192,11 @@ def _add_make_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_run_file(parser: argparse.ArgumentParser) -> None:
+def _add_run_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     parser.add_argument(
         "run_file",
         type=Path,
+        nargs=nargs,
         metavar="RUN.toml",
         help=f"a run file, or the name of one that is shipped: {', '.join(shipped_run_files())}",
     )
@@ -301,12 +315,23 @@ def _write_results(run_folder: Path) -> int:
 
 
 def _producer(arguments: argparse.Namespace) -> int:
-    config = _load(arguments)
-    redis_url(config, arguments.runs)  # a missing URL is an error before anything heavy is imported
+    if arguments.join is None:
+        if arguments.run_file is None or arguments.run or arguments.model:
+            raise ConfigError("producer: expected RUN.toml, or --join REDIS_URL --run NAME [--model PATH_OR_HF_NAME]")
+        runs = arguments.runs or DEFAULT_RUNS
+        config = _load(arguments)
+        redis_url(config, runs)  # a missing URL is an error before anything heavy is imported
+    else:
+        if arguments.run_file is not None or arguments.run is None or arguments.name is not None:
+            raise ConfigError("producer --join REDIS_URL: expected --run NAME, and neither RUN.toml nor --name")
+        from penstock.deploy.launch.joining import join, own_folder
+
+        runs = arguments.runs or own_folder()
+        config = join(arguments.join, arguments.run, model=arguments.model, overrides=arguments.set, runs=runs)
     limit_threads(config.producers.num_threads)
     from penstock.producers.__main__ import main as produce
 
-    return int(produce(config, runs=arguments.runs, producer_id=arguments.id))
+    return int(produce(config, runs=runs, producer_id=arguments.id))
 
 
 def _trainer(arguments: argparse.Namespace) -> int:

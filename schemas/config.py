@@ -555,7 +555,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     *parents, last = path.strip().split(".")
     table = document
     for parent in parents:
-        table = table.setdefault(parent, {})
+        if table.get(parent) is None:  # a run's description has None for a table that is not there
+            table[parent] = {}
+        table = table[parent]
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
     table[last] = value

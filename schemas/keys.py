@@ -43,6 +43,8 @@ class Keys:
         """Hash: chunk key to chunk, of the weights that are kept in Redis."""
         self.commit = f"{tag}:commit"
         """Hash: trainer epoch, release cursor, policy version, fork table, checkpoint pointer."""
+        self.description = f"{tag}:run"
+        """Hash: the run file, the base model's digest and its files beside the weights (schemas/description.py)."""
         self.lease = f"{tag}:lease"
         """String with a time to live: the trainer that leads the run, for those that stand by."""
         self.dead = f"{tag}:dead"

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 
 import redis
 
@@ -26,7 +27,8 @@ STANDBY_LOG_S = 30.0
 
 
 class Leadership:
-    """One trainer's leadership of its run: an epoch, a lease, and the commit state that it restores if Redis loses it.
+    """One trainer's leadership of its run: an epoch, a lease, and the commit state and the run's description, which it
+    restores if Redis loses them.
 
     A newer trainer is known by its epoch in Redis or, if Redis has lost it, by its file among the checkpoints, which is
     made before the epoch is opened. While neither is there, this trainer restores the commit hash.
@@ -39,6 +41,7 @@ class Leadership:
         self.keys = keys
         self.checkpoints = checkpoints
         self._commit_state: tuple[Ledger, LagTable] | None = None
+        self._description: Mapping[str, bytes] = {}
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._lease_s = lease_s
         self._ended = threading.Event()
@@ -88,10 +91,12 @@ class Leadership:
             return "no trainer has begun it"
         return f"no trainer holds it; it is taken over after {self._lease_s:g} s of that"
 
-    def open(self, epoch: int) -> dict[bytes, bytes]:
-        """Raises the run's epoch, which fences every trainer before this one; returns the commit hash."""
-        self.epoch = epoch
+    def open(self, epoch: int, description: Mapping[str, bytes]) -> dict[bytes, bytes]:
+        """Raises the run's epoch, which fences every trainer before this one, and writes what the run says of itself
+        from now on; returns the commit hash."""
+        self.epoch, self._description = epoch, description
         commit = self.connection.call(lambda _: self.scripts.open_epoch(epoch, self._owner, self._lease_s))
+        self.connection.call(lambda _: self.scripts.describe(epoch, description))
         self._start_renewing()
         return commit
 
@@ -122,7 +127,7 @@ class Leadership:
         return had
 
     def restore(self) -> None:
-        """Restores the commit hash on a server that was emptied or fell back to an older state.
+        """Restores commit hash and description on a server that was emptied or fell back to an older state.
 
         Raises:
             FencedError: a newer trainer has the run.
@@ -131,6 +136,7 @@ class Leadership:
         if newest > self.epoch:
             raise FencedError(f"this trainer is of epoch {self.epoch}, and the checkpoint folder knows epoch {newest}")
         found = self.scripts.restore(self.epoch, self._owner, *self._restorable())
+        self.scripts.describe(self.epoch, self._description)
         if found != self.epoch:
             where = "nothing of the run" if found < 0 else f"the run in epoch {found}"
             log.warning("redis has %s: restoring epoch %d and what belongs to it", where, self.epoch)

@@ -1,7 +1,8 @@
 """The trainer's writes to Redis, each a script that refuses a trainer of an older epoch.
 
 `allow-oom` lets them through at the memory limit: a commit is what frees memory, so it must not be refused there.
-Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters are the rare exception.
+Payloads never pass through a script (ARGV is slow at 16 kB and more); dead letters, and what a run says of itself when
+it starts, are the rare exceptions.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -123,6 +124,15 @@ return dropped
 """
 )
 
+# ARGV: epoch, field, value, field, value...
+_DESCRIBE = (
+    _FENCE
+    + """
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+return epoch
+"""
+)
+
 # ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''.
 # Announcing the newest once more (after a lost reply) adds nothing.
 _ANNOUNCE = (
@@ -215,6 +225,7 @@ class Scripts:
                 "open_epoch": _OPEN_EPOCH,
                 "restore": _RESTORE,
                 "check": _CHECK,
+                "describe": _DESCRIBE,
                 "hold_lease": _HOLD_LEASE,
                 "leave_lease": _LEAVE_LEASE,
                 "release": _RELEASE,
@@ -244,6 +255,11 @@ class Scripts:
     def check(self, epoch: int) -> None:
         """Raises FencedError if a newer epoch is open."""
         self._run("check", [self._keys.commit], epoch)
+
+    def describe(self, epoch: int, fields: Mapping[str, bytes]) -> None:
+        """Writes what the run says of itself; see `penstock.schemas.description`."""
+        flat = [part for field in fields.items() for part in field]
+        self._run("describe", [self._keys.commit, self._keys.description], epoch, *flat)
 
     def hold_lease(self, owner: str, lease_s: float) -> bool:
         """Takes a free lease, or renews `owner`'s; False if another holds it."""

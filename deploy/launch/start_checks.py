@@ -23,7 +23,7 @@ from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SAMPLED_TOKEN = 8.1
 _BYTES_PER_CONTEXT_TOKEN = 4
 _BYTES_PER_ROLLOUT = 512
@@ -107,7 +107,7 @@ def _check_engine(config: RunConfig) -> None:
 def _check_model(config: RunConfig) -> None:
     path, folder = config.model.path, Path(config.model.path)
     if not folder.is_dir():
-        hub_name = path if _HUB_NAME.fullmatch(path) else "OWNER/NAME"
+        hub_name = path if HUB_NAME.fullmatch(path) else "OWNER/NAME"
         raise ConfigError(
             f"model.path = {path!r}: no such folder; expected a transformers model (`hf download {hub_name} "
             f"--local-dir {path}` fetches one from the Hugging Face Hub, `penstock make-model {path}` makes the demo's)"

@@ -30,9 +30,8 @@ _PRODUCER = (
     # A prompt is handed back as a new entry.
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
     Right("policy", "xread xrevrange xrange", read_only=True),
-    Right("anchors", "hgetall", read_only=True),
-    Right("chunks", "hget", read_only=True),
-    Right("commit", "hget", read_only=True),
+    Right("anchors run", "hgetall", read_only=True),
+    Right("chunks commit", "hget", read_only=True),
     Right("producers:*", "get set del"),
 )
 
@@ -40,7 +39,8 @@ _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xp
 _TRAINER = (
     Right("*", _READING, read_only=True),
     Right("*", "evalsha"),
-    Right("commit dead_index", "hset hdel"),
+    # Whoever may write what a run says of itself names the modules that its producers import.
+    Right("commit dead_index run anchors chunks", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
     Right("lease", "set del"),

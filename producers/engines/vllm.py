@@ -53,7 +53,8 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
-        """Boots an engine on `config.model.path`, labelled version 0, verified and warm.
+        """Boots an engine on `config.model.path`, labelled version 0, verified and warm. Without weights there it starts
+        with random ones.
 
         Args:
             seed: random seed of the engine's sampling; engines with the same one sample the same noise. None takes
@@ -70,6 +71,8 @@ class VllmEngine:
             backend=BACKEND,
             extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
         )
+        if not base.files:  # nothing is served before an announced policy is loaded
+            arguments["load_format"] = "dummy"
         set_environment(config)
         llm = await boot(arguments)
         try:

@@ -50,12 +50,12 @@ def read_header(path: str | Path) -> dict[str, TensorSpec]:
 class BaseModel:
     """The model folder that an engine starts from.
 
-    files: its safetensors files.
-    shapes: every parameter's shape by its name in the checkpoint.
+    files: its safetensors files; none in a folder that came from Redis, without weights.
+    shapes: every parameter's shape by its name in the checkpoint; empty without files.
     optional: names that a published policy may leave out or hold (the head that is tied to the embedding).
 
     Raises:
-        EngineError: the folder does not exist or is no transformers model with safetensors weights.
+        EngineError: the folder does not exist or is no transformers model.
     """
 
     def __init__(self, folder: str) -> None:
@@ -68,8 +68,6 @@ class BaseModel:
             tensors = [tensor for file in self.files for tensor in read_header(file).values()]
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise EngineError(f"{where}: not a transformers model with safetensors weights: {error}") from error
-        if not tensors:
-            raise EngineError(f"{where}: no *.safetensors in it")
         self.shapes: Shapes = {tensor.name: tensor.shape for tensor in tensors}
         self.optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
 
@@ -98,7 +96,7 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> N
     for name in announced.keys() | found.keys():
         if found.get(name) != announced.get(name):
             raise WeightLoadError(f"{where}: {name}: the file holds {found.get(name)}, announced {announced.get(name)}")
-    expected = set(base.shapes)
+    expected = set(base.shapes or found)
     missing, unknown = expected - set(found) - base.optional, set(found) - expected - base.optional
     if missing or unknown:
         raise WeightLoadError(

@@ -41,17 +41,24 @@ def redis_url(config: RunConfig, runs: Path) -> str:
 def configured_url(config: RunConfig | None) -> str | None:
     """The URL that the user has configured: REDIS_URL, else the run file's `redis.url`; None without either.
 
-    A URL without a password gets the one in the file that REDIS_PASSWORD_FILE names. The result is a secret.
+    Raises:
+        ConfigError: see `with_password`.
+    """
+    name, url = URL, os.environ.get(URL)
+    if not url and config is not None:
+        name, url = "redis.url", config.redis.url
+    return with_password(url, name) if url else None
+
+
+def with_password(url: str, name: str) -> str:
+    """The URL; one without a password gets the one in the file that REDIS_PASSWORD_FILE names. The result is a secret.
+
+    name: the setting that it comes from.
 
     Raises:
         ConfigError: not a Redis URL, an option that Penstock sets itself, or a file that cannot be read. The message
             quotes neither URL nor password.
     """
-    name, url = URL, os.environ.get(URL)
-    if not url and config is not None:
-        name, url = "redis.url", config.redis.url
-    if not url:
-        return None
     parts = _split(url, name)
     file = os.environ.get(PASSWORD_FILE)
     if not file or parts.password:

@@ -1,0 +1,139 @@
+"""`penstock producer --join`: a run is joined by a host that shares nothing with it but Redis."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import redis
+
+from penstock.deploy.launch.redis_server import ServerError, connect
+from penstock.deploy.launch.start_checks import HUB_NAME
+from penstock.schemas.config import ConfigError, RunConfig, config_of
+from penstock.schemas.description import DescriptionError, RunDescription, decode_description
+from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.model_digest import model_digest
+from penstock.schemas.process.files import make_private
+from penstock.schemas.process.plugins import resolve
+from penstock.schemas.process.redis_url import URL, certificate_problem, place_of, with_password
+
+_NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*/*"]
+"""Files of a model on the Hub that nothing here reads."""
+
+
+def join(url: str, run: str, *, model: str | None, overrides: Sequence[str], runs: Path) -> RunConfig:
+    """The configuration of run `run` in the Redis at `url`, its model in a folder of this host. From now on `url` is
+    this process's REDIS_URL.
+
+    model: folder or Hub name of the base model; None takes the run's own path if the same model is there, else the
+        files that Redis has of it, without weights: the engine gets those of the first policy that it loads.
+
+    Raises:
+        ConfigError: not a Redis URL, no such run or one that has ended, another model than the run's, or a module of
+            the run that is not here.
+        ServerError: Redis does not answer, or refuses.
+    """
+    secret_url, place = with_password(url, "--join"), f"Redis at {place_of(url)}"
+    description = _read(secret_url, run, place)
+    document = msgspec.json.decode(description.run_file)
+    config = config_of(document, Path(f"run file of {run} in {place}"), overrides)
+    if config.name != run:
+        raise ConfigError(f"name = {config.name!r}: expected that of --run, {run!r}")
+    os.environ[URL] = url
+    _check_modules(config)
+    folder = _base_model(config, description, model, runs)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(folder)))
+
+
+def own_folder() -> Path:
+    """The folder of a user's runs that are none of this host: in the system's temporary folder, for nobody else.
+
+    Raises:
+        ConfigError: it is another user's.
+    """
+    folder = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    make_private(folder)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder}: another user's; expected --runs DIR with a folder of your own")
+    return folder
+
+
+def _read(url: str, run: str, place: str) -> RunDescription:
+    try:
+        keys = Keys(run)
+    except ValueError as error:
+        raise ConfigError(f"--run: {error}") from None
+    client = connect(url, "--join")
+    try:
+        finished = client.hget(keys.commit, Commit.FINISHED)
+        fields: dict[bytes, bytes] = client.hgetall(keys.description)  # type: ignore[assignment]
+    except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
+        problem = certificate_problem(error, url)
+        raise ServerError(problem or f"--join: {place} gives nothing of run {run!r}: {error}") from None
+    finally:
+        client.close()
+    if not fields:
+        raise ConfigError(f"--run {run!r}: {place} holds no such run; expected one whose trainer has begun")
+    if finished == b"1":
+        raise ConfigError(f"--run {run!r}: this run has ended; expected one that trains")
+    try:
+        return decode_description(fields)
+    except DescriptionError as error:
+        raise ConfigError(f"--run {run!r}: {keys.description} in {place} describes no run: {error}") from None
+
+
+def _check_modules(config: RunConfig) -> None:
+    """The user's own code comes with no run: it has to be here."""
+    for field in ("environment", "reward"):
+        plug = getattr(config, field)
+        if plug is None:
+            continue
+        try:
+            resolve(plug, field)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; a producer that joins needs the run's modules, and the files they read, on its own host: "
+                f"in the working directory {os.getcwd()} or on PYTHONPATH"
+            ) from error
+
+
+def _base_model(config: RunConfig, description: RunDescription, given: str | None, runs: Path) -> Path:
+    path, wanted = config.model.path, description.model_digest
+    if given is not None:
+        folder = _find_model(given)
+        if (found := model_digest(folder)) != wanted:
+            raise ConfigError(
+                f"--model {given}: digest {found}, but the run's model {path!r} has {wanted}: expected the run's own "
+                "base model, or no --model to take it from Redis"
+            )
+        return folder
+    if (Path(path) / "config.json").is_file():
+        if (found := model_digest(Path(path))) == wanted:
+            return Path(path)
+        print(
+            f"penstock: model.path = {path!r} is another model on this host (digest {found}, the run's {wanted}): "
+            "taken from Redis instead",
+            file=sys.stderr,
+        )
+    folder = config.folder(runs) / f"model-{wanted}"
+    make_private(config.folder(runs))
+    description.write_model(folder)
+    return folder
+
+
+def _find_model(given: str) -> Path:
+    folder = Path(given)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or not HUB_NAME.fullmatch(given):
+        raise ConfigError(f"--model {given}: no config.json there; expected a model's folder, or OWNER/NAME on the Hub")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(given, ignore_patterns=_NO_WEIGHTS))
+    except Exception as error:  # the Hub's, its client's, the system's
+        raise ConfigError(
+            f"--model {given}: no such folder, and not from the Hugging Face Hub: {type(error).__name__}: {error}"
+        ) from None
