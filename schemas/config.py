@@ -693,6 +693,11 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
             "reproduce the logprobs they lead to; expected it to be left out"
         )
+    if isinstance(config.engine.args.get("hf_token"), str):
+        raise ConfigError(
+            f"{file}: engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in "
+            "the environment variable HF_TOKEN"
+        )
     _check_steps(config, file)
     if config.parity.gate != "off":
         _check_parity(config, file)

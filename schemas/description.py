@@ -8,7 +8,6 @@ import msgspec
 
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.model_digest import model_digest
-from penstock.schemas.process.files import write_whole
 
 LARGEST_FILES_BYTES = 64_000_000
 """The most that the files of a model beside its weights take: the largest tokenizers have half of it."""
@@ -35,16 +34,6 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
     run_file: bytes
     model_digest: str
     model_files: dict[str, bytes]
-
-    def write_model(self, folder: Path) -> None:
-        """Writes the model's files into `folder`, each whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content in self.model_files.items():
-            write_whole(folder / name, content)
 
 
 def describe(config: RunConfig) -> RunDescription:
@@ -88,6 +77,6 @@ def decode_description(fields: Mapping[bytes, bytes]) -> RunDescription:
     except (KeyError, UnicodeDecodeError, zlib.error, msgspec.DecodeError) as error:
         raise DescriptionError(f"{type(error).__name__}: {error}") from None
     for name in files:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise DescriptionError(f"a model's file is named {name!r}, expected a name without a folder")
     return RunDescription(run_file=run_file, model_digest=digest, model_files=files)

@@ -15,7 +15,7 @@ from penstock.schemas.config import ConfigError, RunConfig, config_of
 from penstock.schemas.description import DescriptionError, RunDescription, decode_description
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.model_digest import model_digest
-from penstock.schemas.process.files import make_private
+from penstock.schemas.process.files import make_private, write_whole
 from penstock.schemas.process.plugins import resolve
 from penstock.schemas.process.redis_url import URL, certificate_problem, place_of, with_password
 
@@ -118,8 +118,10 @@ def _base_model(config: RunConfig, description: RunDescription, given: str | Non
             file=sys.stderr,
         )
     folder = config.folder(runs) / f"model-{wanted}"
-    make_private(config.folder(runs))
-    description.write_model(folder)
+    for made in (config.folder(runs), folder):
+        make_private(made)
+    for name, content in description.model_files.items():
+        write_whole(folder / name, content)
     return folder
 
 

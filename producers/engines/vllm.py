@@ -53,8 +53,8 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: RunConfig, *, seed: int | None = None) -> "VllmEngine":
-        """Boots an engine on `config.model.path`, labelled version 0, verified and warm. Without weights there it starts
-        with random ones.
+        """Boots an engine on `config.model.path`, labelled version 0, verified and warm; on random weights if none are
+        there.
 
         Args:
             seed: random seed of the engine's sampling; engines with the same one sample the same noise. None takes

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 import pytest
 import redis
 from redis import exceptions
 
 import penstock.consumers.__main__ as entry
+from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.security import __main__ as command
@@ -19,7 +21,12 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import Writer
-from penstock.schemas.keys import Keys
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.policy import Chunk, WeightManifest
+from penstock.schemas.weights.codec import digest, pack
+from penstock.schemas.weights.log import WeightLog
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import RedisChunks
 from producer_thread import ProducerThread
 from real_server import RealServer
 from scripted_learner import ScriptedLearner
@@ -81,15 +88,20 @@ _FORBIDDEN = {
         "XREAD STREAMS {test}:rollouts 0", "XTRIM {test}:rollouts MAXLEN 0", "XGROUP DESTROY {test}:prompts producers",
         "XGROUP SETID {test}:prompts producers $", "DEL {test}:prompts", "EVAL return 0", "EVALSHA x 0", "SCAN 0",
         "SCRIPT LOAD return", "INFO", "WATCH {test}:prompts",
+        "HSET {test}:chunks 1 x", "HDEL {test}:chunks 1", "DEL {test}:chunks", "HKEYS {test}:chunks",
+        "HSET {test}:anchors 1 x", "HDEL {test}:anchors 1", "HSET {test}:run run_file x", "HDEL {test}:run run_file",
+        "HGET {test2}:chunks 1", "HGETALL {test2}:anchors", "HGETALL {test2}:run",
     ],
     "trainer": [
         "XREADGROUP GROUP producers me STREAMS {test}:prompts >", "XGROUP CREATE {test}:prompts g 0 MKSTREAM",
         "XADD {test}:rollouts * index 1", "XADD {test}:evaluation_results * n 1", "XADD {test}:dead_rollouts * index 1",
         "SET {test}:producers:a x",
         "DEL {test}:producers:a", "DEL {test}:commit", "XTRIM {test}:prompts MAXLEN 0", "XDEL {test}:rollouts 0-1",
-        "HSET {test}:requeued 1 0-1", "HDEL {test}:requeued 1",
+        "HSET {test}:requeued 1 0-1", "HDEL {test}:requeued 1", "DEL {test}:chunks", "HSET {test2}:chunks 1 x",
+        "HSET {test2}:run run_file x",
     ],
     "observer": [
+        "HSET {test}:chunks 1 x", "HSET {test}:run run_file x", "HSET {test}:anchors 1 x",
         "HSET {test}:commit finished 1", "XADD {test}:prompts * index 1", "XADD {test}:rollouts * index 1",
         "HSET {test}:requeued 1 0-1", "SET {test}:producers:a x", "DEL {test}:producers:a", "EVALSHA x 0",
         "EVAL_RO return{redis.call('hset','{test}:commit','a','b')} 1 {test}:commit",
@@ -125,6 +137,34 @@ def test_a_user_can_do_none_of_what_its_role_does_not_need(client_of, role: str)
         pytest.fail(f"{role} may {line}: {allowed}")
     assert admin.execute_command("DBSIZE") == before
     assert admin.hgetall(KEYS.commit) == {b"epoch": b"0"}
+
+
+def test_the_trainer_writes_the_weight_log_and_a_producer_reads_it(client_of) -> None:
+    admin, trainer, producer = (
+        client_of(ADMIN),
+        *(client_of(user_name("test", role)) for role in ("trainer", "producer")),
+    )
+    written = RedisChunks(lambda command: command(trainer), KEYS)
+    written.put("0-whole-0-0", chunk := pack([]))
+    written.put("0-whole-0-1", b"left by a trainer that was killed")
+    assert sorted(written.keys()) == ["0-whole-0-0", "0-whole-0-1"]
+    written.delete(["0-whole-0-1"])
+    described = {"run_file": b"{}", "model_digest": b"d"}
+    admin.hset(KEYS.commit, "epoch", 0)
+    Scripts(trainer, KEYS).describe(0, described)
+    manifest = WeightManifest(
+        version=0,
+        parent_version=-1,
+        total_bytes=0,
+        tensors=(),
+        chunks=(Chunk(key="0-whole-0-0", num_bytes=len(chunk), digest=digest(chunk), num_changed=0, pieces=()),),
+    )
+    admin.xadd(KEYS.policy, {Field.MANIFEST: msgspec.json.encode(manifest)}, id="0-1")
+    admin.hset(KEYS.anchors, "0", msgspec.json.encode(manifest))
+    reader = WeightReader(lambda command: command(producer), KEYS)
+    assert reader.log() == WeightLog({0: manifest}, {0: manifest})
+    assert reader.parts(manifest, manifest.chunks[0]) == []
+    assert producer.hgetall(KEYS.description) == {name.encode(): value for name, value in described.items()}
 
 
 @pytest.mark.parametrize("role", ["producer", "operator"])
