@@ -91,15 +91,23 @@ def test_a_file_other_than_announced_is_refused(base, tmp_path):
         check(path, other, base, "float32")
 
 
-@pytest.mark.parametrize("missing", ["folder", "config", "weights"])
+@pytest.mark.parametrize("missing", ["folder", "config"])
 def test_a_folder_without_a_model_is_an_engine_error(tmp_path, missing):
     folder = tmp_path / "model"
     if missing != "folder":
         folder.mkdir()
-    if missing == "weights":
-        (folder / "config.json").write_text("{}")
     with pytest.raises(EngineError, match=r"model\.path = .*model"):
         BaseModel(str(folder))
+
+
+def test_without_weights_of_a_base_model_those_of_a_policy_are_taken_as_announced(base, tmp_path):
+    os.unlink(base.files[0])
+    alone = BaseModel(os.path.dirname(base.files[0]))
+    assert (alone.files, alone.shapes) == ([], {})
+    path, manifest = written(WEIGHTS, tmp_path)
+    check(path, manifest, alone, "float32")
+    with pytest.raises(WeightLoadError, match=r"dtype float32, expected model\.dtype = bfloat16"):
+        check(path, manifest, alone, "bfloat16")
 
 
 def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path):
