@@ -31,7 +31,8 @@ from penstock.consumers.stream.scripts import FencedError, announced_of, forks_o
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.published_policy import PublishedPolicy
-from penstock.consumers.weights.publisher import Publisher
+from penstock.consumers.weights.publisher import Publisher, WeightPlaces
+from penstock.consumers.weights.shard import PolicyShard
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
@@ -236,8 +237,19 @@ def _assemble(
         recorder.sync()
 
     run_log = RunLog(config, folder, metrics, ledger, progress)
-    weights = config.weights_folder(runs)
-    publisher = Publisher(connection, scripts, weights, config.weights.keep_versions, epoch, run_log.publication)
+    shard = PolicyShard(learner.ranks, leadership.keys, connection.call, learner.published_parts)
+    publisher = Publisher(
+        connection,
+        scripts,
+        leadership.keys,
+        shard,
+        learner.ranks,
+        WeightPlaces.of(config.weights, config.name, folder),
+        config.weights.keep_versions,
+        epoch,
+        run_log.publication,
+    )
+    learner.before_update = publisher.wait_for_snapshot
     return Trainer(
         config=config,
         learner=learner,

@@ -19,7 +19,7 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
                  observe/record.py                                     [the record's thread]
     settle       each index is trained, skipped or dead                -
                  stream/settlement.py
-    publish      a copy of the weights is written and announced        waits for the one before: room on the disk
+    publish      what has changed is copied, written and announced     waits for the one before: room in the store
                  beside the training: weights/publisher.py             [the operator]
     evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
                  stream/evaluation.py
@@ -160,6 +160,7 @@ class Trainer:
                 wait_s=took_s - began_s,
                 step_s=stepped_s - took_s,
                 publish_s=time.monotonic() - stepped_s,
+                publish_blocked_s=self.policy.take_blocked_s(),
             )
             self._evaluate()
             self._commit_if_due(busy=True)

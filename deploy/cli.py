@@ -362,7 +362,7 @@ def _train(arguments: argparse.Namespace, signals: StopSignals) -> int:
     ranks, lookout = join(config)
     if not ranks.is_lead:
         signals.ignore()  # the lead ends in order, and ends the others
-        return follow(config, ranks, lookout)
+        return follow(config, ranks, lookout, lambda: redis_url(config, arguments.runs))
     status = 2
     try:
         check_alike(config, ranks)

@@ -19,6 +19,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Place = Annotated[str, Meta(min_length=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -368,10 +369,19 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    folder: str | None = None
-    """Folder that trainer and producers share, best on tmpfs; None takes `<runs>/<name>/weights`."""
+    """Where published policies are. Each is a delta of the one before, in chunks; now and then one is written whole: an
+    anchor, for readers that come late. Producers learn from the policy stream where chunks are."""
+
+    deltas: Place = "redis"
+    """Where deltas are kept: "redis", a folder that all hosts share, or an fsspec URL such as `s3://bucket/prefix`. In
+    a folder or under a URL each run has a folder of its own name."""
+    anchors: Place | None = None
+    """Where anchors are kept, likewise, and deltas that Redis has no room for; None: in Redis if four of them fit
+    `redis_mb`, else in `<runs>/<name>/weights`."""
+    redis_mb: Positive = 512
+    """The most that chunks in Redis take."""
     keep_versions: Annotated[int, Meta(ge=2)] = 8
-    """Published versions kept on disk, the last so many: `penstock parity` replays tokens of these versions."""
+    """Published versions that can be got back, the last so many: `penstock parity` replays tokens of these versions."""
     host_folder: str | None = None
     """Folder of the copy of the policy that the producers of one host share, best in memory: it takes the room of the
     published weights. None takes /dev/shm, or the system's temporary folder where there is none."""
@@ -491,9 +501,6 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name
-
-    def weights_folder(self, runs: Path) -> Path:
-        return Path(self.weights.folder) if self.weights.folder else self.folder(runs) / "weights"
 
 
 def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -665,6 +672,11 @@ def _check_renamed(document: dict[str, Any], file: Path) -> None:
     weights = document.get("weights")
     if isinstance(weights, dict) and "keep" in weights:
         raise ConfigError(f"{file}: weights.keep = {weights['keep']!r}: unknown field; it is now weights.keep_versions")
+    if isinstance(weights, dict) and "folder" in weights:
+        raise ConfigError(
+            f"{file}: weights.folder = {weights['folder']!r}: unknown field; weights.deltas and weights.anchors say "
+            "where the trainer keeps policies, and weights.host_folder where a host has its copy"
+        )
 
 
 def _check(config: RunConfig, file: Path) -> None:

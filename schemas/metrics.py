@@ -194,7 +194,10 @@ class TrainerMetric:
     STEP_SECONDS = Metric(
         "penstock_step_seconds", "Time per batch by phase", ("phase",), STEP_BUCKETS, values=("wait", "step", "publish")
     )
-    WEIGHT_BYTES = Metric("penstock_weight_bytes_published_total", "Bytes of weights published", unit="B")
+    WEIGHT_BYTES = Metric(
+        "penstock_weight_bytes_published_total", "Bytes of chunks of weights published, anchors included", unit="B"
+    )
+    WEIGHT_ANCHORS = Metric("penstock_weight_anchors_total", "Policies published whole", unit="policies")
     CHECKPOINT_SECONDS = Metric(
         "penstock_checkpoint_seconds", "Time to write and commit a checkpoint, beside the training", (), STEP_BUCKETS
     )
@@ -259,6 +262,15 @@ TRAINER_GAUGES: dict[str, Metric] = {
     "mismatch_lag0": Metric(
         "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs in rows of lag 0"
     ),
+    "publish_blocked_s": Metric(
+        "penstock_publish_blocked_seconds", "Time that publications have held up the training, since the batch before"
+    ),
+    "weight_changed_frac": Metric(
+        "penstock_weight_changed_frac", "Share of the policy's elements that the last published update has changed"
+    ),
+    "weight_chunk_bytes": Metric("penstock_weight_chunk_bytes", "Bytes of the last published update's chunks"),
+    "weight_chain": Metric("penstock_weight_chain_deltas", "Deltas since the newest anchor", unit="deltas"),
+    "weight_redis_bytes": Metric("penstock_weight_redis_bytes", "Bytes of chunks of weights in Redis"),
     **{
         key: Metric(prometheus_name(key), help, unit=unit)
         for key, (help, unit) in {

@@ -1,5 +1,6 @@
 """A rank that carries out the lead's orders: it knows no Redis and decides nothing."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -9,13 +10,20 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.parity.gate import measured
 from penstock.consumers.parity.report import ParityError
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.weights.follower import ShardPublisher
+from penstock.consumers.weights.shard import PolicyShard
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup
 
 
-def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
+def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str] | None = None) -> int:
     """Follows the lead until it ends, which ends this process; returns 1 after an error, which `watch` tells the
-    others."""
+    others.
+
+    url: of the Redis of a run whose policies are published; asked for once chunks are put there.
+    """
     orders: dict[str, Callable[..., object]] = {}
 
     def open_learner(config: RunConfig) -> None:
@@ -26,6 +34,12 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch) -> int:
                 measured(groups, config, learner.model, version)
 
         orders.update(learner.orders, gate=gate)
+        if url is not None:
+            connection = functools.cache(lambda: TrainerConnection(url(), config.redis.outage_s))
+            call = lambda command: connection().call(command)  # noqa: E731 - without chunks in Redis it is not needed
+            shard = PolicyShard(ranks, Keys(config.name), call, learner.published_parts)
+            learner.before_update = shard.snapshots.wait
+            orders["publish"] = ShardPublisher(shard, ranks).begin
 
     orders["learner"] = open_learner
     try:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.consumers.learning.ranks import Ranks, Shared, Value
+from penstock.consumers.learning.ranks import Ranks, Shared, Thread, Value
 
 FOREVER = timedelta(days=365)
 """An order may be a long time coming: the trainer waits for rollouts. `Watch` tells whether the lead is there. The lead
@@ -35,7 +35,12 @@ class World(Ranks):
         self.mesh = init_device_mesh(device.type, (size,))
         self.group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._orders = dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
-        self._beside = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._beside: dict[Thread, Ranks] = {
+            "checkpoint": _Beside(self, dist.new_group(backend="gloo", timeout=self._timeout)),
+            "publisher": _Beside(
+                self, dist.new_group(backend="gloo", timeout=self._timeout if self.is_lead else FOREVER)
+            ),
+        }
 
     def order(self, name: str, part: Callable[[int], tuple[Any, ...]] = lambda rank: ()) -> None:
         self.phase = name
@@ -71,8 +76,12 @@ class World(Ranks):
         dist.all_reduce(values, group=self.group)
         return values
 
-    def beside(self) -> Ranks:
-        return _Beside(self, self._beside)
+    @property
+    def phase_beside(self) -> str:
+        return ", ".join(each.phase for each in self._beside.values() if each.phase)
+
+    def beside(self, thread: Thread) -> Ranks:
+        return self._beside[thread]
 
 
 class _Beside(World):
@@ -80,4 +89,4 @@ class _Beside(World):
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.local_rank = world.rank, world.size, world.local_rank
-        self.mesh, self.group = world.mesh, group
+        self.mesh, self.group, self.phase = world.mesh, group, ""

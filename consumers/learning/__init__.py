@@ -6,6 +6,7 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
   `step_report.StepReport` and `advantages.has_variance`; the evaluation through `outcome`;
 - the start checks through `device.choose_device` and `interfaces`;
 - the trainer's processes through `ranks.Ranks`, all that the numerics know of each other;
+- the publication of weights through `published.PublishedPart`, references to what is published;
 - the record and the run log through `batch.Batch` as well;
 - `penstock export` through `export`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;

@@ -21,6 +21,7 @@ from penstock.consumers.learning.matmul import enable_onednn_matmul
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.optimizer import make_optimizer
 from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
@@ -52,6 +53,8 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken: the learning rate follows it."""
+        self.before_update: Callable[[], object] = lambda: None
+        """Called before each optimizer step, on every rank: nobody may read the masters during it."""
         self._said = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
@@ -134,6 +137,13 @@ class Learner:
         weights = self.model.published_weights()
         self.ranks.phase = BETWEEN_STEPS
         return weights
+
+    def published_parts(self) -> Callable[[], list[PublishedPart]]:
+        """See `PackedModel.published_parts`. Every rank calls it, at one point of the training."""
+        self.ranks.phase = "publish"
+        parts = self.model.published_parts()
+        self.ranks.phase = BETWEEN_STEPS
+        return parts
 
     def begin_checkpoint(self, folder: Path) -> Future[dict[str, str]]:
         """Takes a snapshot of masters and moments and writes it into `folder` in a thread (`LearnerState.begin`).
@@ -272,4 +282,5 @@ class Learner:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
+        self.before_update()
         self.optimizer.step()

@@ -24,7 +24,7 @@ class LearnerState:
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
-        self._beside = ranks.beside()
+        self._beside = ranks.beside("checkpoint")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, folder: Path) -> Future[dict[str, str]]:
@@ -34,11 +34,11 @@ class LearnerState:
         return self._thread.submit(self._write, copies, folder)
 
     def _write(self, copies: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
-        self._ranks.phase_beside = "checkpoint"
+        self._beside.phase = "checkpoint"
         try:
             return write_tensors(copies, folder, self._beside)
         finally:
-            self._ranks.phase_beside = ""
+            self._beside.phase = ""
 
     def load(self, folder: Path) -> None:
         """Replaces masters and moments by those in `folder`, of whatever number of ranks.

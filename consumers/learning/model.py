@@ -1,6 +1,7 @@
 """The trained model: a transformers model run over packed rows, on the values that are published."""
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, 
 from penstock.consumers.learning.batch import MicroBatch
 from penstock.consumers.learning.blocks import compile_blocks
 from penstock.consumers.learning.model_check import ModelCheckError, check_model
+from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.shards import empty_model, fill, gathered, shard
+from penstock.consumers.learning.shards import empty_model, fill, gathered, held, shard
 from penstock.schemas.config import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,6 +61,8 @@ class PackedModel:
         self._dtype = torch.float32  # until the check is over
         self._rounded: dict[str, Tensor] = {}
         """The body's parameters in `dtype` during a forward pass."""
+        self._published_names: dict[str, str] | None = None
+        """By name of a master that of the published tensor; empty if there is no such tensor for each."""
         self._shards: Any = None
         """What runs the body of a model that several ranks share; None in a world of one."""
         if self._ranks.mesh is None:
@@ -188,16 +192,46 @@ class PackedModel:
         Of a model that several ranks share: the lead's alone; the others take part, and return nothing.
         """
         if self._shards is None:
-            state = remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
+            state = self._untied()
         elif not (state := gathered(self.state(), self._dtype, self._ranks)):
             return {}
         state = revert_weight_conversion(self.module, state)
         return {
-            name: tensor.detach()
-            .to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-            .contiguous()
+            name: tensor.detach().to("cpu", self._published_dtype(tensor), copy=True).contiguous()
             for name, tensor in state.items()
         }
+
+    def published_parts(self) -> Callable[[], list[PublishedPart]]:
+        """What gives the parts of the published tensors that this rank holds: of every tensor one, maybe of no
+        elements, in the same order on all ranks, by the names that `save_pretrained` would write. It may be called in
+        another thread, until the next optimizer step.
+
+        Where names alone differ from the masters', the parts are the masters themselves. Where tensors are split or
+        joined, a model that several ranks share is gathered on the lead, now, and the other ranks have no parts.
+        """
+        state = self._untied() if self._shards is None else self.state()
+        if self._published_names is None:
+            self._published_names = _renamed(self.module, state)
+        names = self._published_names
+        if names:
+            return lambda: [self._part(names[name], tensor.detach()) for name, tensor in state.items()]
+        if self._shards is None:
+            return lambda: self._whole_parts(revert_weight_conversion(self.module, state))
+        weights = self.published_weights()
+        return lambda: self._whole_parts(weights)
+
+    def _whole_parts(self, state: dict[str, Tensor]) -> list[PublishedPart]:
+        return [self._part(name, tensor.detach()) for name, tensor in state.items()]
+
+    def _part(self, name: str, tensor: Tensor) -> PublishedPart:
+        start, values = held(tensor, self._ranks)
+        return PublishedPart(name, self._published_dtype(tensor), tuple(tensor.shape), start, values.contiguous())
+
+    def _published_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _untied(self) -> dict[str, Tensor]:
+        return remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
 
     def load(self, folder: Path | str) -> None:
         """Replaces the masters by those in `folder`, in place.
@@ -223,6 +257,15 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
+
+
+def _renamed(module: Any, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names that `save_pretrained` would write, by name; empty if it would split or join tensors."""
+    likenesses = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    names = {id(likeness): name for name, likeness in likenesses.items()}
+    converted = revert_weight_conversion(module, dict(likenesses))
+    renamed = {names[id(likeness)]: name for name, likeness in converted.items() if id(likeness) in names}
+    return renamed if len(renamed) == len(state) == len(converted) else {}
 
 
 def _logit_scale(config: Any) -> float:

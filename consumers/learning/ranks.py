@@ -1,7 +1,7 @@
 """The ranks of a trainer: what the numerics know of the processes beside their own."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
 
+
+Thread = Literal["checkpoint", "publisher"]
+"""The threads that communicate beside the main one."""
 
 BETWEEN_STEPS = "between steps"
 """The lead's phase while it does what the other ranks have no part in."""
@@ -40,8 +43,11 @@ class Ranks:
     """The ranks' group for objects and tensors on CPU; None in a world of one."""
     phase: str = "start"
     """What this rank is at, for the message about a rank that is lost."""
-    phase_beside: str = ""
-    """The same of a thread beside, which writes a checkpoint."""
+
+    @property
+    def phase_beside(self) -> str:
+        """The same of the threads beside; empty if they have nothing to do."""
+        return ""
 
     @property
     def is_lead(self) -> bool:
@@ -71,6 +77,7 @@ class Ranks:
         """The sum over the ranks, on all of them; of tensors of one shape and type."""
         return values
 
-    def beside(self) -> "Ranks":
-        """The same ranks for one thread beside the main one, whose calls do not mix with those of others."""
-        return self
+    def beside(self, thread: "Thread") -> "Ranks":
+        """The same ranks for one thread beside the main one, whose calls do not mix with those of others. Its `phase`
+        is empty while it has nothing to do."""
+        return Ranks()

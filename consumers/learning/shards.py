@@ -1,5 +1,6 @@
 """A model whose parameters several ranks share: FSDP2, block by block."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,17 @@ def gathered(tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) ->
         if ranks.is_lead:
             state[name] = full.cpu()
     return state
+
+
+def held(tensor: Tensor, ranks: Ranks) -> tuple[int, Tensor]:
+    """What this rank holds of a tensor: the number of elements before it in row-major order, and the elements, [count].
+    One that is not shared is the lead's alone."""
+    if isinstance(tensor, DTensor):
+        num_rows = -(-tensor.shape[0] // ranks.size)  # as FSDP2 shards: the first ranks have as many, the last the rest
+        first = min(ranks.rank * num_rows, tensor.shape[0])
+        return first * math.prod(tensor.shape[1:]), tensor.to_local().reshape(-1)
+    elements = tensor.reshape(-1)
+    return 0, elements if ranks.is_lead else elements[:0]
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class TrainerMetrics:
         self.groups_abandoned = make(Gauge, M.GROUPS_ABANDONED)
         self.prompts_open = make(Gauge, M.PROMPTS)
         self.weight_bytes = make(Counter, M.WEIGHT_BYTES)
+        self.weight_anchors = make(Counter, M.WEIGHT_ANCHORS)
         self.parity_alert = make(Gauge, M.PARITY_ALERT)
         self.mismatch_band = make(Gauge, M.MISMATCH_BAND)
         self.mismatch_mean = make(Gauge, M.MISMATCH_MEAN)

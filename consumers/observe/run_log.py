@@ -19,6 +19,7 @@ from penstock.consumers.parity.gate import Alert
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
@@ -36,6 +37,8 @@ class RunLog:
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
+        self._published: dict[str, float] = {}
+        """The figures of the policy that was announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._ledger_file = LedgerFile(folder / "trainer.json")
@@ -65,8 +68,9 @@ class RunLog:
         wait_s: float,
         step_s: float,
         publish_s: float,
+        publish_blocked_s: float,
     ) -> None:
-        """Logs one batch."""
+        """Logs one batch. publish_blocked_s: how long publications have held it up."""
         now = time.time()
         # The first batch also waited for engines to boot, which is no wait for rollouts.
         wait_s = min(wait_s, max(0.0, now - min(group.timings.claimed_s for group in groups)))
@@ -89,6 +93,8 @@ class RunLog:
             "step_s": step_s,
             "phase_s": report.phase_s,
             "publish_s": publish_s,
+            "publish_blocked_s": publish_blocked_s,
+            **self._published,
         }
         self._updates.write(**line)
         self._sinks.update(line)
@@ -98,9 +104,14 @@ class RunLog:
         self.metrics.mismatch_mean.set(self.alert.gap)
         self.metrics.mismatch_band.set(self.alert.band)
 
-    def publication(self, num_bytes: int) -> None:
-        """Counts published weights."""
-        self.metrics.weight_bytes.inc(num_bytes)
+    def publication(self, publication: Publication) -> None:
+        """Counts published weights. May be called in another thread; the next line has the figures of the last one."""
+        self.metrics.weight_bytes.inc(publication.num_bytes)
+        self.metrics.weight_anchors.inc(publication.is_whole)
+        figures = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
+        if publication.changed_frac is not None:
+            figures |= {"weight_changed_frac": publication.changed_frac, "weight_chunk_bytes": publication.num_bytes}
+        self._published = {**self._published, **figures}
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Logs a complete evaluation."""

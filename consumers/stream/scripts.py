@@ -133,18 +133,23 @@ return epoch
 """
 )
 
-# ARGV: epoch, policy version, manifest, manifests to keep, parent version of the epoch's first policy or ''.
-# Announcing the newest once more (after a lost reply) adds nothing.
+# ARGV: epoch, policy version, manifest or '' (announced already), whole manifest or '', oldest version kept, parent
+# version of the epoch's first policy or ''. What is there already (after a lost reply) is not added.
 _ANNOUNCE = (
     _FENCE
     + """
-local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
-if not newest or newest[2][2] ~= ARGV[3] then
-  redis.call('XADD', KEYS[2], '*', 'manifest', ARGV[3])
-  redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[4])
+local floor = tonumber(ARGV[5])
+if ARGV[4] ~= '' then redis.call('HSET', KEYS[3], ARGV[2], ARGV[4]) end
+if ARGV[3] ~= '' then
+  local id = ARGV[2] .. '-1'
+  if #redis.call('XRANGE', KEYS[2], id, id) == 0 then redis.call('XADD', KEYS[2], id, 'manifest', ARGV[3]) end
+  redis.call('HSET', KEYS[1], 'policy_version', ARGV[2], 'announced:' .. ARGV[1], ARGV[2])
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'fork:' .. ARGV[1], ARGV[6]) end
 end
-redis.call('HSET', KEYS[1], 'policy_version', ARGV[2], 'announced:' .. ARGV[1], ARGV[2])
-if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'fork:' .. ARGV[1], ARGV[5]) end
+redis.call('XTRIM', KEYS[2], 'MINID', ARGV[5] .. '-0')
+for _, version in ipairs(redis.call('HKEYS', KEYS[3])) do
+  if (tonumber(version) or floor) < floor then redis.call('HDEL', KEYS[3], version) end
+end
 return ARGV[2]
 """
 )
@@ -288,9 +293,14 @@ class Scripts:
         keys = [self._keys.commit, self._keys.prompts]
         return self._run("drop_unreachable", keys, epoch, PRODUCERS_GROUP, MOST_PENDING)
 
-    def announce(self, epoch: int, version: int, manifest: bytes, keep: int, parent: int | None) -> None:
+    def announce(
+        self, epoch: int, version: int, manifest: bytes, anchor: bytes, floor: int, parent: int | None
+    ) -> None:
+        """Puts `manifest` onto the policy stream and `anchor` among the anchors, either unless it is empty; then drops
+        what is older than version `floor`. parent: of an epoch's first policy after a resume."""
+        keys = [self._keys.commit, self._keys.policy, self._keys.anchors]
         fork = "" if parent is None else parent
-        self._run("announce", [self._keys.commit, self._keys.policy], epoch, version, manifest, keep, fork)
+        self._run("announce", keys, epoch, version, manifest, anchor, floor, fork)
 
     def evaluate(self, epoch: int, versions: Iterable[int], num_prompts: int) -> int:
         """Requests prompts 1 to `num_prompts` of each version; returns how many were not requested before."""

@@ -33,7 +33,7 @@ class PublishedPolicy:
     def publish(self) -> None:
         """Publishes the weights after an update under the next version, which from now on is this one.
 
-        Waits for the version before to be announced, and for a copy of the weights; the announcement follows.
+        Waits for the version before to be announced; the announcement of this one follows.
 
         Raises:
             OSError, RedisGoneError, FencedError: the version before was not announced; see `Publisher.wait`.
@@ -51,8 +51,12 @@ class PublishedPolicy:
         """Returns once the newest version is announced; see `Publisher.wait`."""
         self._publisher.wait()
 
+    def take_blocked_s(self) -> float:
+        """The seconds that the training has waited for publications since the last call."""
+        return self._publisher.take_blocked_s()
+
     def end(self) -> None:
         self._publisher.end()
 
     def _publish(self, parent_version: int, *, fork: bool) -> None:
-        self._publisher.publish(self._learner.published_weights(), self.version, parent_version, fork=fork)
+        self._publisher.publish(self.version, parent_version, fork=fork)

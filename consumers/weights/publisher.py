@@ -1,23 +1,38 @@
-"""Publishes a policy beside the training: bytes into the shared folder, then the manifest onto the policy stream."""
+"""Publishes policies beside the training: chunks into a store, then the manifest that announces them.
+
+snapshot   the masters are rounded into host memory            the optimizer waits for it, on every rank
+           snapshots.py
+write      each rank compares, encodes and puts its shards     waits for the snapshot, and for room in the store
+           shard.py
+announce   the lead's script, on the policy stream             -
+clean      older policies are dropped, then their chunks       -
+           kept.py
+anchor     now and then the policy is written whole as well    -
+"""
 
 import contextlib
-import hashlib
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
-from penstock.schemas.policy import TensorSpec, WeightManifest
-from penstock.schemas.process.files import replacing
+from penstock.consumers.weights.kept import KeptWeights
+from penstock.consumers.weights.shard import DenseError, NoRoomError, PolicyShard, Task, Written
+from penstock.schemas.config import WeightsConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import Chunk, WeightManifest
+from penstock.schemas.weights.layout import Layout
+from penstock.schemas.weights.stores import REDIS, ChunkStoreError
 
 log = logging.getLogger(__name__)
 
@@ -27,80 +42,128 @@ HEAD_START_S = 0.03
 """How long a publication has the interpreter to itself: a small policy is announced within it, and later, and so with
 more lag, beside a thread that packs the next batch."""
 END_S = 5.0
-"""How long a trainer that ends waits for its last publication; one that is fenced takes its file away."""
+"""How long a trainer that ends waits for its last publication; one that is fenced takes its chunks away."""
+ANCHORS_IN_REDIS = 4
+"""Whole policies have to fit into `weights.redis_mb` so many times to be kept in Redis without a setting."""
 
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_KEY = re.compile(r"(\d+)-(delta|whole)-\d+-\d+")
+
+
+class WeightPlaces(NamedTuple):
+    """Where chunks are put: "redis", a folder or a URL, each of this run alone. anchors: None for Redis if the policy
+    is small, `own` otherwise. redis_bytes: the most in Redis."""
+
+    deltas: str
+    anchors: str | None
+    own: str
+    redis_bytes: int
+
+    @classmethod
+    def of(cls, config: WeightsConfig, run: str, folder: Path) -> "WeightPlaces":
+        """folder: the run's own."""
+        anchors = None if config.anchors is None else _of_run(config.anchors, run)
+        return cls(_of_run(config.deltas, run), anchors, str(folder.absolute() / "weights"), config.redis_mb << 20)
+
+
+class Publication(NamedTuple):
+    """num_bytes: of chunks written for it. changed_frac: share of the elements that it has changed; None for an anchor
+    of a policy that was announced before. chain: deltas since the newest anchor. redis_bytes: of all chunks there.
+    is_whole: an anchor."""
+
+    num_bytes: int
+    changed_frac: float | None
+    chain: int
+    redis_bytes: int
+    is_whole: bool
 
 
 class Publisher:
-    """Writes `v<version>.safetensors` and announces it, in a thread; deletes versions older than the last `keep`.
+    """The lead's: numbers nothing, decides where and how each policy is written, and announces it.
 
     One publication is under way at a time. What ends it without an announcement is raised by the next call of
     `publish`, `check` or `wait`.
 
-    on_published: called in the thread with the bytes of each policy announced.
+    shard: of this rank. ranks: those that share the model. on_published: called in the thread.
     """
 
     def __init__(
         self,
         connection: TrainerConnection,
         scripts: Scripts,
-        folder: Path,
-        keep: int,
+        keys: Keys,
+        shard: PolicyShard,
+        ranks: Ranks,
+        places: WeightPlaces,
+        keep_versions: int,
         epoch: int,
-        on_published: Callable[[int], None] = lambda num_bytes: None,
+        on_published: Callable[[Publication], None] = lambda publication: None,
     ) -> None:
-        self._connection = connection
-        self._scripts = scripts
-        self._folder = folder
-        self._keep = keep
+        self._connection, self._scripts, self._keys = connection, scripts, keys
+        self._shard, self._ranks, self._beside = shard, ranks, ranks.beside("publisher")
+        self._places = places
+        for place in (places.deltas, places.anchors):
+            if place is not None:
+                shard.store(place)  # before anything is trained: it may be a URL that cannot be opened
+        self._kept = KeptWeights(keep_versions)
         self._epoch = epoch
         self._on_published = on_published
-        folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob("v*.partial-*"):
-            unfinished.unlink(missing_ok=True)  # of a trainer that was killed
-        self._newest: tuple[int, bytes, int | None] | None = None
-        """Version, manifest and, for an epoch's first policy after a resume, the version it equals."""
-        self._announcing = threading.Lock()
-        self._published = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
+        self._newest: tuple[int, int, bool] | None = None
+        """Version, parent version, and whether it is an epoch's first policy after a resume, of the one announced last.
+        """
+        self._garbage: dict[str, set[str]] = {}
+        """By place the keys of chunks that nobody needs and that could not be deleted."""
+        self._num_attempts = 0
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        """What has ended a thread after the announcement."""
         self._ended = False
+        self._blocked_s = 0.0
 
-    def publish(
-        self, weights: dict[str, torch.Tensor], version: int, parent_version: int, *, fork: bool = False
-    ) -> None:
-        """Begins to announce `weights`, which nobody may write to any more, as policy `version`.
+    def publish(self, version: int, parent_version: int, *, fork: bool = False) -> None:
+        """Begins to announce the weights as they are now as policy `version`. `fork` records `parent_version` as the
+        version that this epoch's first policy equals.
 
-        A producer sees the manifest only when the whole file is there under its final name. `fork` records
-        `parent_version` as the version that this epoch's first policy equals.
-
-        Waits for the publication before; room on the disk and Redis unblock it.
+        Waits for the announcement before; room in the store and Redis unblock it.
 
         Raises:
             OSError, RedisGoneError, FencedError: see `wait`.
         """
+        began_s = time.monotonic()
         self.wait()
-        self._under_way = Future()
-        arguments = (self._under_way, weights, version, parent_version, fork)
-        threading.Thread(target=self._publish, args=arguments, name="publisher", daemon=True).start()
-        with contextlib.suppress(TimeoutError):
-            self._under_way.exception(HEAD_START_S)
+        self._ranks.order("publish", lambda rank: (version,))
+        self._shard.snapshots.begin(version)
+        self._start(self._publish, version, parent_version, fork)
+        self._blocked_s += time.monotonic() - began_s
 
     def wait(self) -> None:
         """Returns once the policy given last is announced.
 
         Raises:
-            OSError: the folder cannot be written, and the trainer is told to stop.
+            OSError: a store takes no chunks, and the trainer is told to stop.
             RedisGoneError: see `TrainerConnection.call`.
             FencedError: a newer trainer owns the run.
         """
         self._under_way.result()
+        if self._failure is not None:
+            raise self._failure
 
     def check(self) -> None:
         """Raises what `wait` would, without waiting."""
         if self._under_way.done():
             self.wait()
+
+    def wait_for_snapshot(self) -> None:
+        """Returns once the masters may change."""
+        began_s = time.monotonic()
+        self._shard.snapshots.wait()
+        self._blocked_s += time.monotonic() - began_s
+
+    def take_blocked_s(self) -> float:
+        """The seconds that `publish` and `wait_for_snapshot` took since the last call."""
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
+        return blocked_s
 
     def end(self) -> None:
         """Lets a publication under way come to its end, for `END_S` at most; for room it waits no longer."""
@@ -109,65 +172,262 @@ class Publisher:
             self._under_way.result(END_S)
 
     def announce_again(self) -> None:
-        """Puts the newest manifest onto the policy stream, unless it is the newest there."""
-        with self._announcing:
-            if self._newest is not None:
-                self._announce(*self._newest)
+        """Begins to write the newest policy whole, unless Redis and the stores still lead to it, and to announce it if
+        it is announced no longer. Redis has lost something.
 
-    def _publish(
-        self, done: Future[None], weights: dict[str, torch.Tensor], version: int, parent_version: int, fork: bool
+        Raises:
+            OSError, RedisGoneError, FencedError: see `wait`.
+        """
+        self.wait()
+        if self._newest is not None:
+            self._start(self._restore)
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        self._under_way = Future()
+        before = self._thread
+        self._thread = threading.Thread(
+            target=self._run, args=(before, self._under_way, work, arguments), name="publisher", daemon=True
+        )
+        self._thread.start()
+        with contextlib.suppress(TimeoutError):
+            self._under_way.exception(HEAD_START_S)
+
+    def _run(
+        self,
+        before: threading.Thread | None,
+        done: Future[None],
+        work: Callable[..., None],
+        arguments: tuple[object, ...],
     ) -> None:
+        if before is not None:
+            before.join()  # it may write an anchor
         try:
-            file = self._folder / f"v{version}.safetensors"
-            checksum = self._write(weights, file)
-            manifest = WeightManifest(
-                version=version,
-                parent_version=parent_version,
-                file=file.name,
-                total_bytes=file.stat().st_size,
-                checksum=checksum,
-                tensors=tuple(
-                    TensorSpec(name=name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
-                    for name, tensor in weights.items()
-                ),
-            )
-            with self._announcing:
-                self._newest = version, msgspec.json.encode(manifest), parent_version if fork else None
-                try:
-                    self._announce(*self._newest)
-                except FencedError:
-                    file.unlink(missing_ok=True)
-                    raise
-            # Only now: until Redis has accepted the announcement, the run may be another trainer's.
-            self._published.append(file)
-            while len(self._published) > self._keep:
-                self._published.pop(0).unlink(missing_ok=True)
-            self._on_published(manifest.total_bytes)
+            if self._failure is not None:
+                raise self._failure
+            self._beside.phase = "publish"
+            work(done, *arguments)
         except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+            if done.done():
+                self._failure = error
+            else:
+                done.set_exception(error)
+        finally:
+            self._beside.phase = ""
 
-    def _announce(self, version: int, manifest: bytes, parent: int | None) -> None:
-        self._connection.call(lambda _: self._scripts.announce(self._epoch, version, manifest, self._keep, parent))
+    def _publish(self, done: Future[None], version: int, parent: int, fork: bool) -> None:
+        is_first = self._newest is None
+        if is_first:
+            self._kept.load(self._connection.call, self._keys)
+        self._shard.snapshots.wait()
+        before = self._newest[0] if self._newest is not None else None
+        manifest = self._write(version, parent, before, whole=is_first)
+        self._announce(manifest, fork=fork)
+        self._newest = version, parent, fork
+        done.set_result(None)
+        self._clean(sweep=is_first)
+        if self._kept.anchor_is_due:
+            self._write_anchor(version, parent)
 
-    def _write(self, weights: dict[str, torch.Tensor], file: Path) -> str:
-        """Writes the file, whole or not at all, and returns its checksum.
+    def _restore(self, done: Future[None]) -> None:
+        assert self._newest is not None
+        version, parent, fork = self._newest
+        self._kept.load(self._connection.call, self._keys)
+        if self._kept.newest != version or not self._can_be_read(version):
+            self._announce(self._write(version, parent, None, whole=True), fork=fork)
+        done.set_result(None)
+        self._clean(sweep=True)
 
-        Waits while the disk is full or unreachable; room on it unblocks it, and `TrainerConnection.stop` ends the wait
-        with an error.
+    def _can_be_read(self, version: int) -> bool:
+        """Whether all chunks on the way to a version are where they were put."""
+        way = self._kept.way(version)
+        try:
+            places = {manifest.store: set(self._shard.store(manifest.store).keys()) for manifest in way}
+        except ChunkStoreError:
+            return False  # writing waits for the store, and says so
+        return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
+
+    def _write_anchor(self, version: int, parent: int) -> None:
+        """Writes the newest policy whole, if there is room; if not, the next version is tried."""
+        try:
+            manifest = self._write(version, parent, None, whole=True, may_wait=False)
+        except (ChunkStoreError, NoRoomError) as error:
+            log.warning("anchor of policy %d is not written: %s; the next policy is tried", version, error)
+            return
+        self._announce(manifest, anchor_only=True)
+        self._clean()
+
+    def _announce(self, manifest: WeightManifest, *, fork: bool = False, anchor_only: bool = False) -> None:
+        """Puts a manifest onto the stream, and a whole one among the anchors; drops what is older than is kept."""
+        version, is_whole, encoded = manifest.version, manifest.delta_of is None, msgspec.json.encode(manifest)
+        floor = self._kept.floor(version, anchor=version if is_whole else None)
+        stream, anchor = b"" if anchor_only else encoded, encoded if is_whole else b""
+        parent = manifest.parent_version if fork else None
+        try:
+            self._connection.call(lambda _: self._scripts.announce(self._epoch, version, stream, anchor, floor, parent))
+        except FencedError:
+            self._discard(manifest.store, manifest.chunks)
+            self._clean()
+            raise
+        self._kept.add(manifest, announced=not anchor_only)
+        self._forget_below(floor)
+        self._on_published(
+            Publication(
+                num_bytes=manifest.chunk_bytes,
+                changed_frac=None if anchor_only else manifest.num_changed / max(1, manifest.num_elements),
+                chain=len(self._kept.deltas),
+                redis_bytes=self._kept.bytes_in_redis,
+                is_whole=is_whole,
+            )
+        )
+
+    def _write(
+        self, version: int, parent: int, before: int | None, *, whole: bool, may_wait: bool = True
+    ) -> WeightManifest:
+        """Has all ranks write their shards: a delta of `before` unless `whole`, whole as well if that takes half the
+        bytes or more.
+
+        Waits while a store is full or unreachable; `TrainerConnection.stop` ends the wait.
+
+        Raises:
+            ChunkStoreError: the trainer is told to stop, or with `may_wait` unset.
+            NoRoomError: Redis has no room, with `may_wait` unset.
         """
         next_line_at = 0.0
+        place = self._anchors if whole else self._places.deltas
+        attempt = self._next_attempt()
         while True:
-            try:
-                with replacing(file) as partial:
-                    save_file(weights, partial)
-                    with partial.open("rb") as stream:
-                        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-            except (OSError, SafetensorError) as error:
-                if self._connection.stopping or self._ended:
-                    raise OSError(f"weights {file} cannot be written: {error}") from error
-                if time.monotonic() >= next_line_at:
-                    next_line_at = time.monotonic() + FULL_LOG_S
-                    log.error("weights %s cannot be written: %s; the next update waits until they can", file, error)
+            room = math.inf
+            if place == REDIS:
+                room = max(0, self._places.redis_bytes - self._kept.bytes_in_redis) / self._ranks.size
+            found = self._on_all_ranks(Task(version, before, whole, place, room, attempt))
+            chunks = [chunk for written in found for chunk in written.chunks]
+            failure = _gravest(found)
+            if failure is None:
+                return WeightManifest(
+                    version=version,
+                    parent_version=parent,
+                    total_bytes=Layout(found[0].tensors).tensor_bytes,
+                    tensors=found[0].tensors,
+                    delta_of=None if whole else before,
+                    chunks=tuple(chunks),
+                    store=place,
+                )
+            if not isinstance(failure, ChunkStoreError):
+                self._discard(place, chunks)
+                self._clean()
+                attempt = self._next_attempt()
+            if isinstance(failure, DenseError):
+                whole, place = True, self._anchors
+                continue
+            if isinstance(failure, NoRoomError):
+                if self._anchors != REDIS:
+                    place = self._anchors
+                    continue
+                if may_wait and self._make_room(version, before):
+                    continue
+                failure = NoRoomError(self._no_room(whole=whole))
+            if not isinstance(failure, ChunkStoreError | NoRoomError):
+                raise failure
+            if not may_wait or self._connection.stopping or self._ended:
+                self._discard(place, chunks)
+                self._clean()
+                if may_wait:
+                    raise ChunkStoreError(f"policy {version} cannot be written: {failure}") from failure
+                raise failure
+            if time.monotonic() >= next_line_at:
+                next_line_at = time.monotonic() + FULL_LOG_S
+                log.error("policy %d cannot be written: %s; training waits until it can", version, failure)
             self._connection.pause(RETRY_S)
+
+    def _on_all_ranks(self, task: Task) -> list[Written]:
+        return self._beside.gather(self._shard.write(self._beside.hand_out(lambda rank: task)))
+
+    def _next_attempt(self) -> int:
+        self._num_attempts += 1
+        return self._num_attempts
+
+    @property
+    def _anchors(self) -> str:
+        """Where whole policies are put."""
+        if self._places.anchors is not None:
+            return self._places.anchors
+        num_bytes = ANCHORS_IN_REDIS * Layout(self._shard.snapshots.tensors).tensor_bytes
+        return REDIS if num_bytes <= self._places.redis_bytes else self._places.own
+
+    def _make_room(self, version: int, before: int | None) -> bool:
+        """Drops what Redis can do without, whatever is to be kept; False if there is nothing.
+
+        That is what lies below the newest anchor, which is made of the newest policy if nothing does. Of an earlier
+        epoch, whose policies are not in memory, everything: `version` follows at once.
+        """
+        anchor, newest = self._kept.newest_anchor, self._kept.newest
+        if anchor is not None and self._kept.is_below(anchor):
+            floor = anchor
+        elif before is not None and newest == before and anchor != newest and self._newest is not None:
+            try:
+                manifest = self._write(before, self._newest[1], None, whole=True, may_wait=False)
+            except (ChunkStoreError, NoRoomError):
+                return False
+            self._announce(manifest, anchor_only=True)
+            floor = before
+        elif self._newest is None and self._kept.manifests:
+            floor = version
+        else:
+            return False
+        log.warning("policies before %d are dropped: weights.redis_mb has no room for more", floor)
+        self._connection.call(lambda _: self._scripts.announce(self._epoch, version, b"", b"", floor, None))
+        self._forget_below(floor)
+        self._clean()
+        return True
+
+    def _no_room(self, *, whole: bool) -> str:
+        used, most = self._kept.bytes_in_redis, self._places.redis_bytes
+        needed = Layout(self._shard.snapshots.tensors).tensor_bytes
+        return (
+            f"Redis has no room for {'' if whole else 'what has changed in '}a policy of {needed:,} bytes beside the "
+            f"{used:,} bytes of chunks there: weights.redis_mb = {most >> 20}, expected "
+            f"{math.ceil((used + needed) / (1 << 20))} or more, or a folder or URL as weights.anchors"
+        )
+
+    def _forget_below(self, floor: int) -> None:
+        for manifest in self._kept.drop_below(floor):
+            self._discard(manifest.store, manifest.chunks)
+
+    def _discard(self, place: str, chunks: Iterable[Chunk]) -> None:
+        self._garbage.setdefault(place, set()).update(chunk.key for chunk in chunks)
+
+    def _clean(self, *, sweep: bool = False) -> None:
+        """Deletes chunks that no manifest names; what cannot be deleted now is tried again with the next policy.
+
+        sweep: looks through the stores for those that a crash has left, of versions before the newest.
+        """
+        named = {chunk.key for manifest in self._kept.manifests for chunk in manifest.chunks}
+        try:
+            if sweep:
+                for place in {REDIS, self._places.deltas, self._anchors}:
+                    found = self._shard.store(place).keys()
+                    for key in found:
+                        version = _KEY.match(key)
+                        if key not in named and version and int(version[1]) < self._newest_version:
+                            self._garbage.setdefault(place, set()).add(key)
+            for place in list(self._garbage):
+                self._shard.store(place).delete(self._garbage[place] - named)
+                del self._garbage[place]
+        except ChunkStoreError as error:
+            log.warning("chunks that nobody needs are not deleted: %s", error)
+
+    @property
+    def _newest_version(self) -> int:
+        return self._newest[0] if self._newest is not None else 0
+
+
+def _gravest(found: list[Written]) -> Exception | None:
+    """Waiting may help against a store's failure only."""
+    failures = [written.failure for written in found if written.failure is not None]
+    return next((each for each in failures if not isinstance(each, ChunkStoreError)), failures[0] if failures else None)
+
+
+def _of_run(place: str, run: str) -> str:
+    if place == REDIS:
+        return place
+    return f"{place.rstrip('/')}/{run}" if "://" in place else str(Path(place).absolute() / run)

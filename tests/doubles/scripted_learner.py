@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.schemas.config import RunConfig
@@ -44,6 +45,8 @@ class ScriptedLearner:
         self.lags: list[dict[int, int]] = []
         self.fail_at: dict[int, str | BaseException] = {}
         self.never_finite: set[int] = set()
+        self.more_weights: dict[str, torch.Tensor] = {}
+        self.before_update: Callable[[], object] = lambda: None
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
         return pack(groups, lag_of, self.config, every_row=self.trains_every_row)
@@ -54,6 +57,7 @@ class ScriptedLearner:
             raise failure
         skipped = failure or (None if batch.num_tokens_trained else NOTHING_TO_TRAIN)
         if skipped is None:
+            self.before_update()
             self.num_steps += 1
             self.trained += [index for index in batch.indexes if index not in self.never_finite]
             self.lags.append(batch.lag_histogram)
@@ -69,8 +73,12 @@ class ScriptedLearner:
             else dict.fromkeys(self.never_finite & set(batch.indexes), "loss is not finite"),
         )
 
-    def published_weights(self) -> dict[str, torch.Tensor]:
-        return {"steps": torch.tensor([float(self.num_steps)])}
+    def published_parts(self) -> Callable[[], list[PublishedPart]]:
+        weights = {"steps": torch.tensor([float(self.num_steps)]), **self.more_weights}
+        return lambda: [
+            PublishedPart(name, tensor.dtype, tuple(tensor.shape), 0, tensor.reshape(-1))
+            for name, tensor in weights.items()
+        ]
 
     def state(self) -> dict:
         return {"num_steps": self.num_steps}

@@ -64,7 +64,7 @@ def test_every_write_of_an_older_epoch_is_refused(scripts):
         lambda: scripts.release(0, 5, 0, 0),
         lambda: scripts.release_again(0, 0, [1]),
         lambda: scripts.drop_unreachable(0),
-        lambda: scripts.announce(0, 1, b"{}", 4, None),
+        lambda: scripts.announce(0, 1, b"{}", b"", 0, None),
         lambda: scripts.evaluate(0, [0], 3),
         lambda: scripts.dead_letter(0, 1, "poison", b""),
         lambda: scripts.commit(0, "c", b"0-0", b"0-0"),

@@ -1,0 +1,154 @@
+"""The part of a policy that one rank publishes: what has changed in it, encoded and put into a chunk store."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.weights.snapshots import Snapshots
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import Chunk, Piece, TensorSpec
+from penstock.schemas.weights.codec import changed, dense, digest, pack
+from penstock.schemas.weights.layout import Array
+from penstock.schemas.weights.stores import Call, ChunkStore, open_store
+
+MAX_PIECE_BYTES = 16 << 20
+MAX_CHUNK_BYTES = 32 << 20
+"""Of tensors, in one chunk: it bounds what encoding holds in memory, and what a reader fetches at once."""
+
+
+class NoRoomError(Exception):
+    """The chunks of a policy do not fit into what Redis may hold of them."""
+
+
+class DenseError(Exception):
+    """The chunks of a delta take half the bytes of a whole policy or more."""
+
+
+class Task(NamedTuple):
+    """What each rank has to write of a policy.
+
+    version: the newest or the one before. before: the one before, which a delta is against. place: of the store.
+    room: the most bytes that a rank may put there. attempt: a task that differs from the last one in nothing but its
+        room goes on with that.
+    """
+
+    version: int
+    before: int | None
+    whole: bool
+    place: str
+    room: float
+    attempt: int
+
+
+class Written(NamedTuple):
+    """tensors: of the whole policy, whole; those of the lead. chunks: put into the store so far."""
+
+    tensors: tuple[TensorSpec, ...]
+    chunks: list[Chunk]
+    failure: Exception | None = None
+
+
+class _Slice(NamedTuple):
+    """Elements of a buffer: [begin, end) of tensor `tensor`'s."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+class PolicyShard:
+    """One rank's shards of the policy.
+
+    call: of a Redis client of this rank. collect: see `Snapshots`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, keys: Keys, call: Call[Any], collect: Callable[[], Callable[[], list[PublishedPart]]]
+    ) -> None:
+        self._rank = ranks.rank
+        self._keys, self._call = keys, call
+        self.snapshots = Snapshots(collect)
+        self._stores: dict[str, ChunkStore] = {}
+        self._whole_bytes = 0
+        """Of this rank's chunks when the policy was last written whole."""
+        self._last: Task | None = None
+        self._chunks: list[Chunk] = []
+
+    def store(self, place: str) -> ChunkStore:
+        """Raises ConfigError: see `open_store`."""
+        if place not in self._stores:
+            self._stores[place] = open_store(place, self._keys, self._call)
+        return self._stores[place]
+
+    def write(self, task: Task) -> Written:
+        """Writes this rank's chunks; what prevented that comes with the answer. Waits for the snapshot."""
+        if self._last is None or self._last != task._replace(room=self._last.room):
+            self._chunks = []
+        self._last = task
+        failure = None
+        try:
+            self._write(task)
+        except Exception as error:
+            failure = error
+        return Written(self.snapshots.tensors, list(self._chunks), failure)
+
+    def _write(self, task: Task) -> None:
+        new = self.snapshots.bits(task.version)
+        old = None if task.before is None else self.snapshots.bits(task.before)
+        num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
+        for slices in _groups(new)[len(self._chunks) :]:
+            data, pieces, num_changed = self._encode(slices, new, old, whole=task.whole)
+            num_bytes += len(data)
+            if not task.whole and 2 * num_bytes >= self._whole_bytes:
+                raise DenseError
+            if num_bytes > task.room:
+                raise NoRoomError
+            kind = "whole" if task.whole else "delta"
+            key = f"{task.version}-{kind}-{self._rank}-{len(self._chunks)}"
+            self.store(task.place).put(key, data)
+            chunk = Chunk(
+                key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=tuple(pieces)
+            )
+            self._chunks.append(chunk)
+        if task.whole:
+            self._whole_bytes = num_bytes
+
+    def _encode(
+        self, slices: list[_Slice], new: list[Array], old: list[Array] | None, *, whole: bool
+    ) -> tuple[bytes, list[Piece], int]:
+        """The chunk of these pieces, their digests, and how many elements differ: all, where nothing is compared."""
+        parts, pieces, num_changed = [], [], 0
+        for tensor, begin, end in slices:
+            start = self.snapshots.starts[tensor] + begin
+            after = new[tensor][begin:end]
+            before = None if old is None else old[tensor][begin:end]
+            if whole or before is None:
+                parts.append(dense(tensor, start, after))
+                num_changed += len(after) if before is None else int(np.count_nonzero(before != after))
+            else:
+                part, count = changed(tensor, start, before, after)
+                num_changed += count
+                if part is not None:
+                    parts.append(part)
+            pieces.append(Piece(tensor, start, end - begin, digest(after)))
+        return pack(parts), pieces, num_changed
+
+
+def _groups(buffers: list[Array]) -> list[list[_Slice]]:
+    """The pieces of each chunk, the same for each version."""
+    groups: list[list[_Slice]] = []
+    room = 0
+    for tensor, buffer in enumerate(buffers):
+        step = MAX_PIECE_BYTES // buffer.itemsize
+        for begin in range(0, len(buffer), step):
+            end = min(begin + step, len(buffer))
+            num_bytes = (end - begin) * buffer.itemsize
+            if num_bytes > room:
+                groups.append([])
+                room = MAX_CHUNK_BYTES
+            groups[-1].append(_Slice(tensor, begin, end))
+            room -= num_bytes
+    return groups

@@ -1,0 +1,107 @@
+"""Copies of the published policy in host memory: the newest one, and the one before."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from penstock.consumers.learning.published import PublishedPart
+from penstock.schemas.policy import TensorSpec
+from penstock.schemas.weights.layout import Array, as_bits
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Snapshots:
+    """Rounds the masters to the published type, in a thread; the buffers of the version before the last are used again.
+
+    collect: of the main thread; see `PackedModel.published_parts`.
+    """
+
+    def __init__(self, collect: Callable[[], Callable[[], list[PublishedPart]]]) -> None:
+        self._collect = collect
+        self._buffers: dict[int, list[Tensor]] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._taken: dict[int, Future[None]] = {}
+        """By version: another thread may ask for one before it is begun."""
+        self._newest = -1
+        self.tensors: tuple[TensorSpec, ...] = ()
+        """Those published, whole, once the first snapshot is taken."""
+        self.starts: list[int] = []
+        """Of each tensor the number of its elements before those of this rank."""
+
+    def begin(self, version: int) -> None:
+        """Begins to copy the masters as policy `version`, which must not change until `wait` has returned. Of the
+        versions before it the newest is kept."""
+        parts = self._collect()
+        spare: list[Tensor] = []
+        if len(self._buffers) > 1:
+            oldest = min(self._buffers)
+            del self._taken[oldest]
+            spare = self._buffers.pop(oldest)
+        ready = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            ready = torch.cuda.current_stream().record_event()  # the masters are written to up to here
+        self._newest = version
+        arguments = self._future(version), version, parts, spare, ready
+        threading.Thread(target=self._take, args=arguments, name="snapshot", daemon=True).start()
+
+    def wait(self) -> None:
+        """Returns once the last snapshot is taken; raises what it has failed with."""
+        if self._newest >= 0:
+            self._future(self._newest).result()
+
+    def bits(self, version: int) -> list[Array]:
+        """This rank's elements of each tensor, as unsigned integers, [count]; of the last version or the one before.
+        Waits for the snapshot."""
+        self._future(version).result()
+        return [as_bits(buffer.view(_INTEGERS[buffer.element_size()]).numpy()) for buffer in self._buffers[version]]
+
+    def _future(self, version: int) -> Future[None]:
+        return self._taken.setdefault(version, Future())
+
+    def _take(
+        self,
+        taken: Future[None],
+        version: int,
+        collect: Callable[[], list[PublishedPart]],
+        spare: list[Tensor],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        try:
+            with torch.no_grad():
+                parts = collect()
+                buffers = spare or [
+                    torch.empty(len(part.values), dtype=part.dtype, pin_memory=part.values.is_cuda) for part in parts
+                ]
+                if parts and parts[0].values.is_cuda:
+                    self._copy_from_device(parts, buffers, ready)
+                else:
+                    for part, buffer in zip(parts, buffers, strict=True):
+                        buffer.copy_(part.values)
+            self.tensors = tuple(
+                TensorSpec(name=part.name, dtype=str(part.dtype).removeprefix("torch."), shape=part.shape)
+                for part in parts
+            )
+            self.starts = [part.start for part in parts]
+            self._buffers[version] = buffers
+        except BaseException as error:
+            taken.set_exception(error)
+        else:
+            taken.set_result(None)
+
+    def _copy_from_device(
+        self, parts: list[PublishedPart], buffers: list[Tensor], ready: torch.cuda.Event | None
+    ) -> None:
+        """Beside the kernels of the main thread's stream, whatever follows `ready` there."""
+        device = parts[0].values.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        if ready is not None:
+            self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            for part, buffer in zip(parts, buffers, strict=True):
+                buffer.copy_(part.values.to(part.dtype), non_blocking=True)  # rounded on the device: half the bytes
+        self._stream.record_event().synchronize()
