@@ -44,6 +44,8 @@ class Snapshots:
         ready = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             ready = torch.cuda.current_stream().record_event()  # the masters are written to up to here
+        if self._future(version).done():  # a policy that is published once more
+            del self._taken[version]
         self._newest = version
         arguments = self._future(version), version, parts, spare, ready
         threading.Thread(target=self._take, args=arguments, name="snapshot", daemon=True).start()
