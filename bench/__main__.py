@@ -13,6 +13,7 @@ from bench.result import RESULTS, BenchError, Result, print_result, write_result
 from bench.section import BenchSection, measure
 from bench.stream.section import STREAM
 from bench.trainer.section import TRAINER
+from bench.weights.section import WEIGHTS
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.redis_server import ServerError
 from penstock.schemas.config import ConfigError, load_config
@@ -20,7 +21,7 @@ from penstock.schemas.config import ConfigError, load_config
 DOCS = Path(__file__).parents[1] / "docs"
 RUN_FILE = Path(__file__).parents[1] / "deploy" / "runs" / "demo.toml"
 WORK = Path("runs") / "bench"
-SECTIONS = {section.name: section for section in (PIPELINE, STREAM, HEAD, ENDPOINT, TRAINER)}
+SECTIONS = {section.name: section for section in (PIPELINE, WEIGHTS, STREAM, HEAD, ENDPOINT, TRAINER)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
         now = time.monotonic()
         if now >= next_update:
             announced = msgspec.structs.replace(manifest, version=version, parent_version=version - 1)
-            scripts.announce(0, version, msgspec.json.encode(announced), config.weights.keep_versions, None)
+            scripts.announce(0, version, msgspec.json.encode(announced), b"", version, None)
             version += 1
             next_update += 1 / updates_per_s
         num_open = connection.client.xlen(keys.prompts)

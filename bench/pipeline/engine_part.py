@@ -6,17 +6,15 @@ from pathlib import Path
 
 import msgspec
 
-from bench.pipeline.pauses import PauseSettings, measure_pauses
 from bench.pipeline.streaming import StreamingSettings, measure_streaming
 from penstock.schemas.config import load_config
 
 
 def main(job_file: str, result_file: str) -> None:
     """Reads its settings, measures, writes the result."""
-    job = msgspec.json.decode(Path(job_file).read_bytes(), type=StreamingSettings | PauseSettings)
-    config = load_config(Path(job.run_file))
-    work = measure_pauses(config, job) if isinstance(job, PauseSettings) else measure_streaming(config, job)
-    Path(result_file).write_bytes(msgspec.json.encode(asyncio.run(work)))
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=StreamingSettings)
+    found = asyncio.run(measure_streaming(load_config(Path(job.run_file)), job))
+    Path(result_file).write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 
 from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
-from bench.pipeline.pauses import Paused, PauseSettings
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
@@ -15,17 +14,11 @@ from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import RunConfig, load_config
 
-VLLM_SLEEP_S = 0.02
-"""vLLM's pause_generation sleeps this long: an unavoidable part of every pause."""
 EVALUATE_EVERY = 5
 """Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
 NEVER = 10**9
 
 ENGINE_PART = "bench.pipeline.engine_part"
-LARGE_MODEL = {
-    "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64,
-}  # fmt: skip
-"""A recipe of 200 MB of float32 weights."""
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +28,6 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     streaming_window_s: float = 8.0
     updates_per_s: tuple[float, ...] = (0.5, 3.5)
     """The goal is set for the first; the second is the demo's."""
-    pause_blocks: int = 3
-    small_updates_per_block: int = 12
-    large_updates_per_block: int = 5
     rate_limit_s: float = 30.0
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
@@ -46,9 +36,6 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
 QUICK = PipelineSettings(
     streaming_rounds=1,
     streaming_window_s=3.0,
-    pause_blocks=1,
-    small_updates_per_block=3,
-    large_updates_per_block=2,
     rate_limit_s=6.0,
     learning_limit_s=12.0,
 )
@@ -59,33 +46,12 @@ def measure_records(bench: Bench) -> list[Figure | Breakdown]:
     return [*record_figures()]
 
 
-def measure_pause(bench: Bench) -> list[Figure | Breakdown]:
-    """Under the demo's weights and under larger ones."""
-    settings = bench.settings
-    small = _pauses(bench, "pause-1MB", {}, settings.small_updates_per_block, sequences=32, spacing_s=0.15)
-    large = _pauses(bench, "pause-200MB", LARGE_MODEL, settings.large_updates_per_block, sequences=8, spacing_s=0.5)
-    return [pause_figure("1 MB", small, 1.25), pause_figure("200 MB", large, 1.1)]
-
-
-def _pauses(
-    bench: Bench, name: str, recipe: dict[str, int], updates_per_block: int, *, sequences: int, spacing_s: float
-) -> Paused:
-    settings = PauseSettings(
-        run_file=str(_save(bench, _config(bench, name, _random_model(bench, name, **recipe)))),
-        blocks=bench.settings.pause_blocks,
-        updates_per_block=updates_per_block,
-        sequences_in_flight=sequences,
-        spacing_s=spacing_s,
-    )
-    return measure_apart(name, ENGINE_PART, settings, Paused, bench.folder)
-
-
 def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
     """One producer's engine with prompts, appends and updates, against the same engine without them."""
-    model = _random_model(bench, "streaming")
-    config = _config(bench, "streaming", model)
+    model = random_model(bench, "streaming")
+    config = run_config(bench, "streaming", model)
     settings = StreamingSettings(
-        run_file=str(_save(bench, config)),
+        run_file=str(save(bench, config)),
         runs=str(bench.folder / "runs"),
         loads=(
             # Ends by chance: a random model says <eos> once in some 98 tokens.
@@ -131,39 +97,23 @@ def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
 
 def _mode_config(bench: Bench, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:
     own = (f"mode={mode}", "producers.count=1", "producers.num_threads=1", "trainer.num_threads=1")
-    return _config(bench, f"{mode}-{what}", model, *own, *overrides)
+    return run_config(bench, f"{mode}-{what}", model, *own, *overrides)
 
 
-def _config(bench: Bench, name: str, model: Path, *overrides: str) -> RunConfig:
+def run_config(bench: Bench, name: str, model: Path, *overrides: str) -> RunConfig:
     return load_config(bench.run_file, [f"name={name}", f'model.path="{model}"', "metrics.port=0", *overrides])
 
 
-def _save(bench: Bench, config: RunConfig) -> Path:
+def save(bench: Bench, config: RunConfig) -> Path:
     file = bench.folder / f"{config.name}.toml"
     file.write_text(resolved_toml(config))
     return file
 
 
-def _random_model(bench: Bench, name: str, **recipe: int) -> Path:
+def random_model(bench: Bench, name: str, **recipe: int) -> Path:
     folder = bench.folder / f"model-{name}"
     make_model(folder, train=False, **recipe)
     return folder
-
-
-def pause_figure(size: str, paused: Paused, at_most: float) -> Figure:
-    reference_s = paused.bare_load_s + VLLM_SLEEP_S
-    return compare(
-        f"pause per update, {size} of weights",
-        unit="ms",
-        measured=paused.pause_s * 1000,
-        reference=reference_s * 1000,
-        reference_is="bare load of the same file by the idle engine + the 20 ms that vLLM's pause_generation sleeps",
-        goal=Goal(at_most=at_most),
-        details={
-            **msgspec.to_builtins(paused),
-            "ratio_of_token_gap": max(0.0, paused.token_gap_s - paused.step_s) / reference_s,
-        },
-    )
 
 
 def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
@@ -184,7 +134,7 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
 
 PIPELINE = BenchSection(
     "pipeline",
-    {"records": measure_records, "pause": measure_pause, "streaming": measure_streaming, "modes": measure_modes},
+    {"records": measure_records, "streaming": measure_streaming, "modes": measure_modes},
     PipelineSettings(),
     QUICK,
     uses_run_file=True,

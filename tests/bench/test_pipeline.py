@@ -19,10 +19,9 @@ from bench.pipeline.modes import (
     time_figure,
     trainer_parts,
 )
-from bench.pipeline.pauses import Paused, longest_gap, step_time
 from bench.pipeline.pinned import KINDS, CpuSnapshot, children_cpu_s, classify
 from bench.pipeline.records import make_group, record_figures
-from bench.pipeline.section import pause_figure, streaming_figures
+from bench.pipeline.section import streaming_figures
 from bench.pipeline.streaming import Streamed, Window, summarize
 from bench.result import (
     BenchError,
@@ -133,33 +132,6 @@ def test_streaming_has_its_goal_at_one_rate_of_updates_only():
     tokens, paused = streaming_figures(streamed, goal_rate=0.5)
     assert tokens.reached and tokens.ratio == 0.98 and paused.measured == pytest.approx(1.0)
     assert next(streaming_figures(streamed, goal_rate=3.5)).reached is None
-
-
-def test_a_pause_is_compared_with_the_bare_load_and_vllms_sleep():
-    paused = Paused(
-        weight_bytes=10,
-        pause_s=0.036,
-        pause_s_max=0.04,
-        bare_load_s=0.01,
-        token_gap_s=0.033,
-        step_s=0.003,
-        num_updates=3,
-    )
-    found = pause_figure("1 MB", paused, 1.25)
-    assert found.ratio == pytest.approx(1.2) and found.reached
-    assert found.details["ratio_of_token_gap"] == pytest.approx(1.0)
-
-
-def test_the_longest_gap_between_tokens_is_found_around_an_update():
-    arrivals = [0.0, 0.1, 0.2, 1.0, 1.1, 5.0]
-    assert longest_gap(arrivals, 0.25, 0.9) == pytest.approx(0.8)
-    assert longest_gap(arrivals, 0.05, 0.15) == pytest.approx(0.1)
-    assert longest_gap([0.5], 0.1, 0.2) is None
-
-
-def test_tokens_of_one_step_are_no_steps_of_their_own():
-    assert step_time([0.0, 0.0001, 0.01, 0.0101, 0.02]) == pytest.approx(0.0099)
-    assert step_time([]) == 0.0
 
 
 def test_groups_per_second_leave_out_the_first_updates(tmp_path):

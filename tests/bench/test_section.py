@@ -17,14 +17,15 @@ def test_rows_choose_their_sections():
     assert command.choose_rows(["head"], []) == {"head": ("accuracy", "memory", "time", "peers")}
     with pytest.raises(command.ConfigError, match="--only records: no row of head; expected one of accuracy"):
         command.choose_rows(["head"], ["records"])
-    with pytest.raises(command.ConfigError, match="heads: no section; expected pipeline, stream, head"):
+    with pytest.raises(command.ConfigError, match="heads: no section; expected pipeline, weights, stream, head"):
         command.choose_rows(["heads"], [])
 
 
 def test_an_unknown_row_or_run_file_is_named(capsys, tmp_path):
     assert command.main(["--only", "nonsense"]) == 2
     error = capsys.readouterr().err
-    assert "--only nonsense: no row of pipeline, stream, head, endpoint, trainer; expected one of records" in error
+    sections = "pipeline, weights, stream, head, endpoint, trainer"
+    assert f"--only nonsense: no row of {sections}; expected one of records" in error
     assert command.main(["--run-file", str(tmp_path / "none.toml")]) == 2
     assert "no such file" in capsys.readouterr().err
 

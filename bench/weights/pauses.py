@@ -1,7 +1,9 @@
-"""The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle."""
+"""The pause of a weight update under traffic, against the bare load of the same file by the same engine when idle:
+`python -m bench.weights.pauses JOB.json RESULT.json`."""
 
 import asyncio
 import bisect
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ import msgspec
 
 from bench.pipeline.bare import BareEngine
 from penstock.producers.engines.weight_files import read_header
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.weights.layout import Layout
 
@@ -23,7 +25,7 @@ SETTLE_S = 1.0
 """From the first request of a block of updates to the first update."""
 
 
-class PauseSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PauseSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_file: str
     blocks: int
     """Blocks of updates under traffic, each between two blocks of bare loads."""
@@ -117,3 +119,13 @@ def step_time(arrivals: list[float], same_step_s: float = 0.0005) -> float:
     """The median time between two steps; arrivals closer than `same_step_s` are tokens of one step."""
     steps = [b - a for a, b in pairwise(arrivals) if b - a > same_step_s]
     return median(steps) if steps else 0.0
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=PauseSettings)
+    found = asyncio.run(measure_pauses(load_config(Path(job.run_file)), job))
+    Path(result_file).write_bytes(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

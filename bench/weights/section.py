@@ -1,0 +1,378 @@
+"""The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from bench.pipeline.modes import ModeRun, paused_share, run_mode
+from bench.pipeline.section import random_model, run_config, save
+from bench.result import Figure, Goal, compare
+from bench.section import ONE_THREAD, Bench, BenchSection, make_model, measure_apart, wait_for
+from bench.weights.changes import Changes, ChangesJob, qwen_508m
+from bench.weights.holding import Held, HoldingJob
+from bench.weights.pauses import Paused, PauseSettings
+from bench.weights.publishing import Published, PublishingJob
+from penstock.deploy.launch.child import Child
+from penstock.deploy.launch.redis_server import RedisServer
+from penstock.producers.weights.host_copy import default_folder
+
+MB = 1_000_000
+
+
+class WeightsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and repetitions. The defaults take about a quarter of an hour on two quiet cores."""
+
+    sizes_mb: tuple[float, ...] = (1, 200, 1000)
+    changed: float = 0.01
+    blocked_versions: int = 5
+    burn_s_per_gb: float = 4.0
+    """Of the next batch's passes, between two policies."""
+    way_versions: int = 4
+    way_mb: float = 1000
+    producers: int = 4
+    late_mb: float = 200
+    late_versions: int = 100
+    pause_blocks: int = 3
+    pause_updates_per_block: tuple[int, ...] = (12, 5, 3)
+    """By size."""
+    demo_limit_s: float = 100.0
+    changes: tuple[tuple[str, float], ...] = (("1e-6", 0.03), ("1e-5", 0.12))
+    """Learning rates, and the goal for each."""
+    changes_thinned: int = 64
+    changes_warm_steps: int = 40
+    changes_steps: int = 3
+
+
+QUICK_WEIGHTS = WeightsSettings(
+    sizes_mb=(1, 8),
+    blocked_versions=2,
+    way_versions=2,
+    way_mb=4,
+    late_mb=2,
+    late_versions=5,
+    pause_blocks=1,
+    pause_updates_per_block=(3,),
+    demo_limit_s=6.0,
+    changes_thinned=2048,
+    changes_warm_steps=2,
+    changes_steps=1,
+)
+"""Shows that everything runs. Its figures mean nothing."""
+
+PAUSE_MODELS: dict[str, dict[str, int]] = {
+    "1 MB": {},
+    "200 MB": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8,
+        "head_dim": 64,
+    },
+    "1 GB": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 20, "num_heads": 16, "num_kv_heads": 8,
+        "head_dim": 64,
+    },
+}  # fmt: skip
+"""Recipes of so many bytes of float32 weights."""
+
+
+def measure_blocked(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    figures: list[Figure] = []
+    for size_mb in settings.sizes_mb:
+        published, _ = _run(
+            bench,
+            f"blocked-{size_mb:g}",
+            size_mb,
+            settings.blocked_versions,
+            burn_s=max(0.2, settings.burn_s_per_gb * size_mb / 1000),
+            today=True,
+        )
+        figures += blocked_figures(f"{size_mb:g} MB, {settings.changed:.0%} changed", published)
+    return figures
+
+
+def blocked_figures(what: str, published: Published) -> Iterator[Figure]:
+    blocked_s = median(published.blocked_s)
+    yield compare(
+        f"seconds that the trainer is blocked per update, {what}",
+        unit="ms",
+        measured=blocked_s * 1000,
+        reference=published.copy_s * 1000,
+        reference_is="one copy of the same bytes in memory",
+        goal=Goal(at_most=1.0),
+        details=msgspec.to_builtins(published),
+    )
+    yield compare(
+        f"the same against a whole file, {what}",
+        unit="ms",
+        measured=blocked_s * 1000,
+        reference=published.today_publish_s * 1000,
+        reference_is="copied, written to tmpfs as one file, read back and hashed by BLAKE2b, as before the weight log",
+        goal=Goal(at_most=0.1),
+    )
+
+
+def measure_changed(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    figures = []
+    for rate, goal in settings.changes:
+        job = ChangesJob(
+            shapes=tuple(qwen_508m()),
+            thinned=settings.changes_thinned,
+            learning_rate=float(rate),
+            warm_steps=settings.changes_warm_steps,
+            steps=settings.changes_steps,
+        )
+        found = measure_apart(f"changes-{rate}", "bench.weights.changes", job, Changes, bench.folder)
+        figures.append(changed_figure(rate, found, goal))
+    return figures
+
+
+def changed_figure(rate: str, found: Changes, goal: float) -> Figure:
+    return compare(
+        f"bytes per update, AdamW at a learning rate of {rate}, shapes of a 508M model",
+        unit="MB",
+        measured=median(found.num_bytes) / MB,
+        reference=found.dense_bytes / MB,
+        reference_is="all elements in bfloat16; gradients are drawn at random, one row of each matrix in a few",
+        goal=Goal(at_most=goal),
+        details=msgspec.to_builtins(found),
+    )
+
+
+def measure_way(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    size_mb = settings.way_mb
+    published, (alone,) = _run(bench, "one-producer", size_mb, settings.way_versions, holders=1, today=True)
+    several_published, several = _run(bench, "producers", size_mb, settings.way_versions, holders=settings.producers)
+    return list(way_figures(size_mb, published, alone, several_published, several))
+
+
+def way_figures(
+    size_mb: float, published: Published, alone: Held, several_published: Published, several: list[Held]
+) -> Iterator[Figure]:
+    one_s = _way_s(published, [alone])
+    yield compare(
+        f"optimizer step to a producer that holds the policy, {size_mb:g} MB, 1% changed, through Redis",
+        unit="s",
+        measured=median(one_s),
+        reference=published.today_publish_s + published.today_verify_s,
+        reference_is="a whole file on tmpfs, hashed by BLAKE2b on both sides, as before the weight log; no load",
+        goal=Goal(at_most=0.5),
+        details={"by_version_s": one_s},
+    )
+    several_s = _way_s(several_published, several)
+    yield compare(
+        f"the same until {len(several)} producers of one host hold it",
+        unit="s",
+        measured=median(several_s),
+        reference=median(one_s),
+        reference_is="one producer",
+        goal=Goal(at_most=1.1),
+        details={"by_version_s": several_s, "fetched_bytes": [held.num_bytes for held in several]},
+    )
+    used = max(held.copy_bytes for held in several) + sum(held.own_bytes for held in several)
+    yield compare(
+        f"memory of a host with {len(several)} producers, without their engines",
+        unit="MB",
+        measured=used / MB,
+        reference=size_mb,
+        reference_is="one policy",
+        goal=Goal(at_most=1.2),
+        details={"copy_bytes": several[0].copy_bytes, "own_bytes": [held.own_bytes for held in several]},
+    )
+
+
+def _way_s(published: Published, held: list[Held]) -> list[float]:
+    """By version after the first, from its publication until the last producer holds it."""
+    return [
+        max(each.held_s[version] for each in held) - began_s
+        for version, began_s in enumerate(published.began_s, start=1)
+    ]
+
+
+def measure_late(bench: Bench) -> list[Figure]:
+    """A producer that joins when so many policies are there, and one that joins when there is one."""
+    settings = bench.settings
+
+    def joined_s(name: str, num_versions: int) -> Held:
+        with _Server(bench, name) as server:
+            _publish(bench, server, name, settings.late_mb, num_versions)
+            return _hold(bench, server, name, num_versions, "late")
+
+    anchor, late = joined_s("anchor", 0), joined_s("late", settings.late_versions)
+    return [late_figure(settings.late_mb, settings.late_versions, late, anchor)]
+
+
+def late_figure(size_mb: float, num_versions: int, late: Held, anchor: Held) -> Figure:
+    return compare(
+        f"a producer that joins {num_versions} policies late holds the newest, {size_mb:g} MB",
+        unit="s",
+        measured=late.first_s,
+        reference=anchor.first_s,
+        reference_is="one that joins when there is the anchor alone",
+        goal=Goal(at_most=1.6),
+        details={"fetched_bytes": late.num_bytes, "anchor_bytes": anchor.num_bytes},
+    )
+
+
+def measure_pauses(bench: Bench) -> list[Figure]:
+    found = zip(PAUSE_MODELS.items(), bench.settings.pause_updates_per_block, strict=False)
+    return [pause_figure(size, _paused(bench, size, recipe, updates)) for (size, recipe), updates in found]
+
+
+def _paused(bench: Bench, size: str, recipe: dict[str, int], updates_per_block: int) -> Paused:
+    name = f"pause-{size.replace(' ', '')}"
+    config = run_config(bench, name, random_model(bench, name, **recipe))
+    settings = PauseSettings(
+        run_file=str(save(bench, config)),
+        blocks=bench.settings.pause_blocks,
+        updates_per_block=updates_per_block,
+        sequences_in_flight=8 if recipe else 32,
+        spacing_s=0.5 if recipe else 0.15,
+    )
+    return measure_apart(name, "bench.weights.pauses", settings, Paused, bench.folder)
+
+
+def pause_figure(size: str, paused: Paused) -> Figure:
+    return compare(
+        f"pause per update, {size} of weights",
+        unit="ms",
+        measured=paused.pause_s * 1000,
+        reference=paused.bare_load_s * 1000,
+        reference_is="vLLM's own load of the same file into the idle engine",
+        goal=Goal(at_most=1.05),
+        details={
+            **msgspec.to_builtins(paused),
+            "ratio_of_token_gap": max(0.0, paused.token_gap_s - paused.step_s) / paused.bare_load_s,
+        },
+    )
+
+
+def measure_demo(bench: Bench) -> list[Figure]:
+    model = bench.folder / "demo"
+    make_model(model)
+    config = run_config(bench, "paused", model)
+    return [demo_figure(run_mode(config, bench.folder / "runs", limit_s=bench.settings.demo_limit_s, pinned=False))]
+
+
+def demo_figure(run: ModeRun) -> Figure:
+    num_producers = len(run.telemetry.producers)
+    return compare(
+        "share of the run file's time that a producer is paused",
+        unit="%",
+        measured=100 * paused_share(run) / num_producers,
+        reference=12.0,
+        reference_is="the most it may be",
+        goal=Goal(at_most=1.0),
+        details={"num_producers": num_producers, "num_updates": run.num_updates},
+    )
+
+
+class _Server:
+    """A Redis of a row's own."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self._server = RedisServer(bench.folder / f"redis-{name}", maxmemory_mb=8000)
+        self.url = self._server.url
+
+    def __enter__(self) -> "_Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+
+def _run(
+    bench: Bench,
+    name: str,
+    size_mb: float,
+    num_versions: int,
+    *,
+    holders: int = 0,
+    burn_s: float = 0.0,
+    today: bool = False,
+) -> tuple[Published, list[Held]]:
+    """A trainer that publishes, and producers that hold what it publishes, beside it."""
+    scratch = _scratch(name)
+    try:
+        with _Server(bench, name) as server:
+            jobs = {
+                f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
+                for n in range(holders)
+            }
+            children = [_start(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
+            job = _publishing(
+                bench, server, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
+            )
+            children.append(_start(name, "bench.weights.publishing", job, bench.folder))
+            wait_for(children)
+        return _result(name, Published, bench.folder), [_result(each, Held, bench.folder) for each in jobs]
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _publish(bench: Bench, server: _Server, name: str, size_mb: float, num_versions: int) -> None:
+    # Anchors of a policy of this size would be files.
+    job = _publishing(
+        bench, server, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
+    )
+    wait_for([_start(f"{name}-trainer", "bench.weights.publishing", job, bench.folder)])
+
+
+def _hold(bench: Bench, server: _Server, run: str, last: int, name: str) -> Held:
+    scratch = _scratch(name)
+    try:
+        job = HoldingJob(url=server.url, run=run, host_folder=str(scratch), last=last)
+        wait_for([_start(f"{run}-holder", "bench.weights.holding", job, bench.folder)])
+        return _result(f"{run}-holder", Held, bench.folder)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _publishing(
+    bench: Bench, server: _Server, name: str, size_mb: float, num_versions: int, folder: Path, **more: object
+) -> PublishingJob:
+    return PublishingJob(
+        url=server.url,
+        run=name,
+        num_bytes=int(size_mb * MB) // 2 * 2,
+        changed=bench.settings.changed,
+        num_versions=num_versions,
+        folder=str(folder),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _start(name: str, module: str, job: object, folder: Path) -> Child:
+    (folder / f"{name}-job.json").write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", module, str(folder / f"{name}-job.json"), str(folder / f"{name}-result.json")]
+    return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD)
+
+
+def _result(name: str, kind: type, folder: Path) -> Any:
+    return msgspec.json.decode((folder / f"{name}-result.json").read_bytes(), type=kind)
+
+
+def _scratch(name: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=default_folder()))
+
+
+WEIGHTS = BenchSection(
+    "weights",
+    {
+        "blocked": measure_blocked,
+        "changed": measure_changed,
+        "way": measure_way,
+        "late": measure_late,
+        "pause": measure_pauses,
+        "demo": measure_demo,
+    },
+    WeightsSettings(),
+    QUICK_WEIGHTS,
+    uses_run_file=True,
+)
