@@ -144,7 +144,7 @@ class Check:
         self.podman.compose("stop", "trainer")
         if (status := self.podman.exit_status(trainer)) != _STOPPED:
             raise CheckError(f"{trainer}: ended with status {status} when it was asked to, expected {_STOPPED}")
-        (run,) = json.loads(self.podman.execute(producer, "penstock", "list", "--runs", "/runs", "--json"))
+        (run,) = json.loads(self.podman.output("penstock", "list", "--json"))
         num_updates = run["num_updates"]
         self._plan(num_updates + LAST_UPDATES)
         self.podman.compose("start", "trainer")

@@ -1,4 +1,5 @@
-"""Prints the packages of an image, one pin a line: all that the project needs with one of its extras.
+"""Prints the packages of an image, one pin a line: all that the project needs with one of its engines, and for weights
+in an S3 bucket.
 
 The versions are those of a `pip inspect` (of an environment that is known to work) or of a `pip install --report`:
 
@@ -69,7 +70,11 @@ def main() -> int:
     found = report.get("installed") or report["install"]
     packages: dict[str, Any] = {canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in found}
     project = tomllib.loads(PYPROJECT.read_text())["project"]
-    roots = [*project["dependencies"], *project["optional-dependencies"][extra], *BUILD]
+    roots = [
+        *project["dependencies"],
+        *(each for name in (extra, "s3") for each in project["optional-dependencies"][name]),
+    ]
+    roots += BUILD
     print("\n".join(sorted([*OF_OLDER_PYTHONS, *pins(roots, packages)])))
     return 0
 

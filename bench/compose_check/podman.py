@@ -67,6 +67,10 @@ class Podman:
         print(f"$ {shlex.join(command)}", flush=True)
         return subprocess.run(command, env=self._environment).returncode
 
+    def output(self, service: str, *arguments: str) -> str:
+        """As `run`; returns the output."""
+        return self._ask(self._one_off("--rm", service, *arguments))
+
     def start(self, name: str, publish: str, service: str, *arguments: str) -> None:
         """`docker compose run --detach --name NAME --publish PUBLISH SERVICE ARGUMENTS...`."""
         self._do(self._one_off("--detach", "--name", name, "--publish", publish, service, *arguments))
@@ -92,9 +96,6 @@ class Podman:
     def is_healthy(self, container: str) -> bool:
         """Runs the container's health check once: podman leaves that to systemd, which may be absent."""
         return subprocess.run([self._podman, "healthcheck", "run", container], capture_output=True).returncode == 0
-
-    def execute(self, container: str, *command: str) -> str:
-        return self._ask([self._podman, "exec", container, *command])
 
     def finds(self, container: str, name: str) -> bool:
         """Whether `container` finds another by its name. If not, podman sets the network up again for a later look: its

@@ -22,6 +22,6 @@ RUN python3 -m venv /opt/venv \
 
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 # A new volume takes over owner and mode of the folder that it covers.
-RUN install --directory --owner=penstock --group=penstock /runs /models /workspace /weights
+RUN install --directory --owner=penstock --group=penstock /runs /models /workspace
 WORKDIR /workspace
 USER penstock

@@ -1,15 +1,16 @@
 #!/bin/sh
-# A producer of run $RUN in a container: `producer.sh RUN.toml [OPTION...]`. Its id is the container's host name and
-# process id. With $TRAINER_GPU every producer of this machine takes a GPU of its own, and none takes that one.
+# A producer in a container: `producer.sh [OPTION...]` joins run $RUN in the Redis at $REDIS_URL. Its id is the container's
+# host name and process id. With $TRAINER_GPU every producer of this machine takes a GPU of its own, and none takes that
+# one.
 set -u
 
 : "${RUN:?the name of the run is missing}"
 RUNS=${RUNS:-/runs}
-set -- "$@" --name "$RUN" --runs "$RUNS" --set metrics.host=0.0.0.0
+set -- --join "${REDIS_URL:?the address of Redis is missing}" --run "$RUN" --runs "$RUNS" --set metrics.host=0.0.0.0 "$@"
 if [ -n "${TRAINER_GPU:-}" ]; then
     # The runtime gives a scaled service's containers all the same GPUs. A lock on a file of the shared volume is held
     # until this process ends, however it ends.
-    locks=${GPU_LOCKS:-/weights}
+    locks=${GPU_LOCKS:-/runs}
     taken=
     for gpu in $(nvidia-smi --query-gpu=index --format=csv,noheader); do
         [ "$gpu" != "$TRAINER_GPU" ] || continue

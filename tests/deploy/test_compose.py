@@ -77,8 +77,24 @@ def test_replicas_share_no_name_no_port_and_no_id() -> None:
     for name in ("producer", "producer-gpu"):
         service = SERVICES[name]
         assert not {"container_name", "hostname", "ports"} & service.keys()
-        assert "--id" not in service["command"]
+        assert "--id" not in service.get("command", [])
     assert "--id" not in (IMAGES / "producer.sh").read_text()
+
+
+def test_a_producer_needs_nothing_of_the_run_but_redis_and_its_own_modules() -> None:
+    own = ["producer-secret:/run/penstock:ro", "${PENSTOCK_WORKSPACE:-./runs}:/workspace:ro"]
+    assert SERVICES["producer"]["volumes"] == own
+    # Large policies and the locks of GPUs: in the runs folder.
+    assert SERVICES["producer-gpu"]["volumes"] == [*own, "runs:/runs"]
+    for name, trainer in (("producer", "trainer"), ("producer-gpu", "trainer-gpu")):
+        assert SERVICES[name]["depends_on"][trainer] == {"condition": "service_healthy"}  # Redis knows of the run then
+        assert resolved(SERVICES[name]["shm_size"]) == "1gb"
+        assert "command" not in SERVICES[name]
+    script = (IMAGES / "producer.sh").read_text()
+    (line,) = re.findall(r"^set -- (.*)$", script, re.M)
+    words = shlex.split(line.replace("${REDIS_URL:?the address of Redis is missing}", "redis://redis"))
+    arguments = cli._parser().parse_args(["producer", *words[:-1]])
+    assert (arguments.join, arguments.run, arguments.run_file) == ("redis://redis", "$RUN", None)
 
 
 def test_ports_are_open_to_this_machine_only() -> None:
@@ -155,7 +171,7 @@ def test_grafana_opens_with_the_dashboard_flow() -> None:
 
 def test_redis_never_evicts_and_writes_a_file() -> None:
     command = resolved(SERVICES["redis"]["command"])
-    for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile", "--proto-max-bulk-len 8mb"):
+    for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile", "--proto-max-bulk-len 64mb"):
         assert setting in command
     assert "redis:/data" in SERVICES["redis"]["volumes"]
 
@@ -203,7 +219,8 @@ def test_what_images_install_is_what_the_project_asks_for(extra: str) -> None:
     lines = (IMAGES / f"requirements-{extra}.txt").read_text().splitlines()
     versions = {Requirement(line).name: next(iter(Requirement(line).specifier)).version for line in lines}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in [*project["dependencies"], *project["optional-dependencies"][extra], *BUILD]:
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras[extra], *extras["s3"], *BUILD]:
         wanted = Requirement(text)
         assert wanted.specifier.contains(versions[wanted.name].partition("+")[0]), text
         if wanted.name.startswith("vllm"):  # its internals change with every release: what was not tried is not taken

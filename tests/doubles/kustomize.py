@@ -10,7 +10,8 @@ import yaml
 
 KNOWN = {"apiVersion", "kind", "namespace", "resources", "labels", "images", "patches"}
 KNOWN |= {"configMapGenerator", "generatorOptions"}
-_NAMED = {"containers", "initContainers", "volumes", "env"}
+_KEYS = dict.fromkeys(("containers", "initContainers", "volumes", "env"), "name") | {"volumeMounts": "mountPath"}
+"""What the items of a list are told apart by."""
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -62,8 +63,9 @@ def _merged(before: Any, change: Any, key: str = "") -> Any:
     if isinstance(before, dict) and isinstance(change, dict):
         merged = before | {name: _merged(before.get(name), value, name) for name, value in change.items()}
         return {name: value for name, value in merged.items() if value is not None}
-    if key in _NAMED and isinstance(before, list):
-        by_name = {each["name"]: each for each in before}
-        changed = {each["name"]: _merged(by_name.get(each["name"]), each) for each in change}
+    if key in _KEYS and isinstance(before, list):
+        own = _KEYS[key]
+        by_name = {each[own]: each for each in before}
+        changed = {each[own]: _merged(by_name.get(each[own]), each) for each in change}
         return list((changed | {name: each for name, each in by_name.items() if name not in changed}).values())
     return change

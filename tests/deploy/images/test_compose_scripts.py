@@ -44,11 +44,13 @@ class Machine:
         self.put("penstock", f'echo "$*" >> {self.calls_file}\n{script}')
 
     def start(self, name: str, **environment: str) -> subprocess.Popen[str]:
+        arguments = ["/workspace/run.toml"] if name == "trainer.sh" else ["--set", "seed=3"]
         return subprocess.Popen(
-            [IMAGES / name, "/workspace/run.toml"],
+            [IMAGES / name, *arguments],
             env={
                 "PATH": f"{self._bin}:{os.environ['PATH']}",
                 "RUN": "demo",
+                "REDIS_URL": "redis://demo-producer@redis",
                 "RUNS": str(self.runs),
                 "GPU_LOCKS": str(self.locks),
                 **environment,
@@ -146,8 +148,8 @@ def test_a_container_without_the_runs_name_says_so(machine: Machine, script: str
 def test_a_producer_without_gpus_starts_as_it_is(machine: Machine) -> None:
     machine.put_penstock('echo "${CUDA_VISIBLE_DEVICES-none}"')
     assert machine.run("producer.sh").stdout == "none\n"
-    common = f"/workspace/run.toml --name demo --runs {machine.runs} --set metrics.host=0.0.0.0"
-    assert machine.calls() == [f"producer {common}"]
+    join = f"--join redis://demo-producer@redis --run demo --runs {machine.runs} --set metrics.host=0.0.0.0"
+    assert machine.calls() == [f"producer {join} --set seed=3"]
 
 
 def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: Machine) -> None:

@@ -25,6 +25,7 @@ from penstock.deploy.prometheus.__main__ import FILE, as_objects
 from penstock.deploy.prometheus.command import RULES
 from penstock.deploy.security.acl import acl_file, user_name, user_names
 from penstock.producers.loop import GRACE_S, SHUTDOWN_TIMEOUT_S
+from penstock.producers.weights.host_copy import SMALL
 from penstock.schemas.config import MetricsConfig, RunConfig, load_config
 from penstock.schemas.keys import PRODUCERS_GROUP, Keys
 from penstock.schemas.process.redis_url import PASSWORD_FILE, URL
@@ -340,6 +341,32 @@ def test_whoever_asks_redis_is_let_out_to_it_and_in(objects: Objects) -> None:
         labels = pod(objects, *key)["metadata"]["labels"]
         assert is_selected(egress, labels), key
         assert any(is_selected(each["podSelector"], labels) for each in ingress["from"] if "podSelector" in each), key
+
+
+def test_a_producer_joins_by_redis_alone_and_has_room_for_its_copy_of_the_policy(
+    overlay: Path, objects: Objects, config: RunConfig
+) -> None:
+    part, spec = container(objects, "Deployment", "producer"), pod(objects, "Deployment", "producer")["spec"]
+    assert "args" not in part  # producer.sh joins the run of the name in RUN
+    volumes = {each["name"]: each for each in spec["volumes"]}
+    mounts = {each["mountPath"]: each for each in part["volumeMounts"]}
+    assert environment(part)["RUNS"].startswith("/tmp/") and "emptyDir" in volumes[mounts["/tmp"]["name"]]
+    on_the_volume = [value for value in config.environment.kwargs.values() if str(value).startswith("/runs/")]
+    if on_the_volume:
+        assert mounts["/runs"]["readOnly"] and volumes["runs"]["persistentVolumeClaim"]["readOnly"]
+    else:
+        assert "runs" not in volumes
+    memory = volumes[mounts["/dev/shm"]["name"]]["emptyDir"]
+    assert memory["medium"] == "Memory"
+    parameters = {"gpu": 4.02e9, "gpu-nodes": 14.8e9}.get(overlay.name, 1e6)
+    room = gibibytes(memory["sizeLimit"])
+    assert room > parameters * 2 * (1 + SMALL) / 2**30
+    assert room < gibibytes(part["resources"]["limits"]["memory"])
+
+
+def gibibytes(quantity: str) -> int:
+    assert quantity.endswith("Gi")
+    return int(quantity.removesuffix("Gi"))
 
 
 def test_commands_to_a_run_find_its_folder_and_may_write_there(objects: Objects) -> None:
