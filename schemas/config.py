@@ -705,6 +705,12 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: engine.args.logits_processors = {config.engine.args['logits_processors']!r}: the trainer cannot "
             "reproduce the logprobs they lead to; expected it to be left out"
         )
+    for name in ("deltas", "anchors"):
+        if re.search(r"//[^/]*@", getattr(config.weights, name) or ""):
+            raise ConfigError(
+                f"{file}: weights.{name} holds a user or a key, and every producer reads the run file in Redis; "
+                "expected them where the store's own client looks (for s3:// AWS_ACCESS_KEY_ID and its like)"
+            )
     if isinstance(config.engine.args.get("hf_token"), str):
         raise ConfigError(
             f"{file}: engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in "

@@ -102,6 +102,7 @@ def test_what_is_no_description_is_named(model: Path, field: bytes, value: bytes
     [
         ('redis.url = "redis://:sesame@host"', "redis.url holds a password"),
         ('engine.args.hf_token = "sesame"', "engine.args.hf_token holds a key"),
+        ('weights.anchors = "s3://me:sesame@bucket/runs"', "weights.anchors holds a user or a key"),
     ],
 )
 def test_nothing_secret_gets_into_a_run_file_and_so_into_redis(tmp_path: Path, setting: str, message: str) -> None:
