@@ -142,15 +142,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's."""
+    """AdamW's, of parameters with two or more dimensions: norms and biases are spared."""
     optimizer: Plug | None = None
     """A `torch.optim.Optimizer` in AdamW's place, called with the parameters, `lr` and `kwargs`: `torch.optim:SGD`. Its
     state has to be tensors of the parameters' shape or of one element."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly to its value."""
-    decay: Literal["constant", "linear"] = "constant"
-    """`linear` lets the learning rate fall from the end of the warm-up, to zero after `num_updates * num_epochs *
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, from `learning_rate` to zero after `num_updates * num_epochs *
     num_minibatches` optimizer steps. Batches that train nothing take none: a run with such batches ends above zero."""
+    decay_steps: Positive | None = None
+    """The rate falls over the last so many optimizer steps and stays at `learning_rate` before them
+    (warmup-stable-decay); None decays from the end of the warm-up."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it."""
     num_epochs: Positive = 1
@@ -184,6 +187,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     their agents have abandoned do not count."""
 
     def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.decay == "constant":
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} with decay = 'constant': expected decay = 'linear' or 'cosine'"
+            )
         unread = {"betas": self.betas != (0.9, 0.95), "weight_decay": self.weight_decay != 0}
         if self.optimizer is not None and any(unread.values()):
             name = next(name for name in unread if unread[name])
@@ -482,6 +489,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return self.trainer.num_epochs * self.trainer.num_minibatches
 
     @property
+    def num_steps_planned(self) -> int:
+        """Optimizer steps of the run, if none is left out."""
+        return self.num_updates * self.steps_per_batch
+
+    @property
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
         return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_batch
@@ -742,6 +754,12 @@ def _check_steps(config: RunConfig, file: Path) -> None:
             f"{file}: max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
             "trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least "
             f"{steps}, or mode = 'synchronous'"
+        )
+    if trainer.decay_steps is not None and trainer.warmup_steps + trainer.decay_steps > config.num_steps_planned:
+        raise ConfigError(
+            f"{file}: trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: "
+            f"expected their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
+            "trainer.num_epochs * trainer.num_minibatches)"
         )
     if config.correction.max_lag is not None:
         raise ConfigError(

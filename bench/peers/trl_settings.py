@@ -35,12 +35,14 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         raise ConfigError("advantage.leave_one_out = True: TRL's GRPOTrainer has no such baseline")
     if config.reward is not None:
         raise ConfigError(f"reward.path = {config.reward.path!r}: this benchmark takes the environment's own reward")
-    clip_low = objective.get("clip_low", 0.2)
     trainer = config.trainer
+    if trainer.decay_steps is not None:
+        raise ConfigError(f"trainer.decay_steps = {trainer.decay_steps}: this benchmark has no such schedule")
+    clip_low = objective.get("clip_low", 0.2)
     return GRPOConfig(
         output_dir=output_folder,
         seed=config.seed,
-        max_steps=config.num_updates if trainer.decay == "linear" else max_updates,
+        max_steps=max_updates if trainer.decay == "constant" else config.num_updates,
         # One batch, one piece: as many rollouts as Penstock trains in one optimizer step.
         per_device_train_batch_size=config.group_size * config.groups_per_batch,
         gradient_accumulation_steps=1,
@@ -64,7 +66,7 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         warmup_steps=trainer.warmup_steps,
-        lr_scheduler_type="linear" if trainer.decay == "linear" else "constant_with_warmup",
+        lr_scheduler_type="constant_with_warmup" if trainer.decay == "constant" else trainer.decay,
         optim="adamw_torch_fused",
         use_cpu=True,
         bf16=False,

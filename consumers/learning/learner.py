@@ -22,6 +22,7 @@ from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.optimizer import make_optimizer
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
+from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
@@ -105,7 +106,7 @@ class Learner:
 
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks)
-        learning_rate = self._learning_rate()
+        rate = learning_rate(self.config, self.num_steps)
         self.ranks.phase = "forward"
         constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
@@ -113,7 +114,7 @@ class Learner:
             for place, minibatch in enumerate(batch.minibatches):
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
-        report = tally.report(batch, learning_rate)
+        report = tally.report(batch, rate)
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -254,22 +255,10 @@ class Learner:
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _learning_rate(self) -> float:
-        """The rate of the next step: linear up to the configured one, then, with a linear decay, down to zero at the
-        run's planned number of steps."""
-        config, trainer = self.config, self.config.trainer
-        if self.num_steps < trainer.warmup_steps:
-            return trainer.learning_rate * (self.num_steps + 1) / trainer.warmup_steps
-        if trainer.decay == "constant":
-            return trainer.learning_rate
-        num_planned = config.num_updates * config.steps_per_batch
-        left = (num_planned - self.num_steps) / max(1, num_planned - trainer.warmup_steps)
-        return trainer.learning_rate * max(0.0, left)
-
     def _update(self, grad_norm: Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(
             self.model.parameters(), self.config.trainer.max_grad_norm, grad_norm, foreach=True
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = learning_rate(self.config, self.num_steps)
         self.optimizer.step()

@@ -35,7 +35,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "plain": run(),
         "once": run(),
         "again": run(),
-        "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded")),
+        "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded", weight_decay=0.1)),
         "steps": run(trainer=_trainer(num_minibatches=2, num_epochs=2)),
         "checkpointing": run(trainer=_trainer(gradient_checkpointing=True)),
         "sgd": run(trainer=_trainer(optimizer=SGD)),
@@ -145,7 +145,8 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
     tmp_path: Path, before: int, after: int, optimizer: Plug | None
 ) -> None:
     tiny_model(tmp_path / "model", tied=False)
-    config, batches = configuration(tmp_path / "model", trainer=_trainer(optimizer=optimizer)), _batches()[4:]
+    trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
+    config, batches = configuration(tmp_path / "model", trainer=trainer), _batches()[4:]
 
     def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
         places = tmp_path / read, tmp_path / write
