@@ -85,6 +85,19 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
     return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
 
 
+def engine_environment(config: RunConfig, *, cpu: bool) -> dict[str, str]:
+    """Environment variables that decide how vLLM starts its engine process and what that computes with."""
+    if cpu:
+        # vLLM would bind every engine of a machine to the same cores.
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.producers.num_threads)}
+    # vLLM would fork this process, whose other threads may hold locks.
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if config.model.dtype == "float32":
+        # Its attention for float32 is Triton's, which multiplies in TF32 unless told otherwise.
+        variables["TRITON_F32_DEFAULT"] = "ieee"
+    return variables
+
+
 def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> None:
     """Compares the requested settings with those that every engine process reports.
 
