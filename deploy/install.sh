@@ -53,7 +53,7 @@ check_compiler() {
     fi
     "$VENV/bin/python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        fail "no Python.h for $("$VENV/bin/python" --version) found (python3-dev), which the engine's ${ENGINE^^} build needs"
+        fail "no Python.h for $("$VENV/bin/python" --version) found (python3-dev), which the engine needs"
 }
 
 # step TEXT COMMAND...: runs the command with its output in the log and prints its running time.

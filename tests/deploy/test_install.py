@@ -122,8 +122,7 @@ def test_without_pythons_header_no_engine_is_installed(machine):
     script = (machine.bin / "python3.11").read_text()
     machine.put("python3.11", script.replace("exit 0", 'case "$*" in *Python.h*) exit 1 ;; esac\nexit 0'))
     for engine in ("cpu", "gpu"):
-        said = refusal(machine.install(ENGINE=engine))
-        assert "no Python.h for" in said and f"which the engine's {engine.upper()} build needs" in said
+        assert "no Python.h for" in refusal(machine.install(ENGINE=engine))
 
 
 def test_an_unreachable_index_is_named(machine):
