@@ -35,7 +35,7 @@ from penstock.deploy.prometheus import command as prometheus
 from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
 from penstock.deploy.watch import command as watch
-from penstock.schemas.config import ConfigError, ObjectivePlug, RunConfig, load_config, run_name
+from penstock.schemas.config import AdvantageConfig, ConfigError, ObjectivePlug, RunConfig, load_config, run_name
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 
@@ -234,7 +234,8 @@ def _run(arguments: argparse.Namespace) -> int:
     config, warnings = check(asked)
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    if config.objective != ObjectivePlug() or config.model.reference is not None:
+    own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
+    if own or config.model.reference is not None:
         check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")

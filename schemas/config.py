@@ -23,6 +23,7 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
+DEFAULT_ADVANTAGE = "penstock.consumers.learning.advantages:group_relative"
 
 
 class ConfigError(ValueError):
@@ -54,8 +55,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
     reference: str | None = None
-    """Folder of the frozen model that an objective's KL term measures against; None takes `path`, the base model. It is
-    held in `dtype`."""
+    """Folder of the frozen model that a KL term, in the loss or in the reward, measures against; None takes `path`, the
+    base model. It is held in `dtype`."""
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,11 +201,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             )
 
 
-class AdvantageConfig(Section, frozen=True, kw_only=True):
-    normalize_std: bool = True
-    """Divide by the group's standard deviation, as GRPO does; False as in Dr. GRPO."""
-    leave_one_out: bool = False
-    """Take the mean of the other siblings as baseline (RLOO)."""
+class AdvantageConfig(Plug, frozen=True, kw_only=True):
+    path: str = DEFAULT_ADVANTAGE
+    """A function of the batch's rewards, called with `kwargs`: `package.module:name`."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """KL in the reward: so many times the sum of proximal - reference logprobs over a rollout's sampled tokens is
+    subtracted from its reward before the advantages are taken. The reference is `model.reference`."""
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
@@ -464,6 +466,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     objective: ObjectivePlug = ObjectivePlug()
     """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """Rewards become advantages (docs/objectives.md)."""
     correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -668,10 +671,18 @@ def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
             )
 
 
+_RENAMED = {
+    ("weights", "keep"): "weights.keep_versions",
+    ("advantage", "normalize_std"): "advantage.kwargs.normalize_std",
+    ("advantage", "leave_one_out"): "advantage.path = 'penstock.consumers.learning.advantages:leave_one_out'",
+}
+
+
 def _check_renamed(document: dict[str, Any], file: Path) -> None:
-    weights = document.get("weights")
-    if isinstance(weights, dict) and "keep" in weights:
-        raise ConfigError(f"{file}: weights.keep = {weights['keep']!r}: unknown field; it is now weights.keep_versions")
+    for (table, name), now in _RENAMED.items():
+        section = document.get(table)
+        if isinstance(section, dict) and name in section:
+            raise ConfigError(f"{file}: {table}.{name} = {section[name]!r}: unknown field; it is now {now}")
 
 
 def _check(config: RunConfig, file: Path) -> None:
@@ -708,7 +719,7 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
-    for name in ("environment", "objective", "reward"):
+    for name in ("environment", "objective", "advantage", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:
             raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")

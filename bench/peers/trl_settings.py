@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from penstock.producers.interfaces import Environment
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import DEFAULT_ADVANTAGE, ConfigError, RunConfig
 
 GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
 
@@ -31,8 +31,10 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
     objective = dict(config.objective.kwargs)
     if config.objective.path != GRPO_PATH:
         raise ConfigError(f"objective.path = {config.objective.path!r}: this benchmark compares {GRPO_PATH} only")
-    if config.advantage.leave_one_out:
-        raise ConfigError("advantage.leave_one_out = True: TRL's GRPOTrainer has no such baseline")
+    if config.advantage.path != DEFAULT_ADVANTAGE or config.advantage.kl_coefficient:
+        raise ConfigError(
+            f"advantage = {config.advantage}: this benchmark compares {DEFAULT_ADVANTAGE} without KL only"
+        )
     if config.reward is not None:
         raise ConfigError(f"reward.path = {config.reward.path!r}: this benchmark takes the environment's own reward")
     trainer = config.trainer
@@ -59,7 +61,7 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         epsilon_high=objective.get("clip_high", 0.2),
         delta=objective.get("dual_clip"),
         entropy_coef=objective.get("entropy_coefficient", 0.0),
-        scale_rewards="group" if config.advantage.normalize_std else "none",
+        scale_rewards="group" if config.advantage.kwargs.get("normalize_std", True) else "none",
         learning_rate=trainer.learning_rate,
         adam_beta1=trainer.betas[0],
         adam_beta2=trainer.betas[1],

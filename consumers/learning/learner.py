@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.export import export_model
@@ -69,6 +70,7 @@ class Learner:
             compiled=trainer.compile,
         )
         objective = construct(config.objective, "objective", Objective)
+        check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
         self._saved = LearnerState(self.model, self.optimizer, self.ranks)
@@ -108,7 +110,7 @@ class Learner:
         tally = BatchTally(self.config, self.ranks)
         rate = learning_rate(self.config, self.num_steps)
         self.ranks.phase = "forward"
-        constants = self.scorer.step_constants(batch)
+        batch, constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
         for epoch in range(self.config.trainer.num_epochs):
             for place, minibatch in enumerate(batch.minibatches):
@@ -178,7 +180,7 @@ class Learner:
 
     @property
     def trains_every_row(self) -> bool:
-        """Whether the objective asks for groups without reward variance too."""
+        """Whether the objective asks for groups without advantages too."""
         return getattr(self.scorer.objective, "trains_every_row", False)
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:

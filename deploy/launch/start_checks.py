@@ -83,9 +83,10 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless the objective can be made, and fits its Protocol and the correction. Imports torch."""
-    from penstock.consumers.learning import interfaces
+    """Raises ConfigError unless objective and advantage function can be made and fit. Imports torch."""
+    from penstock.consumers.learning import advantages, interfaces
 
+    advantages.check_advantage(config.advantage)
     interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))
 
 

@@ -100,6 +100,13 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("engine.args.logits_processors=['a:B']", r"engine.args.logits_processors = \['a:B'\]: the trainer cannot"),
         ("trainer.num_minibatches=33", r"num_minibatches = 33: expected at most groups_per_batch = 32"),
         ("trainer.num_epochs=3", r"max_lag = 2 with 3 optimizer steps per batch .*expected at least 3, or mode ="),
+        (
+            "advantage.normalize_std=false",
+            r"normalize_std = False: .* it is now advantage.kwargs.normalize_std",
+        ),
+        ("advantage.leave_one_out=true", r"leave_one_out = True: .* it is now advantage.path = '.*:leave_one_out'"),
+        ("advantage.path=rloo", r"advantage.path = 'rloo': expected package.module:Name"),
+        ("advantage.kl_coefficient=-0.1", r"advantage.kl_coefficient = -0.1: Expected `float` >= 0"),
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),

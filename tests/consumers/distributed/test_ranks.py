@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.schemas.config import CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
 from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 SIZES = (2, 4)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
+WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
 
 
@@ -42,6 +43,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
+        "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
