@@ -235,7 +235,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
-    if own or config.model.reference is not None:
+    if own or config.model.reference is not None or config.model.reference_every is not None:
         check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")

@@ -57,6 +57,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     reference: str | None = None
     """Folder of the frozen model that a KL term, in the loss or in the reward, measures against; None takes `path`, the
     base model. It is held in `dtype`."""
+    reference_every: Positive | None = None
+    """The reference becomes a copy of the policy after every so many updates (ProRL, arXiv 2505.24864); its weights are
+    part of the checkpoints then. None leaves it as it is."""
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -54,6 +54,8 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self.num_steps = 0
         """Optimizer steps taken: the learning rate follows it."""
+        self.num_updates = 0
+        """Batches that count as updates: the reference is replaced by it."""
         self._said = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
@@ -73,7 +75,8 @@ class Learner:
         check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
-        self._saved = LearnerState(self.model, self.optimizer, self.ranks)
+        self._replaced = self.scorer.reference if config.model.reference_every else None
+        self._saved = LearnerState(self.model, self.optimizer, self.ranks, self._replaced)
 
     def step(self, batch: Batch) -> StepReport:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
@@ -117,6 +120,10 @@ class Learner:
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
         report = tally.report(batch, rate)
+        self.num_updates += report.counts_as_update
+        every = self.config.model.reference_every
+        if self._replaced is not None and every and report.counts_as_update and self.num_updates % every == 0:
+            self._replaced.copy(self.model)
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -164,7 +171,7 @@ class Learner:
     def _load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_updates = state["num_steps"], state["num_updates"]
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
@@ -173,7 +180,11 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Counters and random generators, as JSON takes them."""
-        state: dict[str, Any] = {"num_steps": self.num_steps, "rng": torch.get_rng_state().tolist()}
+        state: dict[str, Any] = {
+            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
+            "rng": torch.get_rng_state().tolist(),
+        }
         if self.device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state(self.device).tolist()
         return state

@@ -82,9 +82,10 @@ class TokenScorer:
         self._steps_per_batch = config.steps_per_batch
         self._correction = replace(config.correction, max_lag=config.lag_bound)
         self._advantage = config.advantage
-        self._reference: PackedModel | None = None
+        self.reference: PackedModel | None = None
+        """The model of the KL term, frozen; None without one."""
         if getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient:
-            self._reference = PackedModel(
+            self.reference = PackedModel(
                 config.model.reference or config.model.path,
                 config.model.dtype,
                 device,
@@ -92,10 +93,15 @@ class TokenScorer:
                 compiled=config.trainer.compile,
                 frozen=True,
             )
-            if self._reference.vocabulary != model.vocabulary:
+            if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(
-                    f"model.reference = {config.model.reference!r}: a vocabulary of {self._reference.vocabulary}, "
+                    f"model.reference = {config.model.reference!r}: a vocabulary of {self.reference.vocabulary}, "
                     f"expected the model's {model.vocabulary}"
+                )
+            if config.model.reference_every and _shapes(self.reference) != _shapes(model):
+                raise ConfigError(
+                    f"model.reference_every = {config.model.reference_every} with model.reference = "
+                    f"{config.model.reference!r}: expected a reference of the model's own shapes"
                 )
 
     def step_constants(self, batch: Batch) -> tuple[Batch, list[list[StepConstants]]]:
@@ -123,7 +129,7 @@ class TokenScorer:
         needs_proximal = (
             self._correction.is_batch_level or self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
         )
-        if not (needs_proximal or self._reference):
+        if not (needs_proximal or self.reference):
             return [StepConstants()] * len(microbatches)
         constants = []
         for cpu_microbatch in microbatches:
@@ -131,7 +137,7 @@ class TokenScorer:
             constants.append(
                 StepConstants(
                     self.logprobs(microbatch)[0] if needs_proximal else None,
-                    self.logprobs(microbatch, self._reference)[0] if self._reference else None,
+                    self.logprobs(microbatch, self.reference)[0] if self.reference else None,
                 )
             )
         return constants
@@ -293,6 +299,10 @@ def head_logprobs(
         support=sampled.support,
         token_grads=token_grads,
     )
+
+
+def _shapes(model: PackedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state().items()}
 
 
 def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:

@@ -25,10 +25,16 @@ def _trainer(**changes: Any) -> TrainerConfig:
 
 
 def _configs(folder: Path) -> dict[str, RunConfig]:
-    def run(model: str = "tied", dtype: str = "float32", reference: str | None = None, **changes: Any) -> RunConfig:
+    def run(
+        model: str = "tied",
+        dtype: str = "float32",
+        reference: str | None = None,
+        reference_every: int | None = None,
+        **changes: Any,
+    ) -> RunConfig:
         path = str(folder / model)
         reference = reference and str(folder / reference)
-        model_config = ModelConfig(path=path, dtype=dtype, reference=reference)
+        model_config = ModelConfig(path=path, dtype=dtype, reference=reference, reference_every=reference_every)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
 
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
@@ -43,6 +49,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
+        "replaced": run(objective=kl, reference="tied", reference_every=2),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
@@ -148,7 +155,10 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
 ) -> None:
     tiny_model(tmp_path / "model", tied=False)
     trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
-    config, batches = configuration(tmp_path / "model", trainer=trainer), _batches()[4:]
+    # On two ranks at first the reference is replaced, once before the checkpoint and once after it.
+    model = ModelConfig(path=str(tmp_path / "model"), reference_every=2 if before == 2 else None)
+    kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1 if before == 2 else 0.0})
+    config, batches = configuration(model.path, trainer=trainer, model=model, objective=kl), _batches()[4:]
 
     def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
         places = tmp_path / read, tmp_path / write
