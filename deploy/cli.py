@@ -229,9 +229,12 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
             )
             return 0
-    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, resolved_toml
+    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, place_parts, resolved_toml
 
     config, warnings = check(asked)
+    placement = place_parts(config)
+    if table := placement.table():
+        print(table, file=sys.stderr)
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
@@ -251,7 +254,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for difference in folder.save(config):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
         with open_view(config, arguments.runs) as view:
-            launcher = Launcher(config, arguments.runs, resume=arguments.resume, view=view, lock=folder.lock)
+            launcher = Launcher(config, arguments.runs, placement, resume=arguments.resume, view=view, lock=folder.lock)
             try:
                 status = launcher.run()
             except PartDied as death:

@@ -19,6 +19,7 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+AboveZero = Annotated[float, Meta(gt=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -90,8 +91,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Sequences decoded at once."""
     kv_cache_gib: PositiveFloat = 1.0
     """CPU build only: memory for the KV cache."""
-    gpu_memory_utilization: Fraction = 0.9
-    """GPU only: share of the device memory the engine may take."""
+    gpu_memory_utilization: AboveZero | None = None
+    """GPU only: share of the device memory the engine may take. None: 0.9, and on a GPU that `penstock run` gives to
+    several, an equal share of what the trainer leaves of those 0.9."""
     args: dict[str, Any] = {}
     """Further vLLM engine arguments, passed as they stand and recorded in the fingerprint."""
 
@@ -103,6 +105,9 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """Prompt groups that one producer generates at once."""
     num_threads: Positive = 1
     """Compute threads of one engine on CPU."""
+    devices: tuple[NonNegative, ...] | None = None
+    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each takes the next, or as many as its
+    `tensor_parallel_size`, and starts over at the end. None: those that the trainer leaves, else all."""
     generation_deadline_s: PositiveFloat = 600.0
     """A group that takes longer is given up and settled as dead."""
     claim_idle_s: PositiveFloat = 30.0
@@ -177,6 +182,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
     """Run each block through `torch.compile`: the first step is slow, the others faster. Needs a C++ compiler."""
+    devices: tuple[NonNegative, ...] | None = None
+    """GPUs of the ranks that `penstock run` starts, one each, by nvidia-smi's numbers. None: the first ones."""
     num_processes: Positive = 1
     """Ranks on this machine, one a device, that share the model's parameters; under torchrun its own number counts."""
     gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"

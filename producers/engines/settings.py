@@ -30,6 +30,9 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
 
+WHOLE_DEVICE = 0.9
+"""Share of a GPU's memory for an engine that has it to itself."""
+
 MATMUL_PRECISION = "highest"
 """The float32 matmul precision that the trainer computes with: no TF32."""
 
@@ -73,7 +76,8 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
                 )
             arguments["enable_chunked_prefill"] = False
     else:
-        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        fraction = engine.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = WHOLE_DEVICE if fraction is None else fraction
     for name in engine.args:
         if name in FIELDS:
             raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: expected {FIELDS[name]} to be set instead")
