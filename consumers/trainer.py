@@ -153,7 +153,6 @@ class Trainer:
             progress.add(groups, report, step_s=stepped_s - took_s)
             self.run_log.update(
                 groups,
-                batch,
                 report,
                 policy_version=self.policy.version,
                 num_ready=self.intake.num_ready,

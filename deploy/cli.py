@@ -35,7 +35,7 @@ from penstock.deploy.prometheus import command as prometheus
 from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
 from penstock.deploy.watch import command as watch
-from penstock.schemas.config import ConfigError, ObjectivePlug, RunConfig, load_config, run_name
+from penstock.schemas.config import AdvantageConfig, ConfigError, ObjectivePlug, RunConfig, load_config, run_name
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 
@@ -243,12 +243,16 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
             )
             return 0
-    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, resolved_toml
+    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, place_parts, resolved_toml
 
     config, warnings = check(asked)
+    placement = place_parts(config)
+    if table := placement.table():
+        print(table, file=sys.stderr)
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
-    if config.objective != ObjectivePlug() or config.model.reference is not None:
+    own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
+    if own or config.model.reference is not None or config.model.reference_every is not None:
         check_objective(config)  # imports torch
     if arguments.dry_run:
         print(resolved_toml(config), end="")
@@ -264,7 +268,7 @@ def _run(arguments: argparse.Namespace) -> int:
         for difference in folder.save(config):
             print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
         with open_view(config, arguments.runs) as view:
-            launcher = Launcher(config, arguments.runs, resume=arguments.resume, view=view, lock=folder.lock)
+            launcher = Launcher(config, arguments.runs, placement, resume=arguments.resume, view=view, lock=folder.lock)
             try:
                 status = launcher.run()
             except PartDied as death:

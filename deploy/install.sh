@@ -10,7 +10,6 @@ VENV=${VENV:-.venv}
 REQUIREMENTS=${REQUIREMENTS:-}
 ENGINE=${ENGINE:-auto}
 TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
-NEEDED_GB=8
 LOG=$VENV/install.log
 STAMP=$VENV/installed
 
@@ -32,7 +31,8 @@ find_python() {
 }
 
 check_machine() {
-    local free_kb
+    local free_kb needed_gb=8
+    [ "$ENGINE" = cpu ] || needed_gb=12 # CUDA's libraries; pip holds the wheels beside what it unpacks
     if [ "$ENGINE" = cpu ] && [ -r /proc/cpuinfo ]; then
         case $(uname -m) in
         x86_64 | amd64) grep -qw avx2 /proc/cpuinfo || fail "this CPU has no AVX2, which the engine's CPU build needs" ;;
@@ -40,17 +40,20 @@ check_machine() {
         esac
     fi
     free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
-    [ "$free_kb" -ge $((NEEDED_GB * 1000 * 1000)) ] ||
-        fail "$((free_kb / 1000000)) GB free in $PWD, $NEEDED_GB GB needed"
+    [ "$free_kb" -ge $((needed_gb * 1000 * 1000)) ] ||
+        fail "$((free_kb / 1000000)) GB free in $PWD, $needed_gb GB needed"
 }
 
-# The engine's CPU build compiles the model's kernels when it starts.
+# The engine compiles the model's kernels when it starts: in C++ on CPU; Triton's launchers, in C, on a GPU.
 check_compiler() {
-    [ "$ENGINE" = cpu ] || return 0
-    command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler found (g++), which the engine's CPU build needs"
+    if [ "$ENGINE" = cpu ]; then
+        command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler found (g++), which the engine's CPU build needs"
+    elif [ -z "$(command -v ${CC:-gcc clang} | head -n 1)" ]; then
+        fail "no C compiler found (gcc or clang), which the engine's GPU build needs"
+    fi
     "$VENV/bin/python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        fail "no Python.h for $("$VENV/bin/python" --version) found (python3-dev), which the engine's CPU build needs"
+        fail "no Python.h for $("$VENV/bin/python" --version) found (python3-dev), which the engine needs"
 }
 
 # step TEXT COMMAND...: runs the command with its output in the log and prints its running time.

@@ -20,10 +20,12 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Place = Annotated[str, Meta(min_length=1)]
+AboveZero = Annotated[float, Meta(gt=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
+DEFAULT_ADVANTAGE = "penstock.consumers.learning.advantages:group_relative"
 
 
 class ConfigError(ValueError):
@@ -55,8 +57,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are published and served. The trainer's own copy is float32."""
     reference: str | None = None
-    """Folder of the frozen model that an objective's KL term measures against; None takes `path`, the base model. It is
-    held in `dtype`."""
+    """Folder of the frozen model that a KL term, in the loss or in the reward, measures against; None takes `path`, the
+    base model. It is held in `dtype`."""
+    reference_every: Positive | None = None
+    """The reference becomes a copy of the policy after every so many updates (ProRL, arXiv 2505.24864); its weights are
+    part of the checkpoints then. None leaves it as it is."""
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,8 +92,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Sequences decoded at once."""
     kv_cache_gib: PositiveFloat = 1.0
     """CPU build only: memory for the KV cache."""
-    gpu_memory_utilization: Fraction = 0.9
-    """GPU only: share of the device memory the engine may take."""
+    gpu_memory_utilization: AboveZero | None = None
+    """GPU only: share of the device memory the engine may take. None: 0.9, and on a GPU that `penstock run` gives to
+    several, an equal share of what the trainer leaves of those 0.9."""
     args: dict[str, Any] = {}
     """Further vLLM engine arguments, passed as they stand and recorded in the fingerprint."""
 
@@ -100,6 +106,9 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     """Prompt groups that one producer generates at once."""
     num_threads: Positive = 1
     """Compute threads of one engine on CPU."""
+    devices: tuple[NonNegative, ...] | None = None
+    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each takes the next, or as many as its
+    `tensor_parallel_size`, and starts over at the end. None: those that the trainer leaves, else all."""
     generation_deadline_s: PositiveFloat = 600.0
     """A group that takes longer is given up and settled as dead."""
     claim_idle_s: PositiveFloat = 30.0
@@ -143,15 +152,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's."""
+    """AdamW's, of parameters with two or more dimensions: norms and biases are spared."""
     optimizer: Plug | None = None
     """A `torch.optim.Optimizer` in AdamW's place, called with the parameters, `lr` and `kwargs`: `torch.optim:SGD`. Its
     state has to be tensors of the parameters' shape or of one element."""
     warmup_steps: NonNegative = 0
     """Optimizer steps over which the learning rate rises linearly to its value."""
-    decay: Literal["constant", "linear"] = "constant"
-    """`linear` lets the learning rate fall from the end of the warm-up, to zero after `num_updates * num_epochs *
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, from `learning_rate` to zero after `num_updates * num_epochs *
     num_minibatches` optimizer steps. Batches that train nothing take none: a run with such batches ends above zero."""
+    decay_steps: Positive | None = None
+    """The rate falls over the last so many optimizer steps and stays at `learning_rate` before them
+    (warmup-stable-decay); None decays from the end of the warm-up."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it."""
     num_epochs: Positive = 1
@@ -171,6 +183,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
     """Run each block through `torch.compile`: the first step is slow, the others faster. Needs a C++ compiler."""
+    devices: tuple[NonNegative, ...] | None = None
+    """GPUs of the ranks that `penstock run` starts, one each, by nvidia-smi's numbers. None: the first ones."""
     num_processes: Positive = 1
     """Ranks on this machine, one a device, that share the model's parameters; under torchrun its own number counts."""
     gradient_accumulation: Literal["unsharded", "sharded"] = "unsharded"
@@ -185,6 +199,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     their agents have abandoned do not count."""
 
     def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.decay == "constant":
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} with decay = 'constant': expected decay = 'linear' or 'cosine'"
+            )
         unread = {"betas": self.betas != (0.9, 0.95), "weight_decay": self.weight_decay != 0}
         if self.optimizer is not None and any(unread.values()):
             name = next(name for name in unread if unread[name])
@@ -194,11 +212,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             )
 
 
-class AdvantageConfig(Section, frozen=True, kw_only=True):
-    normalize_std: bool = True
-    """Divide by the group's standard deviation, as GRPO does; False as in Dr. GRPO."""
-    leave_one_out: bool = False
-    """Take the mean of the other siblings as baseline (RLOO)."""
+class AdvantageConfig(Plug, frozen=True, kw_only=True):
+    path: str = DEFAULT_ADVANTAGE
+    """A function of the batch's rewards, called with `kwargs`: `package.module:name`."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """KL in the reward: so many times the sum of proximal - reference logprobs over a rollout's sampled tokens is
+    subtracted from its reward before the advantages are taken. The reference is `model.reference`."""
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
@@ -470,6 +489,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     objective: ObjectivePlug = ObjectivePlug()
     """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """Rewards become advantages (docs/objectives.md)."""
     correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -493,6 +513,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def steps_per_batch(self) -> int:
         """Optimizer steps taken on one batch."""
         return self.trainer.num_epochs * self.trainer.num_minibatches
+
+    @property
+    def num_steps_planned(self) -> int:
+        """Optimizer steps of the run, if none is left out."""
+        return self.num_updates * self.steps_per_batch
 
     @property
     def credit(self) -> int:
@@ -668,15 +693,19 @@ def _check_sampling_names(document: dict[str, Any], file: Path) -> None:
             )
 
 
+_RENAMED = {
+    ("weights", "keep"): "weights.keep_versions",
+    ("weights", "folder"): "weights.anchors for what the trainer keeps, weights.host_folder for a host's copy",
+    ("advantage", "normalize_std"): "advantage.kwargs.normalize_std",
+    ("advantage", "leave_one_out"): "advantage.path = 'penstock.consumers.learning.advantages:leave_one_out'",
+}
+
+
 def _check_renamed(document: dict[str, Any], file: Path) -> None:
-    weights = document.get("weights")
-    if isinstance(weights, dict) and "keep" in weights:
-        raise ConfigError(f"{file}: weights.keep = {weights['keep']!r}: unknown field; it is now weights.keep_versions")
-    if isinstance(weights, dict) and "folder" in weights:
-        raise ConfigError(
-            f"{file}: weights.folder = {weights['folder']!r}: unknown field; weights.deltas and weights.anchors say "
-            "where the trainer keeps policies, and weights.host_folder where a host has its copy"
-        )
+    for (table, name), now in _RENAMED.items():
+        section = document.get(table)
+        if isinstance(section, dict) and name in section:
+            raise ConfigError(f"{file}: {table}.{name} = {section[name]!r}: unknown field; it is now {now}")
 
 
 def _check(config: RunConfig, file: Path) -> None:
@@ -724,7 +753,7 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
-    for name in ("environment", "objective", "reward"):
+    for name in ("environment", "objective", "advantage", "reward"):
         plug = getattr(config, name)
         if plug is not None and plug.path.count(":") != 1:
             raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
@@ -770,6 +799,12 @@ def _check_steps(config: RunConfig, file: Path) -> None:
             f"{file}: max_lag = {config.max_lag} with {steps} optimizer steps per batch (trainer.num_epochs * "
             "trainer.num_minibatches): a group that waits for one batch is past the bound; expected at least "
             f"{steps}, or mode = 'synchronous'"
+        )
+    if trainer.decay_steps is not None and trainer.warmup_steps + trainer.decay_steps > config.num_steps_planned:
+        raise ConfigError(
+            f"{file}: trainer.decay_steps = {trainer.decay_steps} with trainer.warmup_steps = {trainer.warmup_steps}: "
+            f"expected their sum to be at most the run's {config.num_steps_planned} optimizer steps (num_updates * "
+            "trainer.num_epochs * trainer.num_minibatches)"
         )
     if config.correction.max_lag is not None:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The package as users get it: a wheel that holds the house, without laboratory, tests and pages."""
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -56,9 +57,13 @@ PEERS = distributions(
     for line in (ROOT / "bench" / "peers" / "requirements.txt").read_text().splitlines()
     if not line.startswith("#")
 )
-PROVIDERS = {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
-"""Installed distributions by the name that they are imported under."""
 OWN = {"penstock", "bench", "tests", "docs", *(file.stem for file in (ROOT / "tests" / "doubles").iterdir())}
+
+
+@functools.cache
+def providers() -> dict[str, set[str]]:
+    """Installed distributions by the name that they are imported under."""
+    return {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
 
 
 def third_party_imports(file: Path) -> Iterator[str]:
@@ -74,7 +79,7 @@ def undeclared(files: Iterable[Path], declared: set[str]) -> dict[str, set[str]]
     found: dict[str, set[str]] = {}
     for file in files:
         for name in third_party_imports(file):
-            if not declared & (PROVIDERS.get(name, set()) | {canonicalize_name(name)}):
+            if not declared & (providers().get(name, set()) | {canonicalize_name(name)}):
                 found.setdefault(name, set()).add(file.as_posix())
     return found
 
@@ -90,7 +95,7 @@ def test_every_import_of_the_laboratory_and_the_tests_is_declared():
 
 
 def test_commands_start_without_what_only_an_extra_installs():
-    names = sorted(name for name, providers in PROVIDERS.items() if providers & OPTIONAL and not providers & CORE)
+    names = sorted(name for name, found in providers().items() if found & OPTIONAL and not found & CORE)
     modules = ("deploy.cli", "deploy.record.command", "consumers.__main__", "producers.__main__")
     program = f"import sys; sys.modules |= dict.fromkeys({names!r})\n"
     program += "\n".join(f"import penstock.{module}" for module in modules)

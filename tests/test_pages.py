@@ -81,7 +81,7 @@ def test_every_field_of_a_run_file_has_a_row_and_a_help_text() -> None:
     assert [row[0] for row in rows if not row[-1].strip(" |")] == []
 
 
-FREE_TABLES = ("environment.kwargs.", "reward.kwargs.", "objective.kwargs.", "engine.args.")
+FREE_TABLES = ("advantage.kwargs.", "environment.kwargs.", "reward.kwargs.", "objective.kwargs.", "engine.args.")
 FILES = ("json", "jsonl", "log", "md", "png", "py", "safetensors", "svg", "toml", "yaml", "yml")
 
 

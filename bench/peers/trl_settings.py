@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from penstock.producers.interfaces import Environment
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import DEFAULT_ADVANTAGE, ConfigError, RunConfig
 
 GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
 
@@ -31,16 +31,20 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
     objective = dict(config.objective.kwargs)
     if config.objective.path != GRPO_PATH:
         raise ConfigError(f"objective.path = {config.objective.path!r}: this benchmark compares {GRPO_PATH} only")
-    if config.advantage.leave_one_out:
-        raise ConfigError("advantage.leave_one_out = True: TRL's GRPOTrainer has no such baseline")
+    if config.advantage.path != DEFAULT_ADVANTAGE or config.advantage.kl_coefficient:
+        raise ConfigError(
+            f"advantage = {config.advantage}: this benchmark compares {DEFAULT_ADVANTAGE} without KL only"
+        )
     if config.reward is not None:
         raise ConfigError(f"reward.path = {config.reward.path!r}: this benchmark takes the environment's own reward")
-    clip_low = objective.get("clip_low", 0.2)
     trainer = config.trainer
+    if trainer.decay_steps is not None:
+        raise ConfigError(f"trainer.decay_steps = {trainer.decay_steps}: this benchmark has no such schedule")
+    clip_low = objective.get("clip_low", 0.2)
     return GRPOConfig(
         output_dir=output_folder,
         seed=config.seed,
-        max_steps=config.num_updates if trainer.decay == "linear" else max_updates,
+        max_steps=max_updates if trainer.decay == "constant" else config.num_updates,
         # One batch, one piece: as many rollouts as Penstock trains in one optimizer step.
         per_device_train_batch_size=config.group_size * config.groups_per_batch,
         gradient_accumulation_steps=1,
@@ -57,14 +61,14 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         epsilon_high=objective.get("clip_high", 0.2),
         delta=objective.get("dual_clip"),
         entropy_coef=objective.get("entropy_coefficient", 0.0),
-        scale_rewards="group" if config.advantage.normalize_std else "none",
+        scale_rewards="group" if config.advantage.kwargs.get("normalize_std", True) else "none",
         learning_rate=trainer.learning_rate,
         adam_beta1=trainer.betas[0],
         adam_beta2=trainer.betas[1],
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         warmup_steps=trainer.warmup_steps,
-        lr_scheduler_type="linear" if trainer.decay == "linear" else "constant_with_warmup",
+        lr_scheduler_type="constant_with_warmup" if trainer.decay == "constant" else trainer.decay,
         optim="adamw_torch_fused",
         use_cpu=True,
         bf16=False,

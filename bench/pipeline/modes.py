@@ -14,6 +14,7 @@ from bench.pipeline.pinned import IDLE, CpuSnapshot
 from bench.result import BenchError, Breakdown, Figure, Goal, break_down, compare, usable_cores
 from penstock.deploy.launch.launcher import Launcher, part_command
 from penstock.deploy.launch.live_view import View
+from penstock.deploy.launch.placement import Placement
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.deploy.report.summary import summarize
 from penstock.deploy.report.telemetry import RunTelemetry, WeightsLoaded, read_telemetry
@@ -96,7 +97,9 @@ def run_mode(
         run_folder.save(config)
         view = _Until(config, runs, limit_s=limit_s, accuracy=accuracy)
         with view:
-            launcher = Launcher(config, runs, resume=False, view=view, lock=run_folder.lock, command_for=command_for)
+            launcher = Launcher(
+                config, runs, Placement(), resume=False, view=view, lock=run_folder.lock, command_for=command_for
+            )
             status = launcher.run()
     if status and not view.stopped_by_us:
         raise KeyboardInterrupt

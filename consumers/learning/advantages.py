@@ -1,34 +1,190 @@
-"""Advantages of siblings: each reward against those of its group."""
+"""Advantages: pure functions of a batch's rewards, named by a run file's `[advantage]`, and the KL in the reward.
+
+With r the rewards of a group's siblings, mean and std (n - 1) over them unless another set is named::
+
+    group_relative        (r - mean) / (std + 1e-4)                                GRPO; without std Dr. GRPO
+    leave_one_out         r - mean of the other siblings                           RLOO
+    batch_normalized      (r - mean) / (std over the batch's rewards + 1e-4)       Lite PPO
+    reinforce_plus_plus   (r - M) / sqrt(V + 1e-8), M and V mean and variance      REINFORCE++; with group_baseline
+                          over the batch's sampled tokens                          r - mean takes the place of r
+    per_component         sum over the parts c of w_c * group_relative(r_c)        GDPO
+
+Sources: GRPO DeepSeekMath (arXiv 2402.03300, section 4.1.2), Dr. GRPO arXiv 2503.20783, RLOO Ahmadian et al. (arXiv
+2402.14740), Lite PPO arXiv 2508.08221, REINFORCE++ and its baseline variant arXiv 2501.03262, GDPO arXiv 2601.05242.
+
+Peers: TRL's `scale_rewards` "group", "none" and "batch" are the first, the first without std, and the third, with its
+1e-4; verl takes 1e-6 there. `reinforce_plus_plus` is verl's, of gamma = 1: a rollout of n tokens counts n times.
+
+Departures: GDPO's paper divides the sum by its standard deviation over the batch once more. REINFORCE++ subtracts from
+a token's return the KL of the tokens that follow it alone; here, as for every other function, it is the rollout's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.schemas.config import AdvantageConfig
+from penstock.schemas.config import AdvantageConfig, ConfigError
+from penstock.schemas.process.plugins import resolve
 from penstock.schemas.rollout import RolloutGroup
 
 STD_EPSILON = 1e-4
+VARIANCE_EPSILON = 1e-8
 
 
-def has_variance(group: RolloutGroup) -> bool:
-    """Whether the siblings' rewards differ; without that every advantage is 0 and the group teaches nothing."""
-    first = group.rollouts[0].reward.value
-    return any(rollout.reward.value != first for rollout in group.rollouts)
+@dataclass(frozen=True, kw_only=True)
+class BatchRewards:
+    """The rewards of a batch's R rollouts; siblings lie next to each other."""
+
+    values: np.ndarray
+    """[R] float64, less the KL penalty if there is one."""
+    indexes: np.ndarray
+    """[R] int64, the task index of each rollout's group."""
+    num_tokens: np.ndarray
+    """[R] int64, sampled tokens."""
+    parts: Mapping[str, np.ndarray]
+    """[R] float64 by the name of a reward's part; 0 for a rollout without it."""
+
+    def by_group(self, values: np.ndarray) -> list[np.ndarray]:
+        """[R] values, as one array a group."""
+        return np.split(values, np.flatnonzero(np.diff(self.indexes)) + 1)
+
+    def of_groups(self, function: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+        """[R], the function of each group's values."""
+        return np.concatenate([function(each) for each in self.by_group(values)])
 
 
-def group_advantages(rewards: np.ndarray, config: AdvantageConfig) -> np.ndarray:
-    """Advantages of one group's rewards [G], float64.
+class AdvantageFunction(Protocol):
+    """A pure function: [R] float64, the advantage of each rollout. A group whose advantages are all 0 is skipped."""
 
-    The baseline is the group's mean, or with `leave_one_out` the mean of the other siblings (RLOO). With
-    `normalize_std` the result is divided by the group's standard deviation plus 1e-4: Bessel's correction (n - 1) and
-    epsilon as in TRL's GRPOTrainer. verl takes the same deviation with 1e-6; the GRPO paper names neither.
-    """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    size = len(rewards)
-    if size < 2 or (rewards == rewards[0]).all():  # not left to the rounding of their mean
-        return np.zeros(size)
-    advantages = rewards - rewards.mean()
-    if config.leave_one_out:
+    def __call__(self, rewards: BatchRewards) -> np.ndarray: ...
+
+
+def group_relative(rewards: BatchRewards, *, normalize_std: bool = True) -> np.ndarray:
+    """Each reward less its group's mean, by the group's standard deviation unless `normalize_std` is False."""
+    _check_flag("normalize_std", normalize_std)
+    return rewards.of_groups(partial(_normalized, by_std=normalize_std), rewards.values)
+
+
+def leave_one_out(rewards: BatchRewards, *, normalize_std: bool = False) -> np.ndarray:
+    """Each reward less the mean of its siblings', by the group's standard deviation with `normalize_std`."""
+    _check_flag("normalize_std", normalize_std)
+
+    def baselined(values: np.ndarray) -> np.ndarray:
         # r_i - mean of the others = (r_i - mean) * n / (n - 1)
-        advantages = advantages * (size / (size - 1))
-    if config.normalize_std:
-        advantages = advantages / (rewards.std(ddof=1) + STD_EPSILON)
-    return advantages
+        return _normalized(values, by_std=normalize_std) * (len(values) / max(1, len(values) - 1))
+
+    return rewards.of_groups(baselined, rewards.values)
+
+
+def batch_normalized(rewards: BatchRewards) -> np.ndarray:
+    """Each reward less its group's mean, by the standard deviation of the batch's rewards."""
+    centered = rewards.of_groups(partial(_normalized, by_std=False), rewards.values)
+    return centered / (rewards.values.std(ddof=1) + STD_EPSILON) if centered.any() else centered
+
+
+def reinforce_plus_plus(rewards: BatchRewards, *, group_baseline: bool = False) -> np.ndarray:
+    """Rewards, or with `group_baseline` their distance from the group's mean, of mean 0 and variance 1 over the batch's
+    tokens. Groups without reward variance are trained on too."""
+    _check_flag("group_baseline", group_baseline)
+    values = group_relative(rewards, normalize_std=False) if group_baseline else rewards.values
+    total = rewards.num_tokens.sum()
+    if total < 2 or (values == values[0]).all():
+        return np.zeros(len(values))
+    centered = values - (rewards.num_tokens * values).sum() / total
+    variance = (rewards.num_tokens * centered**2).sum() / (total - 1)
+    return np.asarray(centered / np.sqrt(variance + VARIANCE_EPSILON))
+
+
+def per_component(rewards: BatchRewards, *, weights: Mapping[str, float]) -> np.ndarray:
+    """The weighted sum of what `group_relative` makes of each part of the reward. The reward itself is not read."""
+    if not isinstance(weights, Mapping) or not weights:
+        raise ValueError(f"weights is {weights!r}, expected a weight for each of one or more parts of the reward")
+    total = np.zeros(len(rewards.values))
+    for name, weight in weights.items():
+        if not (isinstance(weight, int | float) and np.isfinite(weight)):
+            raise ValueError(f"weights.{name} is {weight!r}, expected a finite number")
+        try:
+            part = rewards.parts[name]
+        except KeyError:
+            known = ", ".join(map(repr, sorted(rewards.parts))) or "none"
+            raise ValueError(f"weights has {name!r}, expected parts that the batch's rewards have: {known}") from None
+        total += weight * rewards.of_groups(partial(_normalized, by_std=True), part)
+    return total
+
+
+def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
+    """The function that a run file names, with its arguments; it is checked at each call.
+
+    Raises:
+        ConfigError: no such function; from a call, arguments it refuses, or anything but [R] numbers.
+    """
+    function = resolve(config, "advantage")
+
+    def checked(rewards: BatchRewards) -> np.ndarray:
+        try:
+            found = np.asarray(function(rewards, **config.kwargs), dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"advantage.path = {config.path!r} with kwargs = {config.kwargs!r}: {error}") from error
+        if found.shape != rewards.values.shape:
+            raise ConfigError(
+                f"advantage.path = {config.path!r}: returns an array of {list(found.shape)}, expected "
+                f"{list(rewards.values.shape)}, a number for each rollout"
+            )
+        return found
+
+    return checked
+
+
+def check_advantage(config: AdvantageConfig) -> None:
+    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not see the KL penalty."""
+    function = make_advantage(config)
+    parts = _EveryPart(np.array([0.0, 1.0, 1.0, 0.0]))
+    values = np.array([[0.0, 1.0, 1.0, 3.0], [0.0, 1.0, 1.0, 2.0]])
+    found = [
+        function(BatchRewards(values=each, indexes=np.array([1, 1, 2, 2]), num_tokens=np.full(4, 3), parts=parts))
+        for each in values
+    ]
+    if not np.isfinite(found).all():
+        raise ConfigError(f"advantage.path = {config.path!r}: returns {found[0].tolist()}, expected finite numbers")
+    if config.kl_coefficient and np.array_equal(found[0], found[1]):
+        raise ConfigError(
+            f"advantage.kl_coefficient = {config.kl_coefficient} with advantage.path = {config.path!r}: this function "
+            "does not read the rewards that the penalty is subtracted from; expected 0"
+        )
+
+
+def batch_rewards(groups: Sequence[RolloutGroup]) -> BatchRewards:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.reward.parts)
+    return BatchRewards(
+        values=np.array([rollout.reward.value for rollout in rollouts], dtype=np.float64),
+        indexes=np.array([group.index for group in groups for _ in group.rollouts], dtype=np.int64),
+        num_tokens=np.array([rollout.num_sampled_tokens for rollout in rollouts], dtype=np.int64),
+        parts={name: np.array([rollout.reward.parts.get(name, 0.0) for rollout in rollouts]) for name in names},
+    )
+
+
+class _EveryPart(dict[str, Any]):
+    """Parts of every name."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return self._values
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, expected true or false")
+
+
+def _normalized(values: np.ndarray, *, by_std: bool) -> np.ndarray:
+    if len(values) < 2 or (values == values[0]).all():  # not left to the rounding of their mean
+        return np.zeros(len(values))
+    centered = values - values.mean()
+    return centered / (values.std(ddof=1) + STD_EPSILON) if by_std else centered

@@ -1,6 +1,9 @@
 """Attention over packed rows: one sequence without padding outside, causal rows that never see each other inside."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -158,6 +161,8 @@ def _in_rectangles(
     for indices in layout.buckets:
         longest = indices.shape[1]
         q, k, v = (_rows(indices, states, head_dim).transpose(1, 2) for states in flat)
+        if _wants_whole_heads(q) and k.shape[1] != q.shape[1]:
+            k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
         band = None
         if sliding_window is not None and longest > sliding_window:
             ones = torch.ones(longest, longest, dtype=torch.bool, device=q.device)
@@ -174,13 +179,26 @@ def _unpadded(
 ) -> Tensor:
     """Flash attention over rows of different lengths, which exists for 16-bit floats on CUDA only."""
     q, k, v = (_rows(layout.row_tokens, states, head_dim) for states in flat)
+    grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     attended: Any = varlen_attn(
         q, k, v, layout.row_bounds, layout.row_bounds, layout.longest, layout.longest, scale=scaling,
         # A token sees itself and so many before it; -1 is all of them.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )  # fmt: skip
     return F.embedding(layout.row_slots, attended.flatten(1))
+
+
+def _wants_whole_heads(query: Tensor) -> bool:
+    """Whether keys and values are needed for each head: on CUDA no kernel but the one whose memory grows with the
+    square of the length takes grouped queries of 32 bits."""
+    return query.is_cuda
+
+
+@cache
+def _takes_enable_gqa(attend: Callable[..., Any]) -> bool:
+    """torch 2.11 takes grouped queries without being told."""
+    return "enable_gqa" in signature(attend).parameters
 
 
 def _rows(indices: Tensor, states: Tensor, head_dim: int) -> Tensor:

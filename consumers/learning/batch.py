@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.consumers.learning.advantages import BatchRewards
 from penstock.consumers.learning.attention import PackedLayout, make_layout
 
 
@@ -25,6 +26,7 @@ class MicroBatch:
     lag: [M] int64 optimizer steps.
     loss_mask: [M] bool, lag within the bound.
     row_ids: [M] int64, ascending.
+    rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from, if it left some out (top-k, top-p); None if it never did.
     """
 
@@ -40,12 +42,17 @@ class MicroBatch:
     lag: Tensor
     loss_mask: Tensor
     row_ids: Tensor
+    rollouts: Tensor
     support: "Support | None" = None
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is sampled in it: the pass of a rank that has no rows left while others have."""
         return not len(self.targets)
+
+    def with_advantages(self, advantages: Tensor) -> "MicroBatch":
+        """advantages: [R] float32, of each rollout of the batch."""
+        return replace(self, advantages=advantages[self.rollouts[self.row_ids]])
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
@@ -71,6 +78,7 @@ def idle_microbatch() -> MicroBatch:
         lag=no_ids,
         loss_mask=torch.empty(0, dtype=torch.bool),
         row_ids=no_ids,
+        rollouts=no_ids,
     )
 
 
@@ -151,6 +159,14 @@ class MiniBatch:
     alone: Callable[[], Iterator["MiniBatch"]] = field(default=_no_groups, compare=False)
     """Each group that is trained on as a mini-batch of its own, with the denominators of this one; the lead's alone."""
 
+    def with_advantages(self, advantages: Tensor) -> "MiniBatch":
+        """advantages: [R] float32, of each rollout of the batch."""
+        return replace(
+            self,
+            microbatches=tuple(each.with_advantages(advantages) for each in self.microbatches),
+            alone=lambda: (each.with_advantages(advantages) for each in self.alone()),
+        )
+
     def of_rank(self, rank: int, num_ranks: int) -> "MiniBatch":
         """The part of one rank; what only the lead needs is left out: places and, of the others, the groups alone."""
         own = slice(rank, None, num_ranks)
@@ -174,19 +190,32 @@ class Batch:
     """Unmasked tokens of the rows that are trained on."""
     num_tokens_masked_lag: int
     """Tokens of every group that are older than the lag bound."""
-    num_groups_trained: int
-    num_groups_skipped: int
-    """Groups without reward variance."""
     num_rows: int
     lag_histogram: dict[int, int]
     """Tokens of every group by lag, masked ones included, ascending."""
     outcome: dict[str, float]
     """`penstock.consumers.learning.outcome.outcome` of every group."""
+    rewards: BatchRewards
+    """Of every rollout."""
+    advantages: np.ndarray
+    """[R] float64, of every rollout."""
 
     @property
     def indexes(self) -> tuple[int, ...]:
         """The released task indexes, in the order of the mini-batches."""
         return tuple(index for minibatch in self.minibatches for index in minibatch.indexes)
+
+    @property
+    def group_advantages(self) -> dict[int, tuple[float, ...]]:
+        """The advantages of each group's siblings, by its index."""
+        indexes, advantages = (self.rewards.by_group(each) for each in (self.rewards.indexes, self.advantages))
+        return {int(index[0]): tuple(own.tolist()) for index, own in zip(indexes, advantages, strict=True) if len(own)}
+
+    def with_advantages(self, advantages: np.ndarray) -> "Batch":
+        """advantages: [R] float64."""
+        values = torch.from_numpy(advantages.astype(np.float32))
+        parts = tuple(minibatch.with_advantages(values) for minibatch in self.minibatches)
+        return replace(self, minibatches=parts, advantages=advantages)
 
     def of_rank(self, rank: int, num_ranks: int) -> "Batch":
         """The part of one rank."""

@@ -82,8 +82,11 @@ def check_objective(config: RunConfig, objective: Objective) -> None:
             f"objective.path = {config.objective.path!r} with {setting}: this objective forms current / behavior "
             "itself, and the gap would be counted twice; expected correction.mode = 'none' without bypass"
         )
-    if config.model.reference is not None and not getattr(objective, "needs_reference", False):
+    reads_reference = getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient > 0
+    fields = ("reference", "reference_every")
+    unread = next((name for name in fields if getattr(config.model, name) is not None), None)
+    if unread is not None and not reads_reference:
         raise ConfigError(
-            f"model.reference = {config.model.reference!r}: the objective {config.objective.path!r} has no KL term "
-            "that reads it; expected it to be left out, or a KL coefficient above 0"
+            f"model.{unread} = {getattr(config.model, unread)!r}: the objective {config.objective.path!r} has no KL "
+            "term that reads it; expected it to be left out, or a KL coefficient above 0"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.export import export_model
@@ -23,6 +24,7 @@ from penstock.consumers.learning.optimizer import make_optimizer
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
+from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
@@ -55,6 +57,8 @@ class Learner:
         """Optimizer steps taken: the learning rate follows it."""
         self.before_update: Callable[[], object] = lambda: None
         """Called before each optimizer step, on every rank: nobody may read the masters during it."""
+        self.num_updates = 0
+        """Batches that count as updates: the reference is replaced by it."""
         self._said = False
         trainer = config.trainer
         self.device = choose_device(trainer.device, self.ranks.local_rank)
@@ -71,9 +75,11 @@ class Learner:
             compiled=trainer.compile,
         )
         objective = construct(config.objective, "objective", Objective)
+        check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
-        self._saved = LearnerState(self.model, self.optimizer, self.ranks)
+        self._replaced = self.scorer.reference if config.model.reference_every else None
+        self._saved = LearnerState(self.model, self.optimizer, self.ranks, self._replaced)
 
     def step(self, batch: Batch) -> StepReport:
         """Trains a batch: for each epoch and mini-batch forward, loss, backward and one clipped AdamW step.
@@ -108,15 +114,19 @@ class Learner:
 
     def _step(self, batch: Batch) -> StepReport:
         tally = BatchTally(self.config, self.ranks)
-        learning_rate = self._learning_rate()
+        rate = learning_rate(self.config, self.num_steps)
         self.ranks.phase = "forward"
-        constants = self.scorer.step_constants(batch)
+        batch, constants = self.scorer.step_constants(batch)
         tally.end_phase("forward")
         for epoch in range(self.config.trainer.num_epochs):
             for place, minibatch in enumerate(batch.minibatches):
                 if place not in tally.failed:
                     self._train(place, minibatch, constants[place], tally, first_epoch=epoch == 0)
-        report = tally.report(batch, learning_rate)
+        report = tally.report(batch, rate)
+        self.num_updates += report.counts_as_update
+        every = self.config.model.reference_every
+        if self._replaced is not None and every and report.counts_as_update and self.num_updates % every == 0:
+            self._replaced.copy(self.model)
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -171,7 +181,7 @@ class Learner:
     def _load_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         self.ranks.phase = "load the checkpoint"
         self._saved.load(folder)
-        self.num_steps = state["num_steps"]
+        self.num_steps, self.num_updates = state["num_steps"], state["num_updates"]
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
@@ -180,14 +190,18 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Counters and random generators, as JSON takes them."""
-        state: dict[str, Any] = {"num_steps": self.num_steps, "rng": torch.get_rng_state().tolist()}
+        state: dict[str, Any] = {
+            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
+            "rng": torch.get_rng_state().tolist(),
+        }
         if self.device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state(self.device).tolist()
         return state
 
     @property
     def trains_every_row(self) -> bool:
-        """Whether the objective asks for groups without reward variance too."""
+        """Whether the objective asks for groups without advantages too."""
         return getattr(self.scorer.objective, "trains_every_row", False)
 
     def pack(self, groups: Sequence[RolloutGroup], lag_of: Lags) -> Batch:
@@ -264,23 +278,11 @@ class Learner:
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _learning_rate(self) -> float:
-        """The rate of the next step: linear up to the configured one, then, with a linear decay, down to zero at the
-        run's planned number of steps."""
-        config, trainer = self.config, self.config.trainer
-        if self.num_steps < trainer.warmup_steps:
-            return trainer.learning_rate * (self.num_steps + 1) / trainer.warmup_steps
-        if trainer.decay == "constant":
-            return trainer.learning_rate
-        num_planned = config.num_updates * config.steps_per_batch
-        left = (num_planned - self.num_steps) / max(1, num_planned - trainer.warmup_steps)
-        return trainer.learning_rate * max(0.0, left)
-
     def _update(self, grad_norm: Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(
             self.model.parameters(), self.config.trainer.max_grad_norm, grad_norm, foreach=True
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = learning_rate(self.config, self.num_steps)
         self.before_update()
         self.optimizer.step()

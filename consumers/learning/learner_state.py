@@ -13,15 +13,25 @@ from penstock.consumers.learning.tensor_files import Specs, read_tensors, specs_
 from penstock.schemas.config import ConfigError
 
 MASTERS = "masters/"
-"""Tensors are named `masters/<parameter>` and `<moment>/<parameter>`, as in `exp_avg/lm_head.weight`."""
+"""Tensors are named `masters/<parameter>` and `<moment>/<parameter>`, as in `exp_avg/lm_head.weight`; a reference that
+training replaces has `reference/<parameter>`."""
+REFERENCE = "reference/"
 MOST_NAMED = 3
 
 
 class LearnerState:
     """The tensors of a model and its optimizer as files, by the names of the parameters. Its methods are collective."""
 
-    def __init__(self, model: PackedModel, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        reference: PackedModel | None = None,
+    ) -> None:
+        """reference: the model of the KL term, where training replaces it."""
         self._model = model
+        self._reference = reference
         self._optimizer = optimizer
         self._ranks = ranks
         self._beside = ranks.beside("checkpoint")
@@ -41,7 +51,9 @@ class LearnerState:
             self._beside.phase = ""
 
     def load(self, folder: Path) -> None:
-        """Replaces masters and moments by those in `folder`, of whatever number of ranks.
+        """Replaces masters, moments and reference by those in `folder`, of whatever number of ranks.
+
+        A checkpoint without reference, of a run that never replaced it, leaves it as it is.
 
         Raises:
             ConfigError: they are another model's.
@@ -53,7 +65,7 @@ class LearnerState:
         self._optimizer.state.clear()
         for place, (shape, dtype) in found.items():
             moment, _, name = place.partition("/")
-            if not place.startswith(MASTERS):
+            if not place.startswith((MASTERS, REFERENCE)):
                 parameter = parameters[name]
                 whole = shape == parameter.shape
                 self._optimizer.state[parameter][moment] = (
@@ -61,7 +73,10 @@ class LearnerState:
                     if whole
                     else torch.zeros(shape, dtype=dtype, device=parameter.device)
                 )
-        read_tensors({name: tensor.detach() for name, tensor in self._tensors().items()}, folder, self._ranks)
+        wanted = {name: tensor.detach() for name, tensor in self._tensors().items()}
+        if not any(name.startswith(REFERENCE) for name in found):
+            wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(REFERENCE)}
+        read_tensors(wanted, folder, self._ranks)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Those in use."""
@@ -71,6 +86,8 @@ class LearnerState:
             if parameter in self._optimizer.state:
                 moments = self._optimizer.state[parameter]
                 tensors |= {f"{moment}/{name}": value for moment, value in moments.items()}
+        if self._reference is not None:
+            tensors |= {REFERENCE + name: tensor for name, tensor in self._reference.state().items()}
         return tensors
 
 

@@ -246,6 +246,13 @@ class PackedModel:
         except RuntimeError as error:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
 
+    @torch.no_grad()
+    def copy(self, other: "PackedModel") -> None:
+        """Takes the weights of a model of the same shapes, shared by the same ranks; each in its own type."""
+        weights = other.state()
+        for name, tensor in self.state().items():
+            tensor.copy_(weights[name])
+
     def state(self) -> dict[str, Tensor]:
         """The masters, see `tensors_of`."""
         return tensors_of(self.at_rest())

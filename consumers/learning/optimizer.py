@@ -16,15 +16,20 @@ _FIELD = "trainer.optimizer"
 def make_optimizer(config: TrainerConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """The optimizer of these parameters; one by its path is first tried on a parameter of its own.
 
+    AdamW's weight decay, by parameter groups, is of the parameters with two or more dimensions, as in
+    nanoGPT's `configure_optimizers`: norms and biases, of one, are spared; embeddings are not.
+
     Raises:
         ConfigError: it cannot be made or take a step, leaves parameters out, or has a state that a checkpoint of any
             number of ranks cannot hold.
     """
     plug = config.optimizer
     if plug is None:
-        return torch.optim.AdamW(
-            parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
     factory = resolve(plug, _FIELD)
     probe = nn.Parameter(torch.zeros(4, 6))
     probe.grad = torch.ones_like(probe)

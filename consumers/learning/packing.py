@@ -1,14 +1,14 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 
-from penstock.consumers.learning.advantages import group_advantages, has_variance
+from penstock.consumers.learning.advantages import batch_rewards, make_advantage
 from penstock.consumers.learning.attention import make_layout
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Place, Support, idle_microbatch
 from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
@@ -30,6 +30,8 @@ class _Row:
     length: int
     lags: tuple[tuple[int, int], ...]
     """(lag, tokens) along the sampled tokens."""
+    rollout: int
+    """The place of its rollout among all of the batch."""
     advantage: float
     temperature: float
     rollout_tokens: int
@@ -48,13 +50,13 @@ def pack(
     They are split into `trainer.num_minibatches` parts of one optimizer step each: in their order in synchronous mode,
     in asynchronous mode shuffled by `seed` and their indexes, because batches fill with short answers first.
 
-    Groups without reward variance have advantage 0 everywhere: they are left out of the rows and counted in the
+    Groups whose advantages are all 0, as without reward variance, are left out of the rows and counted in the
     denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
     (`MiniBatch.skipped`), by the group's index a different sibling each time. Tokens older than the lag bound are
-    masked; a row with nothing else is left out likewise.
+    masked; a row with nothing else is left out likewise. With KL in the reward no row is left out.
 
     Args:
-        every_row: trains on groups without variance as well, for an objective whose loss is not 0 there.
+        every_row: trains on groups without advantage as well, for an objective whose loss is not 0 there.
         sharing: the ranks that the rows are for; `Batch.of_rank` is the part of each.
         lag_of: the lag of a policy version. If it raises UnknownVersionError the token counts as the row's oldest
             known version, without one as the lag bound, and never as less than 1.
@@ -62,24 +64,30 @@ def pack(
     Raises:
         FutureVersionError: from `lag_of`.
         RecordError: a row without context.
+        ConfigError: an advantage function that does not fit the batch; see `make_advantage`.
     """
-    lags = known_lags(lag_of)
-    parts = [_rows_of(part, lags, config, every_row) for part in _parts(groups, config)]
+    lags, rewards = known_lags(lag_of), batch_rewards(groups)
+    advantages = make_advantage(config.advantage)(rewards)
+    of_group, first = {}, 0
+    for group, own in zip(groups, rewards.by_group(advantages), strict=False):
+        of_group[group.index] = first, own.tolist()
+        first += len(own)
+    every_row = every_row or config.advantage.kl_coefficient > 0
+    parts = [_rows_of(part, of_group, lags, config, every_row) for part in _parts(groups, config)]
     rows = [row for part in parts for row in part.rows]
     histogram: dict[int, int] = {}
     for row in (*rows, *(row for part in parts for row in part.skipped)):
         for lag, count in row.lags:
             histogram[lag] = histogram.get(lag, 0) + count
-    num_trained = sum(has_variance(group) for group in groups)
     return Batch(
         minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
         num_tokens_trained=_num_unmasked(rows, config.lag_bound),
         num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
-        num_groups_trained=num_trained,
-        num_groups_skipped=len(groups) - num_trained,
         num_rows=sum(_num_unmasked([row], config.lag_bound) > 0 for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
         outcome=outcome(groups),
+        rewards=rewards,
+        advantages=advantages,
     )
 
 
@@ -104,6 +112,7 @@ def pack_segments(
             prefix_length=segment.loss_mask[0][0],
             length=segment.loss_mask[-1][1] - 1,
             lags=((0, segment.num_sampled_tokens),),
+            rollout=0,
             advantage=0.0,
             temperature=temperature,
             rollout_tokens=segment.num_sampled_tokens,
@@ -136,11 +145,19 @@ def _parts(groups: Sequence[RolloutGroup], config: RunConfig) -> Iterator[Sequen
     return (groups[start:end] for start, end in pairwise(bounds) if end > start)
 
 
-def _rows_of(groups: Sequence[RolloutGroup], lags: KnownLags, config: RunConfig, every_row: bool) -> _Part:
+def _rows_of(
+    groups: Sequence[RolloutGroup],
+    advantages: Mapping[int, tuple[int, list[float]]],
+    lags: KnownLags,
+    config: RunConfig,
+    every_row: bool,
+) -> _Part:
+    """advantages: by a group's index, after the place of its first rollout in the batch."""
     part = _Part(groups, [], [])
     for g, group in enumerate(groups):
-        rows = part.rows if every_row or has_variance(group) else part.skipped
-        rows += _rows(g, group, lags, config)
+        first, own = advantages[group.index]
+        rows = part.rows if every_row or any(own) else part.skipped
+        rows += _rows(g, group, first, own, lags, config)
     return part
 
 
@@ -150,7 +167,10 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
     def passes(rows: list[_Row]) -> list[list[_Row]]:
         return [_longest_first(each) for each in _passes(rows, budget, sharing)]
 
-    alive, skipped = ([row for row in rows if _num_unmasked([row], bound)] for rows in (part.rows, part.skipped))
+    of_kl = config.advantage.kl_coefficient > 0  # which is that of a whole rollout
+    alive, skipped = (
+        [row for row in rows if of_kl or _num_unmasked([row], bound)] for rows in (part.rows, part.skipped)
+    )
     sample = _a_rollout_of_each_group(skipped)
     rollouts = [rollout for group in part.groups for rollout in group.rollouts]
     split = passes(alive)
@@ -186,9 +206,10 @@ def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
     return found
 
 
-def _rows(g: int, group: RolloutGroup, lag: KnownLags, config: RunConfig) -> Iterator[_Row]:
-    advantages = group_advantages(np.array([rollout.reward.value for rollout in group.rollouts]), config.advantage)
-    for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages.tolist(), strict=True)):
+def _rows(
+    g: int, group: RolloutGroup, first: int, advantages: list[float], lag: KnownLags, config: RunConfig
+) -> Iterator[_Row]:
+    for r, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True)):
         rollout_tokens = rollout.num_sampled_tokens
         for s, segment in enumerate(rollout.segments):
             if not segment.loss_mask:
@@ -204,6 +225,7 @@ def _rows(g: int, group: RolloutGroup, lag: KnownLags, config: RunConfig) -> Ite
                 prefix_length=prefix_length,
                 length=segment.loss_mask[-1][1] - 1,
                 lags=tuple((d, span.end - span.start) for d, span in zip(lags, segment.version_spans, strict=True)),
+                rollout=first + r,
                 advantage=advantage,
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
@@ -291,6 +313,7 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         lag=torch.from_numpy(lag),
         loss_mask=torch.from_numpy(lag <= lag_bound),
         row_ids=torch.from_numpy(row_ids),
+        rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
     )
 

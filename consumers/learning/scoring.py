@@ -17,6 +17,7 @@ from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Obje
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.rejection import off_policy_rows_kept
+from penstock.consumers.learning.reward_kl import penalized
 from penstock.schemas.config import ConfigError, RunConfig
 
 TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -35,6 +36,12 @@ class StepConstants:
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     correction: Correction | None = None
+
+    @property
+    def divergence(self) -> Tensor:
+        """proximal - reference logprobs, [M] float64 on CPU, where both were computed."""
+        assert self.proximal_logprobs is not None and self.reference_logprobs is not None
+        return self.proximal_logprobs.cpu().double() - self.reference_logprobs.cpu().double()
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,11 @@ class TokenScorer:
         self._device = device
         self._steps_per_batch = config.steps_per_batch
         self._correction = replace(config.correction, max_lag=config.lag_bound)
-        self._reference: PackedModel | None = None
-        if getattr(objective, "needs_reference", False):
-            self._reference = PackedModel(
+        self._advantage = config.advantage
+        self.reference: PackedModel | None = None
+        """The model of the KL term, frozen; None without one."""
+        if getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient:
+            self.reference = PackedModel(
                 config.model.reference or config.model.path,
                 config.model.dtype,
                 device,
@@ -84,27 +93,43 @@ class TokenScorer:
                 compiled=config.trainer.compile,
                 frozen=True,
             )
-            if self._reference.vocabulary != model.vocabulary:
+            if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(
-                    f"model.reference = {config.model.reference!r}: a vocabulary of {self._reference.vocabulary}, "
+                    f"model.reference = {config.model.reference!r}: a vocabulary of {self.reference.vocabulary}, "
                     f"expected the model's {model.vocabulary}"
                 )
+            if config.model.reference_every and _shapes(self.reference) != _shapes(model):
+                raise ConfigError(
+                    f"model.reference_every = {config.model.reference_every} with model.reference = "
+                    f"{config.model.reference!r}: expected a reference of the model's own shapes"
+                )
 
-    def step_constants(self, batch: Batch) -> list[list[StepConstants]]:
-        """Computed before the first optimizer step; by mini-batch, its micro-batches and then those in `skipped`."""
-        trained = iter(self.constants(batch.microbatches))
+    def step_constants(self, batch: Batch) -> tuple[Batch, list[list[StepConstants]]]:
+        """Computed before the first optimizer step; by mini-batch, its micro-batches and then those in `skipped`.
+
+        The batch is the one given, but for its advantages if there is KL in the reward.
+        """
+        logprobs = self._logprobs(batch.microbatches)
+        if self._advantage.kl_coefficient:
+            batch = penalized(batch, [each.divergence for each in logprobs], self._advantage, self._ranks)
+        trained = iter(self._corrected(batch.microbatches, logprobs))
         skipped = iter(self.constants([each for minibatch in batch.minibatches for each in minibatch.skipped]))
-        return [
+        return batch, [
             [*islice(trained, len(each.microbatches)), *islice(skipped, len(each.skipped))]
             for each in batch.minibatches
         ]
 
-    @torch.no_grad()
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
         """Of these micro-batches, which make up a batch for a correction that judges a batch as a whole."""
-        config = self._correction
-        needs_proximal = config.is_batch_level or self._steps_per_batch > 1
-        if not (needs_proximal or self._reference):
+        return self._corrected(microbatches, self._logprobs(microbatches))
+
+    @torch.no_grad()
+    def _logprobs(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
+        """The proximal and the reference policy's, as far as they are needed."""
+        needs_proximal = (
+            self._correction.is_batch_level or self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
+        )
+        if not (needs_proximal or self.reference):
             return [StepConstants()] * len(microbatches)
         constants = []
         for cpu_microbatch in microbatches:
@@ -112,10 +137,10 @@ class TokenScorer:
             constants.append(
                 StepConstants(
                     self.logprobs(microbatch)[0] if needs_proximal else None,
-                    self.logprobs(microbatch, self._reference)[0] if self._reference else None,
+                    self.logprobs(microbatch, self.reference)[0] if self.reference else None,
                 )
             )
-        return self._corrected(microbatches, constants) if config.is_batch_level else constants
+        return constants
 
     def score(
         self, microbatch: MicroBatch, minibatch: MiniBatch, constants: StepConstants
@@ -212,6 +237,8 @@ class TokenScorer:
         Every rank computes it from the tokens of all. Off-policy rows are left for `_correct`, which judges them anew
         at each step.
         """
+        if not self._correction.is_batch_level:
+            return constants
         own = [
             (each.proximal_logprobs.cpu(), part.behavior_logprobs, part.lag, part.row_ids, part.advantages)
             for part, each in zip(microbatches, constants, strict=True)
@@ -272,6 +299,10 @@ def head_logprobs(
         support=sampled.support,
         token_grads=token_grads,
     )
+
+
+def _shapes(model: PackedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state().items()}
 
 
 def _token_grads(outputs: Callable[[slice, Tensor, Tensor], Any]) -> TokenGrads:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -52,6 +52,7 @@ class StepReport:
         on by a sample. Those of a skipped step may be NaN or infinite.
     num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
     num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
+    advantages: of each group's siblings, by its index.
     num_optimizer_steps: steps taken.
     skipped_reason: why no optimizer step was taken; None if one was.
     steps_skipped: how many were not taken, by reason.
@@ -67,6 +68,7 @@ class StepReport:
     lag_histogram: dict[int, int]
     num_tokens_trained: int
     num_tokens_masked_lag: int
+    advantages: Mapping[int, tuple[float, ...]]
     num_tokens_rejected: int = 0
     num_optimizer_steps: int = 0
     skipped_reason: str | None = None
@@ -75,6 +77,15 @@ class StepReport:
     spared: frozenset[int] = frozenset()
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
+
+    @property
+    def num_groups_skipped(self) -> int:
+        """Groups that teach nothing."""
+        return len(self.advantages) - sum(map(self.teaches, self.advantages))
+
+    def teaches(self, index: int) -> bool:
+        """Whether the group of this index has an advantage other than 0, as it has where its rewards differ."""
+        return any(self.advantages[index])
 
     @property
     def counts_as_update(self) -> bool:
@@ -201,6 +212,7 @@ class BatchTally:
             lag_histogram=batch.lag_histogram,
             num_tokens_trained=num_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
+            advantages=batch.group_advantages,
             num_tokens_rejected=num_rejected,
             num_optimizer_steps=sum(self._taken),
             skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.consumers.learning.advantages import group_advantages, has_variance
 from penstock.consumers.learning.batch import Batch, Place
 from penstock.consumers.learning.lag import KnownLags, LagTable, known_lags, span_lags
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
@@ -173,7 +172,7 @@ def records_of(taken: Taken, config: RunConfig) -> tuple[BatchHead, list[Recorde
         num_optimizer_steps=report.num_optimizer_steps,
         metrics=report.metrics,
         lag_histogram=report.lag_histogram,
-        groups=tuple(_entry(group, each, report, config) for group, each in zip(groups, recorded, strict=True)),
+        groups=tuple(_entry(group, each, report) for group, each in zip(groups, recorded, strict=True)),
     )
     return head, recorded
 
@@ -215,10 +214,9 @@ def _recorded(group: RolloutGroup, scores: dict[Place, _Scores], lag: KnownLags,
     )
 
 
-def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport, config: RunConfig) -> GroupEntry:
+def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport) -> GroupEntry:
     failure = report.failed.get(group.index, "")
-    settled: Outcome = "trained" if has_variance(group) else "skipped"
-    rewards = np.array([rollout.reward.value for rollout in group.rollouts])
+    settled: Outcome = "trained" if report.teaches(group.index) else "skipped"
     segments = [segment for rollout in group.rollouts for segment in rollout.segments]
     findings = [found for of_rollout in recorded.findings for found in of_rollout]
     kept = b"".join(found.kept for found in findings)
@@ -227,7 +225,7 @@ def _entry(group: RolloutGroup, recorded: RecordedGroup, report: StepReport, con
         recorded.findings,
         "dead" if failure else "spared" if group.index in report.spared else settled,
         reason=failure,
-        advantages=tuple(group_advantages(rewards, config.advantage).tolist()),
+        advantages=report.advantages[group.index],
         num_masked=sum(segment.num_sampled_tokens for segment in segments) - kept.count(1) if kept else None,
         ess_fraction=_ess_fraction(segments, findings) if kept else None,
         max_weight=_finite(max(unpack_floats(b"".join(f.importance_weights for f in findings)))) if kept else None,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.observe.metrics import TrainerMetrics
@@ -60,7 +59,6 @@ class RunLog:
     def update(
         self,
         groups: Sequence[RolloutGroup],
-        batch: Batch,
         report: StepReport,
         *,
         policy_version: int,
@@ -85,8 +83,8 @@ class RunLog:
             "num_tokens_rejected": report.num_tokens_rejected,
             "num_optimizer_steps": report.num_optimizer_steps,
             "steps_skipped": report.steps_skipped,
-            "num_groups_trained": batch.num_groups_trained,
-            "num_groups_skipped": batch.num_groups_skipped,
+            "num_groups_trained": len(report.advantages) - report.num_groups_skipped,
+            "num_groups_skipped": report.num_groups_skipped,
             "queue_depth": num_ready,
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,

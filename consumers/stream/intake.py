@@ -97,7 +97,7 @@ class Intake:
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
         settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
         if report.counts_as_update:
-            self._settlement.settle_batch(settled)
+            self._settlement.settle_batch(settled, report)
             self._progress.num_batches += 1
         for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
             del ready[index]

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from penstock.consumers.learning.advantages import has_variance
+from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import ReadyGroup, Refused
 from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group
@@ -39,10 +39,10 @@ class Settlement:
         self._num_received = 0
         self._send_letter = send_letter
 
-    def settle_batch(self, groups: list[RolloutGroup]) -> None:
-        """Settles groups with reward variance as trained, the others as skipped."""
+    def settle_batch(self, groups: list[RolloutGroup], report: StepReport) -> None:
+        """Settles groups that teach something as trained, the others as skipped."""
         for group in groups:
-            self._ledger.settle(group.index, "trained" if has_variance(group) else "skipped")
+            self._ledger.settle(group.index, "trained" if report.teaches(group.index) else "skipped")
 
     def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
         """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""

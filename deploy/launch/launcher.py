@@ -18,6 +18,7 @@ import redis
 
 from penstock.deploy.launch.child import Child, describe_status
 from penstock.deploy.launch.live_view import View
+from penstock.deploy.launch.placement import Placement
 from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool, boots_at_once
 from penstock.deploy.launch.redis_server import RedisServer, connect
 from penstock.deploy.launch.run_folder import RUN_FILE
@@ -76,7 +77,7 @@ def part_command(part: str, config: RunConfig, runs: Path, resume: bool) -> list
 
 
 class Launcher:
-    """Starts the parts of one run and supervises them to its end.
+    """Starts the parts of one run, each on its GPUs, and supervises them to its end.
 
     view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps.
     command_for: the command line of a part.
@@ -86,6 +87,7 @@ class Launcher:
         self,
         config: RunConfig,
         runs: Path,
+        placement: Placement,
         *,
         resume: bool,
         view: View,
@@ -94,6 +96,7 @@ class Launcher:
     ) -> None:
         self._config = config
         self._runs = runs
+        self._placement = placement
         self._resume = resume
         self._view = view
         self._lock = lock
@@ -101,7 +104,9 @@ class Launcher:
         self._keys = Keys(config.name)
         self._server: RedisServer | None = None
         self._trainer: Child | None = None
-        self._pool = ProducerPool(config.producers.count, boots_at_once(config.producers), self._start_part, view)
+        # An engine measures the free memory of its GPU while it boots.
+        at_once = 1 if placement.is_shared else boots_at_once(config.producers)
+        self._pool = ProducerPool(config.producers.count, at_once, self._start_part, view)
 
     def run(self) -> int:
         """Returns 0 for a finished run, 128 + the signal for one that a signal stopped. All parts have ended then.
@@ -153,7 +158,7 @@ class Launcher:
         num_threads = str(config.trainer.num_threads if is_trainer else config.producers.num_threads)
         return Child(
             part,
-            self._command_for(part, config, self._runs, self._resume),
+            [*self._command_for(part, config, self._runs, self._resume), *self._placement.options(part)],
             log=config.folder(self._runs) / "logs" / f"{part}.log",
             environment={
                 "REDIS_URL": self._url,
@@ -162,6 +167,7 @@ class Launcher:
                 FORM: os.environ.get(FORM) or "text",
                 "OMP_NUM_THREADS": num_threads,
                 "MKL_NUM_THREADS": num_threads,
+                **self._placement.environment(part),
             },
         )
 

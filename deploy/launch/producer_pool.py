@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +24,6 @@ _HEALTHY_S = 600.0
 _BOOT_S = 1800.0
 _BACKOFF_S = 1.0
 _LOOK_S = 0.5
-_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")
 _UNUSABLE_INPUT = 2
 """Exit status that another try would not change."""
 
@@ -89,12 +87,7 @@ class _Seat:
 
 
 def boots_at_once(config: ProducersConfig) -> int:
-    """How many of a run's parts may boot beside each other: one for each core that an engine's threads leave free.
-
-    One at a time on a GPU, which they share: an engine measures its free memory while it boots.
-    """
-    if any(Path(node).exists() for node in _GPU_NODES):
-        return 1
+    """How many of a run's parts may boot beside each other: one for each core that an engine's threads leave free."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, num_cores // config.num_threads)

@@ -11,6 +11,9 @@ import redis
 import tomli_w
 
 from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.deploy.launch.machine import read_machine
+from penstock.deploy.launch.memory import read_shape
+from penstock.deploy.launch.placement import Placement, place
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
@@ -38,20 +41,25 @@ class Checked(NamedTuple):
 
 
 def check(config: RunConfig) -> Checked:
-    """Checks model folder, device, sinks, environment, reward and memory. Imports torch for an explicit device only.
+    """Checks model folder, sinks, environment, reward and memory. Imports no torch.
 
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
     _check_model(config)
     _check_engine(config)
-    _check_device(config)
     warnings = check_sinks(config.metrics)
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     _check_prompts(config, environment)
     reward_threads(reward_function(config, environment))
     return Checked(config, [*warnings, *_check_memory(config)])
+
+
+def place_parts(config: RunConfig) -> Placement:
+    """Gives every part of a run on this machine its GPUs; see `place`."""
+    machine = read_machine()
+    return place(config, machine, read_shape(Path(config.model.path)) if machine.gpus else None)
 
 
 def _check_prompts(config: RunConfig, environment: Environment) -> None:
@@ -83,17 +91,11 @@ def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless the objective can be made, and fits its Protocol and the correction. Imports torch."""
-    from penstock.consumers.learning import interfaces
+    """Raises ConfigError unless objective and advantage function can be made and fit. Imports torch."""
+    from penstock.consumers.learning import advantages, interfaces
 
+    advantages.check_advantage(config.advantage)
     interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))
-
-
-def _check_device(config: RunConfig) -> None:
-    if config.trainer.device == "cuda":
-        from penstock.consumers.learning.device import choose_device
-
-        choose_device(config.trainer.device)
 
 
 def _check_engine(config: RunConfig) -> None:

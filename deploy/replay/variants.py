@@ -40,9 +40,10 @@ class ReplayVariant(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: a setting that does not fit.
         """
         document = copy.deepcopy(recorded)
-        for path in (setting.partition("=")[2] for setting in self.settings if _field(setting) == "objective.path"):
-            if document["objective"]["path"] != path:
-                document["objective"]["kwargs"] = {}  # they are for another objective
+        for field, path in (setting.split("=", 1) for setting in self.settings if "=" in setting):
+            plug = field.strip().removesuffix(".path")
+            if plug in ("objective", "advantage") and document[plug]["path"] != path:
+                document[plug]["kwargs"] = {}  # they are for another one
         document["record"] = False
         return config_of(document, source, self.settings)
 

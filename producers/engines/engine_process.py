@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from penstock.producers.engines.parent_death import children_bound
+from penstock.producers.engines.settings import engine_environment
 from penstock.producers.engines.weight_transfer import BIND_VARIABLE
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
@@ -33,10 +34,8 @@ def set_environment(config: RunConfig) -> None:
     # Output that bypasses every logger: warnings of C++, and the resource tracker's about a killed engine's semaphores.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    os.environ.update(engine_environment(config, cpu=current_platform.is_cpu()))
     if current_platform.is_cpu():
-        # vLLM would bind every engine of a machine to the same cores.
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ["OMP_NUM_THREADS"] = str(config.producers.num_threads)
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Its cached artifact does not load on CPU: each boot would warn and compile again.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")

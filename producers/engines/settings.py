@@ -30,6 +30,9 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
 
+WHOLE_DEVICE = 0.9
+"""Share of a GPU's memory for an engine that has it to itself."""
+
 MATMUL_PRECISION = "highest"
 """The float32 matmul precision that the trainer computes with: no TF32."""
 
@@ -73,7 +76,8 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
                 )
             arguments["enable_chunked_prefill"] = False
     else:
-        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        fraction = engine.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = WHOLE_DEVICE if fraction is None else fraction
     for name in engine.args:
         if name in FIELDS:
             raise EngineError(f"engine.args.{name} = {engine.args[name]!r}: expected {FIELDS[name]} to be set instead")
@@ -83,6 +87,19 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
     if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
         raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
     return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
+
+
+def engine_environment(config: RunConfig, *, cpu: bool) -> dict[str, str]:
+    """Environment variables that decide how vLLM starts its engine process and what that computes with."""
+    if cpu:
+        # vLLM would bind every engine of a machine to the same cores.
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.producers.num_threads)}
+    # vLLM would fork this process, whose other threads may hold locks.
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if config.model.dtype == "float32":
+        # Its attention for float32 is Triton's, which multiplies in TF32 unless told otherwise.
+        variables["TRITON_F32_DEFAULT"] = "ieee"
+    return variables
 
 
 def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -40,6 +40,7 @@ class Machine:
     def put_python(self) -> None:
         """An interpreter that makes a venv without pip doing anything in it, and a compiler."""
         self.put("g++", "exit 0")
+        self.put("gcc", "exit 0")
         self.put(
             "python3.11",
             'echo "python $*" >> "$CALLS"\n'
@@ -100,14 +101,28 @@ def test_without_avx2_it_says_so(machine):
 def test_without_disk_space_it_says_how_much_is_needed(machine):
     machine.put_python()
     machine.put("df", "echo header; echo /dev/x 9 9 2000000 9% /")
-    assert "2 GB free" in refusal(machine.install()) and "8 GB needed" in refusal(machine.install())
+    for engine, needed in (("cpu", "8 GB needed"), ("gpu", "12 GB needed")):
+        said = refusal(machine.install(ENGINE=engine))
+        assert "2 GB free" in said and needed in said
 
 
-def test_without_a_compiler_the_cpu_engine_is_not_installed(machine):
+@pytest.mark.parametrize(
+    ("engine", "compiler", "said"),
+    [("cpu", "g++", "no C++ compiler found (g++)"), ("gpu", "gcc", "no C compiler found (gcc or clang)")],
+)
+def test_without_a_compiler_the_engine_is_not_installed(machine, engine, compiler, said):
     machine.put_python()
-    (machine.bin / "g++").unlink()
-    assert "no C++ compiler found (g++)" in refusal(machine.install(ENGINE="cpu"))
+    (machine.bin / compiler).unlink()
+    assert said in refusal(machine.install(ENGINE=engine))
     assert not any("pip install" in call for call in machine.calls())
+
+
+def test_without_pythons_header_no_engine_is_installed(machine):
+    machine.put_python()
+    script = (machine.bin / "python3.11").read_text()
+    machine.put("python3.11", script.replace("exit 0", 'case "$*" in *Python.h*) exit 1 ;; esac\nexit 0'))
+    for engine in ("cpu", "gpu"):
+        assert "no Python.h for" in refusal(machine.install(ENGINE=engine))
 
 
 def test_an_unreachable_index_is_named(machine):

@@ -5,17 +5,20 @@ import json
 import re
 import sys
 import tomllib
+from inspect import Parameter, isfunction, signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.consumers.learning import advantages
+from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.interfaces import LossInputs, Objective, check_objective
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.producers.interfaces import Environment
 from penstock.producers.rollout.rewards import reward_function
-from penstock.schemas.config import Plug, RunConfig, config_of
+from penstock.schemas.config import AdvantageConfig, Plug, RunConfig, config_of
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt
 
@@ -116,7 +119,7 @@ def inputs(current: torch.Tensor) -> LossInputs:
 
 def test_the_objective_of_its_page_is_grpos_and_blind_to_what_is_masked(lab: Any) -> None:
     lab("docs/objectives.md")
-    config = configs("docs/objectives.md")[-1]
+    config = configs("docs/objectives.md")[1]
     own = construct(config.objective, "objective", Objective)
     check_objective(config, own)
     gradients = []
@@ -127,6 +130,25 @@ def test_the_objective_of_its_page_is_grpos_and_blind_to_what_is_masked(lab: Any
         gradients.append(current.grad)
     torch.testing.assert_close(*gradients)
     assert gradients[0][3] == 0
+
+
+def test_the_advantages_of_their_page_fit_and_its_table_has_all_that_ship(lab: Any) -> None:
+    lab("docs/objectives.md")
+    check_advantage(AdvantageConfig(path="my_lab.advantage:only_the_good", kwargs={"least": 0.5}))
+    check_advantage(configs("docs/objectives.md")[-1].advantage)
+    page = (ROOT / "docs/objectives.md").read_text().partition("`penstock.consumers.learning.advantages:` |")[2]
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| (.*?) \|", page, re.M)
+    shipped = {
+        name: dict(list(signature(found).parameters.items())[1:])
+        for name, found in vars(advantages).items()
+        if isfunction(found) and next(iter(signature(found).parameters), "") == "rewards" and name[0] != "_"
+    }
+    assert {name for name, _ in rows} == shipped.keys()
+    for name, settings in rows:
+        for setting in re.findall(r"`([^`]*)`", settings):
+            field, _, value = setting.partition(" = ")
+            default = shipped[name][field].default
+            assert default is Parameter.empty if not value else default == tomllib.loads(f"v = {value}")["v"]
 
 
 def test_every_shipped_objective_of_the_page_takes_the_settings_beside_it() -> None:

@@ -18,8 +18,17 @@ from transformers import (
 )
 
 from docs import sizing
-from docs.sizing import SHAPES, Setting, Shape, block_bytes_per_token, rank_bytes, total_gb
+from docs.sizing import SHAPES
 from penstock.consumers.learning.attention import IMPLEMENTATION, make_layout
+from penstock.deploy.launch.memory import (
+    ModelShape,
+    RankSetting,
+    block_bytes_per_token,
+    rank_bytes,
+    read_shape,
+    total_gb,
+)
+from penstock.schemas.config import ConfigError
 
 NUM_TOKENS = 64
 PUBLISHED = {
@@ -34,13 +43,13 @@ PUBLISHED = {
 }
 """Parameters, as the headers of the published weights count them."""
 SMALL = (
-    Shape("qwen3", 96, 160, 2, 6, 3, 32, 50, tied=True),
-    Shape("llama", 64, 128, 2, 4, 2, 16, 50, tied=False, has_head_norms=False),
-    Shape("moe", 64, 32, 2, 4, 2, 16, 50, tied=False, experts=8, experts_per_token=2),
+    ModelShape("qwen3", 96, 160, 2, 6, 3, 32, 50, tied=True),
+    ModelShape("llama", 64, 128, 2, 4, 2, 16, 50, tied=False, has_head_norms=False),
+    ModelShape("moe", 64, 32, 2, 4, 2, 16, 50, tied=False, experts=8, experts_per_token=2),
 )
 
 
-def model_of(shape: Shape, layers: int) -> Any:
+def model_of(shape: ModelShape, layers: int) -> Any:
     fields: dict[str, Any] = {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -60,7 +69,7 @@ def model_of(shape: Shape, layers: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**fields))
 
 
-def kept_bytes(shape: Shape, layers: int, dtype: torch.dtype) -> int:
+def kept_bytes(shape: ModelShape, layers: int, dtype: torch.dtype) -> int:
     """What autograd keeps of a forward pass, beside the model itself, each piece of memory once."""
     torch.manual_seed(0)
     model = model_of(shape, layers).to(dtype)
@@ -83,7 +92,7 @@ def kept_bytes(shape: Shape, layers: int, dtype: torch.dtype) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_a_block_keeps_as_many_bytes_a_token_as_the_formula_says(shape: Shape, dtype: str) -> None:
+def test_a_block_keeps_as_many_bytes_a_token_as_the_formula_says(shape: ModelShape, dtype: str) -> None:
     kept = functools.partial(kept_bytes, shape, dtype=getattr(torch, dtype))
     measured = (kept(layers=3) - kept(layers=2)) / NUM_TOKENS
     # The choice of experts is left out: some hundred bytes, whatever the width.
@@ -92,11 +101,27 @@ def test_a_block_keeps_as_many_bytes_a_token_as_the_formula_says(shape: Shape, d
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *SMALL], ids=lambda shape: shape.name)
-def test_the_parameters_of_a_shape_are_those_of_the_model(shape: Shape) -> None:
+def test_the_parameters_of_a_shape_are_those_of_the_model(shape: ModelShape) -> None:
     if shape.name in PUBLISHED:
         assert shape.parameters == PUBLISHED[shape.name]
     else:
         assert shape.parameters == model_of(shape, shape.layers).num_parameters()
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_the_shape_of_a_model_is_read_from_its_folder(shape: ModelShape, tmp_path: Path) -> None:
+    model_of(shape, shape.layers).config.save_pretrained(tmp_path / shape.name)
+    found = read_shape(tmp_path / shape.name)
+    assert found is not None and found.max_model_len > 0
+    assert found._replace(name=shape.name, max_model_len=0) == shape
+
+
+def test_a_model_of_other_fields_has_no_known_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 2}')
+    assert read_shape(tmp_path) is None
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: .*; expected JSON"):
+        read_shape(tmp_path)
 
 
 def test_every_published_size_is_asked_for() -> None:
@@ -104,7 +129,7 @@ def test_every_published_size_is_asked_for() -> None:
 
 
 def test_twice_the_ranks_halve_what_is_sharded_and_nothing_else() -> None:
-    two, four = (rank_bytes(SHAPES[3], Setting(ranks)) for ranks in (2, 4))
+    two, four = (rank_bytes(SHAPES[3], RankSetting(ranks)) for ranks in (2, 4))
     sharded = "masters, gradients, moments"
     assert two.pop(sharded) == 2 * four.pop(sharded) == 8 * SHAPES[3].parameters
     assert two == four
@@ -112,14 +137,14 @@ def test_twice_the_ranks_halve_what_is_sharded_and_nothing_else() -> None:
 
 def test_gradients_that_are_reduced_once_a_step_cost_four_bytes_a_parameter_on_every_rank() -> None:
     for ranks in (2, 8):
-        more = [total_gb(SHAPES[3], Setting(ranks, unsharded=unsharded)) for unsharded in (True, False)]
+        more = [total_gb(SHAPES[3], RankSetting(ranks, unsharded=unsharded)) for unsharded in (True, False)]
         assert more[0] - more[1] == pytest.approx(4 * SHAPES[3].parameters / 1e9)
 
 
 def test_the_longest_pass_fits_and_a_longer_one_does_not() -> None:
     shape = SHAPES[3]
     longest = sizing.longest_pass(shape, 4, 80) * 1000
-    assert total_gb(shape, Setting(4, longest)) <= 72 < total_gb(shape, Setting(4, longest + 1000))
+    assert total_gb(shape, RankSetting(4, longest)) <= 72 < total_gb(shape, RankSetting(4, longest + 1000))
     assert sizing.longest_pass(shape, 1, 80) == 0
 
 

@@ -39,10 +39,14 @@ class _Context(ForkServerContext):
     Process = EngineProcess  # type: ignore[assignment]
 
 
+def patched() -> Any:
+    """A patch: engines that are started meanwhile are forked from the server of this process."""
+    return mock.patch("vllm.v1.engine.utils.get_mp_context", _Context)
+
+
 @contextlib.contextmanager
 def forked_engines() -> Iterator[None]:
     """Engines that are started meanwhile are forked; the server ends with this process."""
-    context = _Context()
-    context.set_forkserver_preload(PRELOADED)
-    with mock.patch("vllm.v1.engine.utils.get_mp_context", lambda: context):
+    _Context().set_forkserver_preload(PRELOADED)
+    with patched():
         yield

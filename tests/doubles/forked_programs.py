@@ -1,4 +1,5 @@
-"""Python programs in processes of their own, forked from a server process that has imported torch and penstock.
+"""Python programs in processes of their own, forked from a server process that has imported torch and penstock; whole
+runs with their engines from one that has imported vLLM, too.
 
 Each has its own environment, arguments, log, signals and exit status, as if a shell had started it; only the imports,
 which are most of a start, are shared.
@@ -6,17 +7,19 @@ which are most of a start, are shared.
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from multiprocessing.process import current_process
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
+import forked_engines
 from forked_engines import begin
 
 PRELOADED = ["penstock.deploy.cli", "penstock.producers.__main__", "penstock.consumers.__main__"]
@@ -26,9 +29,9 @@ PRELOADED += ["penstock.consumers.learning.learner", "transformers.models.qwen3.
 class _Server(forkserver.ForkServer):
     """Of its own: that of multiprocessing forks the engines. A program that was forked itself asks the same server."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: list[str]) -> None:
         super().__init__()
-        self.set_forkserver_preload(PRELOADED)
+        self.set_forkserver_preload(preloaded)
         inherited = forkserver._forkserver  # type: ignore[attr-defined]
         self._is_anothers = inherited.get_inherited_fds() is not None
         if self._is_anothers:
@@ -39,35 +42,49 @@ class _Server(forkserver.ForkServer):
         if not self._is_anothers:
             super().ensure_running()
 
+    def asked(self) -> Any:
+        """A patch: this server is asked for the processes that are started meanwhile."""
+        ends = SimpleNamespace(connect_to_new_process=self.connect_to_new_process, read_signed=forkserver.read_signed)
+        return mock.patch.object(popen_forkserver, "forkserver", ends)
 
-_server = _Server()
+
+_server = _Server(PRELOADED)
+_server_of_runs = _Server(PRELOADED + forked_engines.PRELOADED)
 
 
 class ForkedProgram(ForkServerProcess):
-    """A running program, with the methods of a Popen."""
+    """A running program, with the methods of a Popen.
 
-    def __init__(self, text: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    errors: where its standard error goes, if not into `log`.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        errors: Path | None = None,
+        server: _Server = _server,
+    ) -> None:
         super().__init__(daemon=True)
         log.touch()
-        self._program = text, list(arguments), log
+        self._program = text, list(arguments), log, errors or log
         self._environment = dict(environment)
-        ends = SimpleNamespace(
-            connect_to_new_process=_server.connect_to_new_process, read_signed=forkserver.read_signed
-        )
-        with mock.patch.object(popen_forkserver, "forkserver", ends):
+        with server.asked():
             self.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return begin, (type(self), self._environment), self.__dict__
 
     def run(self) -> None:
-        text, arguments, log = self._program
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        text, arguments, *outputs = self._program
+        for number, file in enumerate(outputs, start=1):
+            output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.dup2(output, number)
+            os.close(output)
+        _write_through()
         sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = ["-c", *arguments]
         try:
@@ -95,6 +112,11 @@ class ForkedProgram(ForkServerProcess):
             os.kill(self.pid, number)
 
 
+def _write_through() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+
+
 def fork_ranks() -> None:
     """In a launcher of ranks: they are forked, too, write to its output, and leave their process ids in files."""
     from penstock.consumers.distributed import start
@@ -109,6 +131,81 @@ def fork_ranks() -> None:
 
     current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
     start.subprocess = SimpleNamespace(Popen=fork)  # type: ignore[assignment]
+
+
+PENSTOCK = """
+import sys
+from forked_programs import fork_parts
+from penstock.deploy.cli import main
+
+fork_parts()
+sys.exit(main())
+"""
+
+
+def start_penstock(
+    arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
+) -> ForkedProgram:
+    """Starts `penstock ARGUMENTS`. The parts of a run are forked from it, and every engine from its server."""
+    return ForkedProgram(PENSTOCK, arguments, environment, output, errors=errors, server=_server_of_runs)
+
+
+class _ForkedPart(ForkProcess):
+    """A part of a run: a child of its launcher, like one that is executed anew, whose imports it shares."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], preexec_fn: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._command = list(command)
+        self._stdout, self._env, self._prepare = stdout, env, preexec_fn
+        self.stdin = None
+        self.start()
+
+    def run(self) -> None:
+        from penstock.deploy.cli import main
+
+        os.setsid()
+        self._prepare()
+        for number in (1, 2):
+            os.dup2(self._stdout.fileno(), number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(self._env)
+        atexit._clear()  # what the launcher has registered
+        sys.argv = self._command[2:]
+        try:
+            sys.exit(main())
+        finally:
+            atexit._run_exitfuncs()
+
+    def wait(self) -> int:
+        self.join()
+        assert self.exitcode is not None
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+
+def fork_parts() -> None:
+    """In `penstock`: forks the parts of a run and the engines; other children are executed."""
+    from penstock.deploy.launch import child
+
+    def start(command: Sequence[str], **options: Any) -> Any:
+        if list(command[:3]) != [sys.executable, "-m", "penstock.deploy.cli"]:
+            return subprocess.Popen(command, **options)
+        wanted = {name: options[name] for name in ("stdout", "env", "preexec_fn")}
+        return _ForkedPart(command, **wanted)
+
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start processes
+    child.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
+    )
+    _server.asked().start()
+    forked_engines.patched().start()
 
 
 def rank_file(folder: Path, launcher: int | None, rank: int | str) -> Path:

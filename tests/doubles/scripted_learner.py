@@ -66,6 +66,7 @@ class ScriptedLearner:
             lag_histogram=batch.lag_histogram,
             num_tokens_trained=batch.num_tokens_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
+            advantages=batch.group_advantages,
             skipped_reason=skipped,
             steps_skipped={skipped: 1} if skipped else {},
             failed=dict.fromkeys(batch.indexes, failure)

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from forked_programs import ForkedProgram, start_penstock
 from waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-NUM_UPDATES = 40
+NUM_UPDATES = 32
 RUN_S = 400.0
 """An engine's boot and a run on a busy machine."""
 
-Start = Callable[..., subprocess.Popen[bytes]]
+Process = subprocess.Popen[bytes] | ForkedProgram
+Start = Callable[..., Process]
 
 
 @pytest.fixture
@@ -29,11 +31,15 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("deploy/example.py", "argument")` runs Python; its output is in `tmp_path / "example"`."""
-    processes: list[subprocess.Popen[bytes]] = []
+    """`start("agent", "example.py", "argument")` runs Python, `start("run", "run", "demo")` runs `penstock run demo`.
+    The output is in `tmp_path / "agent"` or `tmp_path / "run"`."""
+    processes: list[Process] = []
     variables = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'doubles'}"}
 
-    def run(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def run(name: str, *arguments: str) -> Process:
+        if name == "run":
+            processes.append(start_penstock(arguments, variables, tmp_path / name))
+            return processes[-1]
         with (tmp_path / name).open("wb") as output:
             command = [sys.executable, *arguments]
             processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=variables))
@@ -53,8 +59,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def run_arguments(folder: Path, model: Path, **settings: object) -> list[str]:
     settings |= {"model.path": model, "num_updates": NUM_UPDATES, "groups_per_batch": 8, "evaluation.num_prompts": 0}
     settings |= {"metrics.port": 0, "endpoint.port": 0}
-    command = ["-m", "penstock.deploy.cli", "run", "deploy/runs/calculator.toml", "--name", folder.name]
-    command += ["--runs", str(folder.parent)]
+    command = ["run", str(ROOT / "deploy/runs/calculator.toml"), "--name", folder.name, "--runs", str(folder.parent)]
     return [*command, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
 
 

@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import probed_engine
+from forked_programs import start_penstock
 
 pytestmark = [pytest.mark.vllm, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,15 +44,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the commands run."""
+    monkeypatch.chdir(tmp_path)
+
+
 def penstock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "doubles")])
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.cli", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    output, errors = (folder / f"{words[0]}-{name}" for name in ("output", "errors"))
+    for file in (output, errors):
+        file.unlink(missing_ok=True)
+    status = start_penstock(words, {**os.environ, "PYTHONPATH": path}, output, errors).wait(500)
+    return subprocess.CompletedProcess(words, status, output.read_text(), errors.read_text())
 
 
 def run_file(folder: Path, model: Path, arguments: str = "") -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.schemas.config import CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
 from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 SIZES = (2, 4)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
+WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
 
 
@@ -24,10 +25,16 @@ def _trainer(**changes: Any) -> TrainerConfig:
 
 
 def _configs(folder: Path) -> dict[str, RunConfig]:
-    def run(model: str = "tied", dtype: str = "float32", reference: str | None = None, **changes: Any) -> RunConfig:
+    def run(
+        model: str = "tied",
+        dtype: str = "float32",
+        reference: str | None = None,
+        reference_every: int | None = None,
+        **changes: Any,
+    ) -> RunConfig:
         path = str(folder / model)
         reference = reference and str(folder / reference)
-        model_config = ModelConfig(path=path, dtype=dtype, reference=reference)
+        model_config = ModelConfig(path=path, dtype=dtype, reference=reference, reference_every=reference_every)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
 
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1, "entropy_coefficient": 0.01})
@@ -35,13 +42,15 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "plain": run(),
         "once": run(),
         "again": run(),
-        "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded")),
+        "untied": run("untied", trainer=_trainer(gradient_accumulation="sharded", weight_decay=0.1)),
         "steps": run(trainer=_trainer(num_minibatches=2, num_epochs=2)),
         "checkpointing": run(trainer=_trainer(gradient_checkpointing=True)),
         "sgd": run(trainer=_trainer(optimizer=SGD)),
         "one-pass": run(trainer=_trainer(tokens_per_microbatch=100_000)),
         "bfloat16": run(dtype="bfloat16", trainer=_trainer(gradient_checkpointing=True)),
         "reference": run(objective=kl, reference="untied"),
+        "replaced": run(objective=kl, reference="tied", reference_every=2),
+        "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
@@ -145,7 +154,11 @@ def test_a_checkpoint_is_continued_on_another_number_of_ranks(
     tmp_path: Path, before: int, after: int, optimizer: Plug | None
 ) -> None:
     tiny_model(tmp_path / "model", tied=False)
-    config, batches = configuration(tmp_path / "model", trainer=_trainer(optimizer=optimizer)), _batches()[4:]
+    trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
+    # On two ranks at first the reference is replaced, once before the checkpoint and once after it.
+    model = ModelConfig(path=str(tmp_path / "model"), reference_every=2 if before == 2 else None)
+    kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1 if before == 2 else 0.0})
+    config, batches = configuration(model.path, trainer=trainer, model=model, objective=kl), _batches()[4:]
 
     def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
         places = tmp_path / read, tmp_path / write

@@ -1,52 +1,208 @@
-"""Advantages of siblings."""
+"""Advantages from the rewards of a batch, against torch's arithmetic in float64."""
+
+import re
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from torch import Tensor
 
-from penstock.consumers.learning.advantages import group_advantages, has_variance
-from penstock.schemas.config import AdvantageConfig
-from training_groups import random_group
+from penstock.consumers.learning.advantages import (
+    BatchRewards,
+    batch_normalized,
+    batch_rewards,
+    check_advantage,
+    group_relative,
+    leave_one_out,
+    make_advantage,
+    per_component,
+    reinforce_plus_plus,
+)
+from penstock.consumers.learning.packing import pack
+from penstock.schemas.config import AdvantageConfig, ConfigError
+from penstock.schemas.prompt import Reward
+from training_groups import configuration, lag_from, random_group
 
-rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
+HERE = "penstock.consumers.learning.advantages"
+EVERY = {
+    "group_relative": {},
+    "leave_one_out": {},
+    "batch_normalized": {},
+    "reinforce_plus_plus": {},
+    "per_component": {"weights": {"exact": 1.0, "brief": 0.5}},
+}
+
+values = st.floats(-10, 10)
+batches = st.lists(
+    st.lists(st.tuples(values, st.integers(1, 9), values, values), min_size=1, max_size=6), min_size=1, max_size=5
+)
 
 
-@given(rewards=rewards)
+def _rewards(groups: list[list[tuple[float, int, float, float]]]) -> BatchRewards:
+    rows = [row for group in groups for row in group]
+    reward, tokens, exact, brief = (np.array(column) for column in zip(*rows, strict=True))
+    indexes = np.array([7 + n for n, group in enumerate(groups) for _ in group])
+    return BatchRewards(values=reward, indexes=indexes, num_tokens=tokens, parts={"exact": exact, "brief": brief})
+
+
+def _by_group(rewards: BatchRewards, column: np.ndarray) -> list[Tensor]:
+    return [torch.from_numpy(column[rewards.indexes == index]) for index in np.unique(rewards.indexes)]
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if len(values) > 1 else torch.zeros(())
+
+
+def _assert_close(got: np.ndarray, expected: list[Tensor] | Tensor) -> None:
+    np.testing.assert_allclose(got, torch.cat(list(expected)), rtol=1e-6, atol=1e-9)
+
+
+@given(groups=batches)
 @settings(deadline=None, derandomize=True)
-def test_the_default_is_trls_formula(rewards) -> None:
-    values = torch.tensor(rewards, dtype=torch.float64)
-    expected = (values - values.mean()) / (values.std() + 1e-4)
-    np.testing.assert_allclose(group_advantages(rewards, AdvantageConfig()), expected, rtol=1e-9, atol=1e-9)
+def test_the_default_is_trls_formula(groups) -> None:
+    rewards = _rewards(groups)
+    own = _by_group(rewards, rewards.values)
+    _assert_close(group_relative(rewards), [(r - r.mean()) / (_std(r) + 1e-4) for r in own])
+    _assert_close(group_relative(rewards, normalize_std=False), [r - r.mean() for r in own])
 
 
-@given(rewards=rewards)
+@given(groups=batches)
 @settings(deadline=None, derandomize=True)
-def test_leave_one_out_subtracts_the_mean_of_the_others(rewards) -> None:
-    got = group_advantages(rewards, AdvantageConfig(leave_one_out=True, normalize_std=False))
-    expected = [r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)]
-    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
+def test_leave_one_out_subtracts_the_mean_of_the_others(groups) -> None:
+    rewards = _rewards(groups)
+    own = [r.numpy() for r in _by_group(rewards, rewards.values)]
+    expected = [r[i] - np.delete(r, i).mean() if len(r) > 1 else 0.0 for r in own for i in range(len(r))]
+    np.testing.assert_allclose(leave_one_out(rewards), expected, rtol=1e-9, atol=1e-9)
 
 
-@given(rewards=rewards, shift=st.floats(-5, 5), normalize=st.booleans(), leave_one_out=st.booleans())
+@given(groups=batches)
 @settings(deadline=None, derandomize=True)
-def test_advantages_sum_to_0_and_ignore_a_shift(rewards, shift, normalize, leave_one_out) -> None:
-    config = AdvantageConfig(normalize_std=normalize, leave_one_out=leave_one_out)
-    got = group_advantages(rewards, config)
-    assert got.sum() == pytest.approx(0, abs=1e-9)
-    np.testing.assert_allclose(group_advantages(rewards + shift, config), got, rtol=1e-6, atol=1e-9)
+def test_batch_normalized_is_trls_scale_by_the_batch(groups) -> None:
+    rewards = _rewards(groups)
+    scale = _std(torch.from_numpy(rewards.values)) + 1e-4
+    _assert_close(batch_normalized(rewards), [(r - r.mean()) / scale for r in _by_group(rewards, rewards.values)])
 
 
-def test_equal_rewards_give_0() -> None:
-    for config in (AdvantageConfig(), AdvantageConfig(leave_one_out=True, normalize_std=False)):
-        assert not group_advantages(np.full(8, 0.5), config).any()
+@given(groups=batches, group_baseline=st.booleans())
+@settings(deadline=None, derandomize=True)
+def test_reinforce_plus_plus_whitens_over_the_tokens_as_verl_does(groups, group_baseline) -> None:
+    rewards = _rewards(groups)
+    own = [r - r.mean() if group_baseline else r for r in _by_group(rewards, rewards.values)]
+    by_rollout = torch.cat(own)
+    by_token = by_rollout.repeat_interleave(torch.from_numpy(rewards.num_tokens))
+    expected = (by_rollout - by_token.mean()) * torch.rsqrt(_std(by_token) ** 2 + 1e-8)
+    got = reinforce_plus_plus(rewards, group_baseline=group_baseline)
+    if _std(by_token) > 1e-6:  # below it rounding is all there is
+        _assert_close(got, expected[None])
+        of_tokens = got.repeat(rewards.num_tokens)
+        assert of_tokens.mean() == pytest.approx(0, abs=1e-6)
+        assert of_tokens.std(ddof=1) <= 1 + 1e-9
 
 
-def test_a_lone_sibling_gives_0() -> None:
-    assert group_advantages(np.array([3.0]), AdvantageConfig()).tolist() == [0.0]
+@given(groups=batches)
+@settings(deadline=None, derandomize=True)
+def test_each_component_is_normalized_on_its_own_before_they_are_added(groups) -> None:
+    rewards = _rewards(groups)
+    expected: Any = 0
+    for name, weight in (("exact", 1.0), ("brief", -0.5)):
+        own = _by_group(rewards, rewards.parts[name])
+        expected = expected + weight * torch.cat([(r - r.mean()) / (_std(r) + 1e-4) for r in own])
+    _assert_close(per_component(rewards, weights={"exact": 1.0, "brief": -0.5}), expected[None])
 
 
-def test_variance_means_that_rewards_differ() -> None:
-    assert has_variance(random_group(1, 0, rewards=[0.0, 0.0, 0.0, 1.0]))
-    assert not has_variance(random_group(1, 0, rewards=[0.25] * 4))
+def test_components_that_cancel_in_the_sum_still_teach() -> None:
+    rewards = _rewards([[(1.0, 3, 1.0, 0.0), (1.0, 3, 0.0, 1.0), (1.0, 3, 1.0, 0.0)]])
+    assert not group_relative(rewards).any()
+    assert per_component(rewards, weights={"exact": 1.0, "brief": 0.5}).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_shift_of_every_reward_changes_nothing_and_equal_rewards_give_exactly_0(name) -> None:
+    function = make_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=EVERY[name]))
+    rewards = _rewards([[(0.1, 2, 1.0, 0.0), (0.7, 5, 0.0, 0.3)], [(0.3, 1, 1.0, 0.0), (0.3, 3, 0.0, 0.1)]])
+    shifted = BatchRewards(
+        values=rewards.values + 3,
+        indexes=rewards.indexes,
+        num_tokens=rewards.num_tokens,
+        parts={part: column - 2 for part, column in rewards.parts.items()},
+    )
+    np.testing.assert_allclose(function(shifted), function(rewards), rtol=1e-9)
+    alike = _rewards([[(0.1, n, 0.1, 0.7) for n in range(1, 8)]] * 3)
+    assert not function(alike).any()
+    assert function(_rewards([[(3.0, 2, 1.0, 1.0)]])).tolist() == [0.0]
+
+
+def test_rewards_are_in_the_order_of_the_groups_with_0_for_a_part_that_is_not_there() -> None:
+    first, second = random_group(4, 0, siblings=2, rewards=[0.25, 1.0]), random_group(9, 0, siblings=3)
+    with_part = replace(first.rollouts[1], reward=Reward(value=1.0, parts={"exact": 0.5}))
+    first = replace(first, rollouts=(first.rollouts[0], with_part))
+    found = batch_rewards([first, second])
+    assert found.indexes.tolist() == [4, 4, 9, 9, 9]
+    assert found.values[:2].tolist() == [0.25, 1.0]
+    assert found.num_tokens.tolist() == [each.num_sampled_tokens for g in (first, second) for each in g.rollouts]
+    assert {name: column.tolist() for name, column in found.parts.items()} == {"exact": [0.0, 0.5, 0.0, 0.0, 0.0]}
+
+
+def by_length(rewards: BatchRewards, *, sign: int) -> np.ndarray:
+    return sign * rewards.num_tokens
+
+
+def test_a_function_of_ones_own_is_named_by_its_path(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "test_advantages", sys.modules[__name__])
+    config = configuration("none", advantage=AdvantageConfig(path="test_advantages:by_length", kwargs={"sign": -1}))
+    flat = random_group(1, 0, rewards=[0.5] * 4)
+    batch = pack([flat], lag_from(7), config)
+    lengths = tuple(-float(rollout.num_sampled_tokens) for rollout in flat.rollouts)
+    assert batch.group_advantages == {1: lengths}
+    (microbatch,) = batch.microbatches  # though the rewards are equal: the advantages are not 0
+    by_row = {int(row): microbatch.advantages[microbatch.row_ids == row].unique().tolist() for row in range(4)}
+    assert sorted(by_row.values()) == sorted([each] for each in lengths)
+    assert [lengths[place] for place in microbatch.rollouts] == [each for (each,) in by_row.values()]
+
+
+def of_the_wrong_size(rewards: BatchRewards) -> np.ndarray:
+    return rewards.values[:2]
+
+
+def not_finite(rewards: BatchRewards) -> np.ndarray:
+    return rewards.values / 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "kl", "message"),
+    [
+        (f"{HERE}:grpo", {}, 0.0, f"advantage.path = '{HERE}:grpo': module '{HERE}' has no 'grpo'"),
+        (f"{HERE}:group_relative", {"std": 1}, 0.0, "with kwargs = {'std': 1}: group_relative() got an unexpected"),
+        (f"{HERE}:group_relative", {"normalize_std": "no"}, 0.0, "normalize_std is 'no', expected true or false"),
+        (f"{HERE}:leave_one_out", {"normalize_std": 1}, 0.0, "normalize_std is 1, expected true or false"),
+        (f"{HERE}:reinforce_plus_plus", {"group_baseline": 1}, 0.0, "group_baseline is 1, expected true or false"),
+        (f"{HERE}:per_component", {}, 0.0, "missing 1 required keyword-only argument: 'weights'"),
+        (f"{HERE}:per_component", {"weights": {}}, 0.0, "weights is {}, expected a weight for each of one or more"),
+        (f"{HERE}:per_component", {"weights": {"a": "x"}}, 0.0, "weights.a is 'x', expected a finite number"),
+        (f"{HERE}:per_component", {"weights": {"a": 1.0}}, 0.1, "advantage.kl_coefficient = 0.1 with advantage.path"),
+        ("test_advantages:of_the_wrong_size", {}, 0.0, "returns an array of [2], expected [4], a number for each"),
+        ("test_advantages:not_finite", {}, 0.0, "returns [nan, inf, inf, inf], expected finite numbers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_function_that_does_not_fit_is_refused_before_the_start(monkeypatch, path, kwargs, kl, message) -> None:
+    monkeypatch.setitem(sys.modules, "test_advantages", sys.modules[__name__])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_advantage(AdvantageConfig(path=path, kwargs=kwargs, kl_coefficient=kl))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_ships_passes_the_check(name) -> None:
+    kl = 0.0 if name == "per_component" else 0.1
+    check_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=EVERY[name], kl_coefficient=kl))
+
+
+def test_a_component_that_no_reward_of_a_batch_has_is_named_with_those_it_has() -> None:
+    function = make_advantage(AdvantageConfig(path=f"{HERE}:per_component", kwargs={"weights": {"exat": 1.0}}))
+    with pytest.raises(ConfigError, match=r"weights has 'exat', expected parts that .* have: 'brief', 'exact'"):
+        function(_rewards([[(1.0, 1, 0.0, 0.0), (0.0, 1, 1.0, 1.0)]]))

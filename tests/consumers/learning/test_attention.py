@@ -65,8 +65,11 @@ LENGTHS = [13, 12, 7, 7, 5, 2, 1, 1]
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
-def _flash_attention_row_by_row(q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size, enable_gqa):
+def _flash_attention_row_by_row(
+    q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size, enable_gqa=False
+):
     """Computes what torch's varlen_attn is documented to compute, which it does not on CPU."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
     assert torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
     assert longest == longest_key == int(bounds.diff().max())
     before, after = window_size
@@ -82,13 +85,35 @@ def _flash_attention_row_by_row(q, k, v, bounds, key_bounds, longest, longest_ke
     return torch.cat(rows)
 
 
-@pytest.fixture(params=["rectangles", "unpadded"])
-def form(request, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of the attention; the one for CUDA on a stand-in for its kernel."""
-    if request.param == "unpadded":
-        monkeypatch.setattr(attention, "varlen_attn", _flash_attention_row_by_row)
+def _flash_attention_of_torch_2_11(q, k, v, bounds, key_bounds, longest, longest_key, *, scale, window_size):
+    rest = (bounds, key_bounds, longest, longest_key)
+    grouped = q.shape[1] != k.shape[1]
+    return _flash_attention_row_by_row(q, k, v, *rest, scale=scale, window_size=window_size, enable_gqa=grouped)
+
+
+def _attention_to_whole_heads(q, k, v, **options):
+    assert q.shape[1] == k.shape[1] == v.shape[1] and not options["enable_gqa"]
+    return _SDPA(q, k, v, **options)
+
+
+_SDPA = F.scaled_dot_product_attention
+
+
+@pytest.fixture(params=["rectangles", "whole heads", "unpadded", "unpadded, torch 2.11"])
+def form(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms of the attention; those for CUDA on stand-ins for its kernels."""
+    if request.param.startswith("unpadded"):
+        kernel = _flash_attention_of_torch_2_11 if "2.11" in request.param else _flash_attention_row_by_row
+        monkeypatch.setattr(attention, "varlen_attn", kernel)
         monkeypatch.setattr(attention, "_in_rectangles", attention._unpadded)
-    return request.param
+    elif request.param == "whole heads":
+        monkeypatch.setattr(attention, "_wants_whole_heads", lambda query: True)
+        monkeypatch.setattr(attention, "F", _Functions)
+
+
+class _Functions:
+    embedding = staticmethod(F.embedding)
+    scaled_dot_product_attention = staticmethod(_attention_to_whole_heads)
 
 
 @pytest.mark.usefixtures("form")

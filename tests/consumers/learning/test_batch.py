@@ -154,7 +154,7 @@ def test_a_version_from_the_future_is_not_swallowed() -> None:
 def test_groups_without_variance_are_left_out_but_counted() -> None:
     flat = random_group(2, 0, rewards=[1.0] * 4)
     batch = pack([_one_row(7, 7), flat], lag_from(7), CONFIG)
-    assert (batch.num_groups_trained, batch.num_groups_skipped) == (1, 1)
+    assert [any(own) for own in batch.group_advantages.values()] == [True, False]
     assert batch.minibatches[0].num_tokens == 3 + sum(rollout.num_sampled_tokens for rollout in flat.rollouts)
     assert (batch.minibatches[0].num_rollouts, batch.num_tokens_trained, batch.num_rows) == (6, 3, 2)
     assert batch.outcome["reward"] == pytest.approx(5 / 6)
@@ -167,7 +167,7 @@ def test_a_rollout_of_each_group_without_variance_is_kept_for_the_metrics() -> N
         return group_of(index, [[sibling] for sibling in siblings], [0.1] * 3)
 
     config = configuration("none", max_lag=4)
-    (minibatch,) = pack([_one_row(7), flat(1), flat(2), flat(3)], lag_from(7), config).minibatches
+    (minibatch,) = pack([_one_row(7), flat(3), flat(4), flat(5)], lag_from(7), config).minibatches
     (sample,) = minibatch.skipped
     # Of 1, 2 and 3 tokens, the first of each past the lag bound: nothing is left of sibling 0, so 1 and 2 take turns.
     assert sorted(sample.row_ids.bincount().tolist()) == [2, 3, 3]
@@ -251,7 +251,7 @@ def test_mini_batches_split_the_groups_in_their_order_with_denominators_of_their
             assert torch.equal(got.targets, wanted.targets)
             assert torch.equal(got.row_ids, wanted.row_ids)
     assert batch.indexes == (1, 2, 3, 4, 5, 6, 7)
-    assert (batch.num_groups_trained, batch.num_groups_skipped) == (6, 1)
+    assert [any(own) for own in batch.group_advantages.values()] == 6 * [True] + [False]
 
 
 def test_fewer_groups_than_mini_batches_make_fewer_of_them() -> None:

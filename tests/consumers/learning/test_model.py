@@ -112,7 +112,7 @@ def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) 
 def test_the_reference_of_a_kl_term_is_held_as_published(folder) -> None:
     kl = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
     learner = Learner(configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), objective=kl))
-    assert {(p.dtype, p.requires_grad) for p in learner.scorer._reference.parameters()} == {(torch.bfloat16, False)}
+    assert {(p.dtype, p.requires_grad) for p in learner.scorer.reference.parameters()} == {(torch.bfloat16, False)}
     assert learner.step(_batch(learner.config)).skipped_reason is None
 
 

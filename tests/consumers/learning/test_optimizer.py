@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.optimizer import make_optimizer
@@ -44,6 +45,26 @@ def test_a_step_is_that_of_the_optimizer_named_at_the_trainer_s_learning_rate(tm
     assert gradients
     for name, tensor in learner.model.state().items():
         torch.testing.assert_close(tensor.detach(), before[name] - 0.1 * gradients[name])
+
+
+def test_weight_decay_acts_on_matrices_as_transformers_has_it_and_spares_norms_and_biases(tmp_path):
+    tiny_model(tmp_path / "model", attention_bias=True)
+    runs = []
+    for weight_decay in (0.0, 0.5):
+        trainer = TrainerConfig(device="cpu", learning_rate=0.1, weight_decay=weight_decay)
+        learner = Learner(configuration(tmp_path / "model", trainer=trainer))
+        before = {name: tensor.detach().clone() for name, tensor in learner.model.state().items()}
+        learner.step(learner.pack([random_group(index, 1) for index in range(1, 4)], lag_from(7)))
+        runs.append({name: tensor.detach().clone() for name, tensor in learner.model.state().items()})
+    # Trainer's rule: everything but what is in a norm or is named a bias.
+    decayed = set(get_parameter_names(learner.model.module, [type(learner.model.module.model.norm)], ["bias"]))
+    spared = before.keys() - decayed
+    assert "model.layers.0.mlp.up_proj.weight" in decayed
+    assert {"model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} < spared
+    plain, with_decay = runs
+    for name, tensor in before.items():
+        shrunk = 0.1 * 0.5 * tensor if name in decayed else torch.zeros(())
+        torch.testing.assert_close(with_decay[name], plain[name] - shrunk, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def failed_report(batch, indexes) -> StepReport:
         lag_histogram=batch.lag_histogram,
         num_tokens_trained=batch.num_tokens_trained,
         num_tokens_masked_lag=0,
+        advantages=batch.group_advantages,
         skipped_reason=NOT_FINITE,
         failed=dict.fromkeys(indexes, NOT_FINITE),
     )

@@ -6,11 +6,20 @@ from pathlib import Path
 from penstock.deploy.launch import launcher
 from penstock.deploy.launch.launcher import Launcher
 from penstock.deploy.launch.live_view import open_view
+from penstock.deploy.launch.machine import Gpu
+from penstock.deploy.launch.placement import DeviceShare, Placement
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.run_folder import RunFolder
 from penstock.schemas.config import ModelConfig, Plug, ProducersConfig, RunConfig
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
+PLACEMENT = Placement(
+    tuple(
+        DeviceShare(part, part, Gpu(number, "", "", 1, 1, ""), {})
+        for number, part in enumerate(("trainer", "producer-0", "producer-1"))
+    ),
+    engine_fraction=0.5,
+)
 
 
 def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
@@ -27,7 +36,9 @@ def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
 
     with RunFolder(config, runs, resume=False) as folder, open_view(config, runs) as view:
         folder.save(config)
-        return Launcher(config, runs, resume=False, view=view, lock=folder.lock, command_for=command_for).run()
+        return Launcher(
+            config, runs, PLACEMENT, resume=False, view=view, lock=folder.lock, command_for=command_for
+        ).run()
 
 
 if __name__ == "__main__":

@@ -250,7 +250,10 @@ def test_kill_9_of_the_launcher_takes_every_part_along(start):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_parts_compute_with_the_configured_number_of_threads(start):
+def test_parts_compute_with_the_configured_number_of_threads_on_their_own_gpus(start):
     run = start(trainer="finish")
     run.output()
-    assert "threads 1" in run.log("trainer")
+    assert "threads 1" in run.log("trainer") and "GPU 0\n" in run.log("trainer")
+    for number in (1, 2):
+        seen = f"GPU {number} --set engine.gpu_memory_utilization=0.5\n"
+        assert seen in run.log(f"producer-{number - 1}")

@@ -83,9 +83,8 @@ def test_a_producer_that_did_not_boot_beside_another_is_tried_again_alone(monkey
 
 @pytest.fixture
 def machine(monkeypatch) -> Callable[..., None]:
-    def have(num_cores: int, gpu_nodes: tuple[str, ...] = ()) -> None:
+    def have(num_cores: int) -> None:
         monkeypatch.setattr(producer_pool.os, "sched_getaffinity", lambda pid: set(range(num_cores)), raising=False)
-        monkeypatch.setattr(producer_pool, "_GPU_NODES", gpu_nodes)
 
     return have
 
@@ -94,9 +93,3 @@ def machine(monkeypatch) -> Callable[..., None]:
 def test_engines_boot_side_by_side_as_far_as_their_threads_have_cores(machine, num_cores, num_threads, expected):
     machine(num_cores)
     assert boots_at_once(ProducersConfig(num_threads=num_threads)) == expected
-
-
-def test_engines_that_share_a_gpu_boot_one_at_a_time(machine, tmp_path):
-    (tmp_path / "gpu").touch()
-    machine(16, (str(tmp_path / "gpu"),))
-    assert boots_at_once(ProducersConfig()) == 1

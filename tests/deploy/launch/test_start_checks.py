@@ -5,7 +5,15 @@ import tomllib
 import msgspec
 import pytest
 
-from penstock.deploy.launch.start_checks import check, check_objective, estimated_group_bytes, resolved_toml
+from penstock.deploy.launch import start_checks
+from penstock.deploy.launch.machine import Machine
+from penstock.deploy.launch.start_checks import (
+    check,
+    check_objective,
+    estimated_group_bytes,
+    place_parts,
+    resolved_toml,
+)
 from penstock.schemas.config import (
     ConfigError,
     CorrectionConfig,
@@ -71,9 +79,9 @@ def test_a_model_that_is_not_here_comes_with_the_command_that_fetches_it_there(c
 
 
 def test_cuda_without_a_device_is_refused_before_anything_starts(config, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(start_checks, "read_machine", Machine)
     with pytest.raises(ConfigError, match=r"trainer\.device = 'cuda': torch finds no CUDA device"):
-        check(changed(config, trainer=TrainerConfig(device="cuda")))
+        place_parts(changed(config, trainer=TrainerConfig(device="cuda")))
 
 
 def test_weights_and_biases_without_a_key_is_warned_of(config, monkeypatch, tmp_path):

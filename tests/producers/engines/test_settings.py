@@ -2,15 +2,14 @@
 
 import pytest
 
-from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
+from penstock.producers.engines.settings import engine_arguments, engine_environment, fingerprint, verify
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig
 
 
-def config(**changes) -> RunConfig:
-    return RunConfig(
-        name="settings", model=ModelConfig(path="models/tiny"), environment=Plug(path="nobody:Needed"), **changes
-    )
+def config(dtype: str = "float32", **changes) -> RunConfig:
+    model = ModelConfig(path="models/tiny", dtype=dtype)
+    return RunConfig(name="settings", model=model, environment=Plug(path="nobody:Needed"), **changes)
 
 
 def arguments_of(run: RunConfig, *, cpu: bool = True) -> dict:
@@ -42,6 +41,15 @@ def test_memory_is_asked_for_in_the_unit_of_the_device():
     assert arguments_of(run, cpu=True)["kv_cache_memory_bytes"] == 2**29
     assert arguments_of(run, cpu=False)["gpu_memory_utilization"] == 0.4
     assert "kv_cache_memory_bytes" not in arguments_of(run, cpu=False)
+
+
+def test_the_engine_process_of_a_gpu_is_spawned_and_multiplies_float32_in_full():
+    assert engine_environment(config(), cpu=False) == {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TRITON_F32_DEFAULT": "ieee",
+    }
+    assert engine_environment(config("bfloat16"), cpu=False) == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    assert engine_environment(config(), cpu=True) == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def test_further_arguments_are_passed_as_they_stand_and_recorded():

@@ -1,0 +1,260 @@
+"""Which process of a run gets which GPU of this machine, and whether its memory suffices.
+
+The trainer's ranks come first, a GPU each. Producers take those left in turn, `tensor_parallel_size` each; if too few
+are left, all of them, beside the trainer. Engines that share a GPU divide what the trainer leaves of it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.deploy.launch.machine import Gpu, Machine
+from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, engine_bytes, rank_bytes
+from penstock.schemas.config import ConfigError, RunConfig
+
+OLDEST_DRIVERS = {12: 525, 13: 580}
+"""By major version of CUDA the oldest driver that runs it: NVIDIA, "CUDA Toolkit Release Notes", table 2."""
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+
+
+class DeviceShare(NamedTuple):
+    """What one rank or engine takes of a GPU, in bytes by what it is for; empty where the model's shape is unknown."""
+
+    part: str
+    who: str
+    gpu: Gpu
+    needs: Mapping[str, float]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.needs.values())
+
+
+class Placement(NamedTuple):
+    """shares: none where nothing runs on GPUs. engine_fraction: `engine.gpu_memory_utilization` of every engine."""
+
+    shares: tuple[DeviceShare, ...] = ()
+    engine_fraction: float | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether two processes meet on a GPU."""
+        used = [share.gpu.number for share in self.shares]
+        return len(set(used)) < len(used)
+
+    def environment(self, part: str) -> dict[str, str]:
+        """The variables by which `trainer` or `producer-<n>` sees its own GPUs only."""
+        own = [str(share.gpu.number) for share in self.shares if share.part == part]
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+
+    def options(self, part: str) -> list[str]:
+        """What is added to the command line of a part."""
+        is_producer = any(share.part == part for share in self.shares) and part != "trainer"
+        return ["--set", f"engine.gpu_memory_utilization={self.engine_fraction}"] if is_producer else []
+
+    def table(self) -> str:
+        """Who has which GPU, how much of its memory, and what for; empty where nothing runs on GPUs."""
+        if not self.shares:
+            return ""
+        rows = [("GPU", "of GB", "who", "GB", "what for")]
+        for share in sorted(self.shares, key=lambda share: share.gpu.number):
+            cells = "?", "not known of this architecture"
+            if share.needs:
+                cells = f"{share.num_bytes / 1e9:.1f}", summed(share.needs)
+            rows.append((str(share.gpu.number), f"{share.gpu.total_bytes / 1e9:.1f}", share.who, *cells))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def place(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Placement:
+    """Gives the parts of a run their GPUs.
+
+    shape: of the model; None leaves memory unchecked.
+
+    Raises:
+        ConfigError: no such GPU, too few of them, a driver that is too old, or memory that does not suffice.
+    """
+    trainer_asked, producers_asked = config.trainer.devices, config.producers.devices
+    if not machine.gpus:
+        _refuse_without_gpus(config, machine)
+        return Placement()
+    _check_drivers(machine)
+    ranks: list[Gpu] = []
+    if config.trainer.device != "cpu":
+        ranks = _ranks(config, machine)
+    elif trainer_asked is not None:
+        raise ConfigError(f"trainer.devices = {list(trainer_asked)} with trainer.device = 'cpu': expected one of them")
+    size = math.prod(_parallel(config, name) for name in _PARALLEL)
+    engines = _engines(config, machine, size, ranks, producers_asked)
+    return _with_memory(config, shape, ranks, engines)
+
+
+def _refuse_without_gpus(config: RunConfig, machine: Machine) -> None:
+    here = "nvidia-smi finds none" if machine.cuda else "torch is a build for CPUs"
+    if config.trainer.device == "cuda":
+        raise ConfigError("trainer.device = 'cuda': torch finds no CUDA device; expected 'auto' or 'cpu' here")
+    for name in ("trainer", "producers"):
+        if (devices := getattr(config, name).devices) is not None:
+            raise ConfigError(f"{name}.devices = {list(devices)}: no GPU to use here ({here}); expected none")
+    if machine.needs_gpu:
+        raise ConfigError(
+            f"the installed vLLM is built for GPUs: none to use here ({here}); expected an NVIDIA GPU that "
+            "CUDA_VISIBLE_DEVICES does not hide, or the extra [cpu]"
+        )
+
+
+def _parallel(config: RunConfig, name: str) -> int:
+    size = config.engine.args.get(name, 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"engine.args.{name} = {size!r}: expected 1 or more")
+    return size
+
+
+def _check_drivers(machine: Machine) -> None:
+    oldest = OLDEST_DRIVERS.get(int((machine.cuda or "0").partition(".")[0]), 0)
+    for gpu in machine.gpus:
+        if int(gpu.driver.partition(".")[0]) < oldest:
+            raise ConfigError(
+                f"GPU {gpu.number} ({gpu.name}): driver {gpu.driver}, expected {oldest} or newer for torch's "
+                f"CUDA {machine.cuda}"
+            )
+
+
+def _ranks(config: RunConfig, machine: Machine) -> list[Gpu]:
+    """One GPU for each rank of the trainer."""
+    count, asked = config.trainer.num_processes, config.trainer.devices
+    if asked is None:
+        if count > len(machine.gpus):
+            raise ConfigError(
+                f"trainer.num_processes = {count}: {_listed(machine.gpus)} here; expected a GPU for each rank"
+            )
+        return list(machine.gpus[:count])
+    if len(set(asked)) != count or len(asked) != count:
+        raise ConfigError(
+            f"trainer.devices = {list(asked)}: expected {count} different numbers, one for each of "
+            f"trainer.num_processes = {count}"
+        )
+    return _found("trainer", asked, machine)
+
+
+def _engines(
+    config: RunConfig, machine: Machine, size: int, ranks: Sequence[Gpu], asked: Sequence[int] | None
+) -> list[Sequence[Gpu]]:
+    """The GPUs of each producer's engine."""
+    if asked is not None:
+        pool = _found("producers", asked, machine)
+        if len(pool) % size or not pool:
+            raise ConfigError(
+                f"producers.devices = {list(asked)}: expected a multiple of the {size} that one engine takes "
+                f"({' times '.join(_PARALLEL)} of engine.args)"
+            )
+    else:
+        left = [gpu for gpu in machine.gpus if gpu not in ranks]
+        pool = left if len(left) >= size else list(machine.gpus)
+        if len(pool) < size:
+            raise ConfigError(
+                f"engine.args.{_PARALLEL[0]}: an engine takes {size} GPUs, and {_listed(machine.gpus)} here; expected "
+                "at most that"
+            )
+    chunks = [pool[first : first + size] for first in range(0, len(pool) - size + 1, size)]
+    return [chunks[number % len(chunks)] for number in range(config.producers.count)]
+
+
+def _found(name: str, asked: Iterable[int], machine: Machine) -> list[Gpu]:
+    by_number = {gpu.number: gpu for gpu in machine.gpus}
+    for number in asked:
+        if number not in by_number:
+            raise ConfigError(f"{name}.devices = {list(asked)}: no GPU {number}; {_listed(machine.gpus)} here")
+    return [by_number[number] for number in asked]
+
+
+def _described(gpu: Gpu) -> str:
+    return f"GPU {gpu.number} ({gpu.name}, {gpu.total_bytes / 1e9:.1f} GB)"
+
+
+def _listed(gpus: Sequence[Gpu]) -> str:
+    return f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} ({', '.join(str(gpu.number) for gpu in gpus)})"
+
+
+def _with_memory(
+    config: RunConfig, shape: ModelShape | None, ranks: Sequence[Gpu], engines: Sequence[Sequence[Gpu]]
+) -> Placement:
+    trainer = _rank_needs(config, shape) if shape is not None else {}
+    shares = [
+        DeviceShare("trainer", f"trainer{f', rank {number}' * (len(ranks) > 1)}", gpu, trainer)
+        for number, gpu in enumerate(ranks)
+    ]
+    for share in shares:
+        _check_fits([share], USABLE * share.gpu.total_bytes, "90% of it", "more ranks (trainer.num_processes), ")
+    rest = {gpu.number: USABLE * gpu.total_bytes for own in engines for gpu in own}
+    for share in shares:
+        if share.gpu.number in rest:
+            rest[share.gpu.number] -= share.num_bytes
+    fraction = config.engine.gpu_memory_utilization
+    if fraction is None:
+        beside = sorted(set(rest) & {gpu.number for gpu in ranks})
+        if beside and shape is None:
+            raise ConfigError(
+                f"engine.gpu_memory_utilization is not set, and engines share GPU {beside[0]} with the trainer, whose "
+                f"memory is not known for the model of model.path = {config.model.path!r}; expected it to be set"
+            )
+        fraction = _fraction(engines, rest)
+    least = _engine_needs(config, shape, len(engines[0])) if shape is not None else {}
+    for number, own in enumerate(engines):
+        for gpu in own:
+            taken = fraction * gpu.total_bytes
+            if sum(least.values()) > taken:
+                how = " (worked out)" if config.engine.gpu_memory_utilization is None else ""
+                raise ConfigError(
+                    f"engine.gpu_memory_utilization = {fraction}{how}: {taken / 1e9:.1f} GB of {_described(gpu)} for "
+                    f"producer-{number}, expected at least {sum(least.values()) / 1e9:.1f}: {summed(least)}"
+                )
+            needs = {"weights": least["weights"]} if least else {}
+            needs["KV cache and what a pass needs" if least else "engine"] = taken - sum(needs.values())
+            shares.append(DeviceShare(f"producer-{number}", f"producer-{number}", gpu, needs))
+    for gpu in dict.fromkeys(share.gpu for share in shares):
+        own_shares = [share for share in shares if share.gpu == gpu]
+        _check_fits(own_shares, gpu.total_bytes, "all of it", "a smaller engine.gpu_memory_utilization, ")
+        _check_fits(own_shares, gpu.free_bytes, "other processes hold the rest", "them to end, ")
+    return Placement(tuple(shares), fraction)
+
+
+def _fraction(engines: Sequence[Sequence[Gpu]], rest: Mapping[int, float]) -> float:
+    """The largest share of a GPU that every engine can have, in whole percents. rest: bytes that are left, by GPU."""
+    every = [gpu for own in engines for gpu in own]
+    return min(math.floor(100 * rest[gpu.number] / gpu.total_bytes / every.count(gpu) + 1e-6) / 100 for gpu in every)
+
+
+def _check_fits(shares: Sequence[DeviceShare], available: float, why: str, expected: str) -> None:
+    needed, gpu = sum(share.num_bytes for share in shares), shares[0].gpu
+    if needed <= available:
+        return
+    terms = "; ".join(f"{share.who} {share.num_bytes / 1e9:.1f} ({summed(share.needs)})" for share in shares)
+    raise ConfigError(
+        f"{_described(gpu)}: {needed / 1e9:.1f} GB needed, {available / 1e9:.1f} available ({why}): {terms}; "
+        f"expected {expected}or another device (docs/sizing.md says what needs how much)"
+    )
+
+
+def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    trainer = config.trainer
+    setting = RankSetting(
+        trainer.num_processes,
+        # A longer single segment makes a pass of its own.
+        max(trainer.tokens_per_microbatch, config.engine.max_model_len or 0),
+        config.model.dtype,
+        trainer.gradient_checkpointing,
+        unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
+        has_reference=config.model.reference is not None or bool(config.objective.kwargs.get("kl_coefficient")),
+    )
+    return rank_bytes(shape, setting)
+
+
+def _engine_needs(config: RunConfig, shape: ModelShape, size: int) -> dict[str, float]:
+    engine = config.engine
+    max_model_len = engine.max_model_len or shape.max_model_len
+    return engine_bytes(shape, config.model.dtype, size, max_model_len, engine.max_num_seqs)
+
+
+def summed(needs: Mapping[str, float]) -> str:
+    return " + ".join(f"{name} {size / 1e9:.1f}" for name, size in needs.items() if size)

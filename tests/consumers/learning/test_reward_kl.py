@@ -1,0 +1,138 @@
+"""KL in the reward, against transformers and arithmetic in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.packing import pack
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.reward_kl import penalized
+from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, TrainerConfig
+from training_groups import configuration, group_of, lag_from, random_group, segment, tiny_model
+
+BETA = 0.2
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> ModelConfig:
+    tiny_model(tmp_path / "model")
+    tiny_model(tmp_path / "reference", seed=9)
+    return ModelConfig(path=str(tmp_path / "model"), reference=str(tmp_path / "reference"))
+
+
+def _logprobs(model, part, temperature: float) -> Tensor:
+    ids = torch.frombuffer(bytearray(part.token_ids), dtype=torch.int32).long()
+    at = torch.tensor([place for start, end in part.loss_mask for place in range(start, end)])
+    logits = model(input_ids=ids[None]).logits[0][at - 1] / temperature
+    return torch.log_softmax(logits, dim=1).gather(1, ids[at][:, None]).squeeze(1)
+
+
+def test_rewards_are_penalized_by_the_sum_over_all_segments_of_a_rollout() -> None:
+    turns = [segment([1, 2, 3], [(1, 3)], [7, 7]), segment([1, 2, 3, 4], [(3, 4)], [7])]
+    group = group_of(1, [turns, [segment([1, 2], [(1, 2)], [7])]], [1.0, 0.5])
+    config = AdvantageConfig(kl_coefficient=0.5, kwargs={"normalize_std": False})
+    batch = pack([group], lag_from(7), configuration("none", advantage=config))
+    (microbatch,) = batch.microbatches
+    assert microbatch.rollouts[microbatch.row_ids].bincount().tolist() == [3, 1]
+    divergence = torch.where(microbatch.rollouts[microbatch.row_ids] == 0, 0.25, -0.5).double()
+    found = penalized(batch, [divergence], config, Ranks())
+    # The rewards are 1 - 0.5 * 3 * 0.25 and 0.5 + 0.5 * 0.5.
+    assert found.group_advantages == {1: (-0.0625, 0.0625)}
+    assert found.microbatches[0].advantages.tolist() == [
+        -0.0625 if rollout == 0 else 0.0625 for rollout in microbatch.rollouts[microbatch.row_ids].tolist()
+    ]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+@pytest.mark.parametrize("correction", [CorrectionConfig(mode="none"), CorrectionConfig(m2_budget=1e9, mode="none")])
+def test_advantages_loss_and_gradient_are_those_of_the_penalized_reward(models, minibatches, correction) -> None:
+    config = configuration(
+        models.path,
+        model=models,
+        advantage=AdvantageConfig(kl_coefficient=BETA),
+        correction=correction,
+        trainer=TrainerConfig(device="cpu", num_minibatches=minibatches, max_grad_norm=1e9, tokens_per_microbatch=60),
+        max_lag=9,
+    )
+    groups = [random_group(n, 1, temperature=0.8) for n in range(1, 4)] + [random_group(4, 1, rewards=[1.0] * 4)]
+    learner = Learner(config)
+    gradients: list[dict[str, Tensor]] = []
+    learner.optimizer.step = lambda: gradients.append(
+        {name: p.grad.clone() for name, p in learner.model.module.named_parameters()}
+    )
+    batch = learner.pack(groups, lag_from(7))
+    report = learner.step(batch)
+
+    current, reference = (
+        AutoModelForCausalLM.from_pretrained(each).double() for each in (models.path, models.reference)
+    )
+    own: dict[int, list[Tensor]] = {}
+    advantages: dict[int, Tensor] = {}
+    for group in groups:
+        temperature = group.sampling.temperature
+        own[group.index], rewards = [], []
+        for rollout in group.rollouts:
+            logprobs = torch.cat([_logprobs(current, part, temperature) for part in rollout.segments])
+            base = torch.cat([_logprobs(reference, part, temperature) for part in rollout.segments])
+            own[group.index].append(logprobs)
+            rewards.append(rollout.reward.value - BETA * (logprobs - base).detach().sum())
+        values = torch.stack(rewards)
+        advantages[group.index] = (values - values.mean()) / (values.std() + 1e-4)
+    assert report.advantages.keys() == advantages.keys()
+    for index, expected in advantages.items():
+        assert report.advantages[index] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert report.num_groups_skipped == 0, "the penalties differ where the rewards are equal"
+    # Every step is taken at the same weights: the optimizer's step is replaced.
+    for minibatch, found in zip(batch.minibatches, gradients, strict=True):
+        current.zero_grad()
+        gain = sum(
+            advantage * logprobs.sum()
+            for index in minibatch.indexes
+            for advantage, logprobs in zip(advantages[index], own[index], strict=True)
+        )
+        (-gain / minibatch.num_tokens).backward(retain_graph=True)
+        scale = torch.stack([p.grad.norm() for p in current.parameters()]).norm()
+        for name, wanted in current.named_parameters():
+            assert (found[name].double() - wanted.grad).norm() <= 1e-4 * scale, name
+
+
+def test_a_stale_segment_counts_for_the_penalty_of_its_rollout_and_is_not_trained(models) -> None:
+    rows = [[segment([1, 2, 3, 4], [(1, 4)], [version] * 3)] for version in (7, 2, 7)]
+    group = group_of(1, rows, [1.0, 0.0, 0.5])
+    config = configuration(models.path, model=models, advantage=AdvantageConfig(kl_coefficient=BETA), max_lag=4)
+    learner = Learner(config)
+    batch = learner.pack([group], lag_from(7))
+    assert (len(batch.microbatches[0].rollouts), batch.num_tokens_trained, batch.num_rows) == (3, 6, 2)
+    report = learner.step(batch)
+    # Siblings of equal tokens have equal penalties: the advantages are those of the rewards, the stale one's too.
+    assert report.advantages[1] == pytest.approx((0.99980004, -0.99980004, 0.0), abs=1e-5)
+
+
+def test_groups_are_spared_and_failed_with_kl_in_the_reward_as_without(models) -> None:
+    config = configuration(models.path, model=models, advantage=AdvantageConfig(kl_coefficient=BETA), max_lag=9)
+    learner = Learner(config)
+    culprit = _with_nan(group_of(2, [[segment([1, 2], [(1, 2)], [7], [-1.0])]] * 2, [1.0, 0.0]))
+    report = learner.step(learner.pack([random_group(1, 1), culprit, random_group(3, 1)], lag_from(7)))
+    assert set(report.failed) == {2} and report.spared == {1, 3}
+
+
+def _with_nan(group):
+    nan = np.array([np.nan], dtype=np.float32).tobytes()
+    rollouts = tuple(
+        replace(r, segments=tuple(replace(s, behavior_logprobs=nan) for s in r.segments)) for r in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def test_without_a_difference_from_the_reference_groups_of_equal_rewards_teach_nothing(models) -> None:
+    config = configuration(models.path, advantage=AdvantageConfig(kl_coefficient=BETA))
+    learner = Learner(config)
+    report = learner.step(learner.pack([random_group(1, 1), random_group(2, 1, rewards=[1.0] * 4)], lag_from(7)))
+    assert report.advantages[2] == (0.0,) * 4
+    assert (report.num_groups_skipped, report.teaches(1), report.teaches(2)) == (1, True, False)
