@@ -8,7 +8,18 @@ from rich.text import Text
 
 from penstock.deploy.launch.live_view import shown_version
 from penstock.deploy.watch.snapshot import Pauses, RunSnapshot
-from penstock.deploy.watch.text import NOTHING, bar, count, joined, milliseconds, percent, safe, sparkline
+from penstock.deploy.watch.text import (
+    NOTHING,
+    bar,
+    count,
+    duration,
+    joined,
+    milliseconds,
+    percent,
+    safe,
+    size,
+    sparkline,
+)
 
 WAITING = 0.2
 """A trainer that waits for this share of its time is held up. As in the recording rules, as are the next two."""
@@ -18,6 +29,13 @@ FULL = 0.8
 """A queue filled to this share of the credit keeps producers waiting."""
 _NAME = 48
 """Characters of a producer's name, folded where the columns beside it need the room."""
+_WEIGHT_FIGURES = (
+    "weight_changed_frac",
+    "weight_chunk_bytes",
+    "publish_blocked_s",
+    "weight_chain",
+    "weight_redis_bytes",
+)
 _COLOURS = {"wait": "yellow", "step": "green", "publish": "cyan"}
 
 
@@ -27,7 +45,7 @@ def flow(seen: RunSnapshot, width: int) -> RenderableType:
     if part:
         colour = "green" if part == "nobody" else "yellow"
         lines += [joined([Text("waited for", style="dim"), Text(part, style=f"bold {colour}"), why]), Text()]
-    return Group(*lines, _trainer(seen, width), Text(), _groups(seen), Text(), _producers(seen, width))
+    return Group(*lines, _trainer(seen, width), Text(), _groups(seen), Text(), *_weights(seen), _producers(seen, width))
 
 
 def _trainer(seen: RunSnapshot, width: int) -> RenderableType:
@@ -79,6 +97,29 @@ def _groups(seen: RunSnapshot) -> RenderableType:
     table.add_row(*(Text(name, style="dim") for name in cells))
     table.add_row(*(Text(value, style="bold") for value in cells.values()))
     return table
+
+
+def _weights(seen: RunSnapshot) -> list[RenderableType]:
+    """How policies travel: what of the last batches and of the trainer's endpoint is known."""
+    recent = [update.metrics for update in seen.recent]
+    figures = {key: [line[key] for line in recent if key in line] for key in _WEIGHT_FIGURES}
+    changed, sizes, blocked_s, chains, in_redis = figures.values()
+    parts = [
+        f"{percent(fmean(changed))} changed by an update" if changed else "",
+        f"{size(fmean(sizes))} each" if sizes else "",
+        f"training held up {milliseconds(fmean(blocked_s))}" if blocked_s else "",
+        f"{count(chains[-1])} deltas on the anchor" if chains else "",
+        f"{size(in_redis[-1])} in Redis" if in_redis else "",
+    ]
+    announced_s = seen.redis.announced_s if seen.redis is not None else {}
+    oldest = min(announced_s, key=lambda producer: announced_s[producer], default=None)
+    if oldest is not None and seen.is_running:
+        parts.append(f"oldest held {duration(seen.time_s - announced_s[oldest])}: {safe(oldest, 24)}")
+    faults = {reason: num for reason, num in sorted(seen.rebuilt.items()) if reason != "new"}
+    if faults:
+        reasons = ", ".join(f"{safe(reason, 24)} {num}" for reason, num in faults.items())
+        parts.append(f"copies rebuilt: {reasons}")
+    return [joined([Text("weights", style="bold"), *parts]), Text()] if any(parts) else []
 
 
 def _producers(seen: RunSnapshot, width: int) -> RenderableType:

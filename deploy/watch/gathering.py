@@ -1,14 +1,17 @@
 """Gathers a snapshot of a run from its folder, Redis and the metrics endpoints. What cannot be reached is left out, and
 named."""
 
+import contextlib
 import json
+import math
 import socket
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import redis
 
 from penstock.deploy.launch.endpoints import MetricsEndpoint, scrape, targets
@@ -21,7 +24,7 @@ from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_li
 from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.snapshot import PAUSE_WINDOW_S, Pauses, RedisSeen, RunSnapshot
 from penstock.schemas.config import RunConfig
-from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
+from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys
 from penstock.schemas.process.redis_url import configured_url
 
 _YOUNG_S = 5.0
@@ -43,6 +46,7 @@ class Gatherer:
         self._known: dict[str, None] = {}
         self._files = RunLines(folder) if folder is not None else None
         self._scraped = Scraped()
+        self._announced_s: dict[int, float] = {}
 
     def gather(self) -> RunSnapshot:
         if self._files is not None:
@@ -66,6 +70,7 @@ class Gatherer:
             producers=tuple(self._known),
             starting=frozenset(filter(None, map(_starting, endpoints))),
             pauses={producer: self._pauses(producer, until_s) for producer in self._known},
+            rebuilt=_rebuilt(endpoints),
             updates=tuple(updates),
             evaluations=tuple(evaluations),
             is_over=is_over,
@@ -79,7 +84,7 @@ class Gatherer:
                 if url is None:
                     return None, "this run has no server yet"
                 self._client = connect(url)
-            seen = look(self._client, Keys(self._name))
+            seen = look(self._client, Keys(self._name), self._announced_s)
         except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
             if self._client is not None:
                 self._client.close()
@@ -89,8 +94,7 @@ class Gatherer:
         return seen, ""
 
     def _look_at_endpoints(self, seen: RedisSeen | None) -> list[MetricsEndpoint]:
-        """Scrapes the trainer, the producers without lines here or without a heartbeat, and the addresses that the
-        caller named."""
+        """Scrapes the trainer, the producers, and the addresses that the caller named."""
         by_role = targets(self._folder) if self._folder is not None else {}
         self._known |= dict.fromkeys(role for role in by_role if role != "trainer")
         if self._files is not None:
@@ -98,10 +102,7 @@ class Gatherer:
         for producer, heartbeat in (seen.heartbeats if seen is not None else {}).items():
             host = "127.0.0.1" if heartbeat.host == socket.gethostname() else heartbeat.host
             by_role.setdefault(producer, f"{host}:{heartbeat.metrics_port}")
-        alive = seen.heartbeats if seen is not None else {}
-        told = alive.keys() & self._files.pauses.keys() if self._files is not None else ()
-        wanted = [(role, address) for role, address in by_role.items() if role not in told]
-        found = scrape([*wanted, *(("", address) for address in self._addresses)])
+        found = scrape([*by_role.items(), *(("", address) for address in self._addresses)])
         return [_with_role(each) for each in found]
 
     def _history(self) -> tuple[Sequence[Update], Sequence[EvaluationPoint]]:
@@ -127,8 +128,9 @@ class Gatherer:
         return Pauses(seen, min(PAUSE_WINDOW_S, max(_YOUNG_S, until_s - began_s)))
 
 
-def look(client: redis.Redis, keys: Keys) -> RedisSeen:
-    """Reads what Redis holds of a run, without a write. Raises redis.RedisError if it does not answer, or refuses."""
+def look(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> RedisSeen:
+    """Reads what Redis holds of a run, without a write. announced_s: the times of policies known so far, to which it
+    adds those that producers hold. Raises redis.RedisError if it does not answer, or refuses."""
     pipeline: Any = client.pipeline(transaction=False)
     pipeline.hgetall(keys.commit)
     pipeline.xlen(keys.prompts)
@@ -144,6 +146,7 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
     commit, num_prompts, num_entries, has_lease = answers
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
     heartbeats = read_heartbeats(client, keys)
+    _add_times(client, keys, {heartbeat.policy_version for heartbeat in heartbeats.values()}, announced_s)
     return RedisSeen(
         heartbeats=heartbeats,
         num_prompts=num_prompts,
@@ -154,9 +157,35 @@ def look(client: redis.Redis, keys: Keys) -> RedisSeen:
             producer: lag_by_commit(heartbeat.policy_version, newest, commit)
             for producer, heartbeat in heartbeats.items()
         },
+        announced_s={
+            producer: announced_s[heartbeat.policy_version]
+            for producer, heartbeat in heartbeats.items()
+            if heartbeat.policy_version in announced_s
+        },
         finished=commit.get(Commit.FINISHED) == b"1",
         has_trainer=bool(has_lease),
     )
+
+
+class _Announced(msgspec.Struct):
+    """The part of a manifest that is shown."""
+
+    created_s: float = 0.0
+
+
+_announced = msgspec.json.Decoder(_Announced)
+
+
+def _add_times(client: redis.Redis, keys: Keys, versions: Iterable[int], known: dict[int, float]) -> None:
+    """Adds the times of those of `versions` whose manifests are on the policy stream and name one."""
+    wanted = [version for version in versions if version >= 0 and version not in known]
+    with client.pipeline(transaction=False) as pipeline:
+        for version in wanted:
+            pipeline.xrange(keys.policy, f"{version}-1", f"{version}-1")
+        for version, entries in zip(wanted, pipeline.execute(), strict=True):
+            with contextlib.suppress(msgspec.DecodeError):
+                if entries and (created_s := _announced.decode(entries[0][1].get(Field.MANIFEST, b"")).created_s):
+                    known[version] = created_s
 
 
 def _num_claimed(summary: Any) -> int:
@@ -174,6 +203,16 @@ def _with_role(endpoint: MetricsEndpoint) -> MetricsEndpoint:
     if endpoint.samples.get("penstock_updates_total") is not None:
         return endpoint._replace(role="trainer")
     return endpoint._replace(role=endpoint.samples.label("penstock_tokens_generated_total", "producer") or "producer")
+
+
+def _rebuilt(endpoints: Sequence[MetricsEndpoint]) -> dict[str, int]:
+    """Copies of the weights that were built anew, by reason."""
+    found: Counter[str] = Counter()
+    for endpoint in endpoints:
+        if endpoint.samples is not None:
+            counts = endpoint.samples.by_label("penstock_weight_copies_rebuilt_total", "reason")
+            found.update({reason: round(count) for reason, count in counts.items() if 0 < count < math.inf})
+    return dict(found)
 
 
 def _starting(endpoint: MetricsEndpoint) -> str | None:

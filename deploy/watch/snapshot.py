@@ -23,6 +23,7 @@ class RedisSeen:
     """The state of a run in Redis.
 
     heartbeats: by producer id. num_prompts: released and not appended; num_claimed: those of them that producers hold.
+    announced_s: by producer id, the unix time of its policy, where that is known.
     has_trainer: a trainer holds the lease.
     """
 
@@ -32,6 +33,7 @@ class RedisSeen:
     num_stream_entries: int
     newest_version: int | None
     lags: Mapping[str, int | None]
+    announced_s: Mapping[str, float]
     finished: bool
     has_trainer: bool
 
@@ -63,6 +65,7 @@ class RunSnapshot:
     updates, evaluations: those that led to the present policy, oldest first.
     producers: the ids of all seen so far, with a heartbeat or without. starting: those of them that answer and have
         sampled nothing yet.
+    rebuilt: copies of the weights on producers' hosts that were built anew, by reason.
     is_over: the run is finished.
     """
 
@@ -75,6 +78,7 @@ class RunSnapshot:
     producers: tuple[str, ...] = ()
     starting: frozenset[str] = frozenset()
     pauses: Mapping[str, Pauses] = field(default_factory=dict)
+    rebuilt: Mapping[str, int] = field(default_factory=dict)
     updates: tuple[Update, ...] = ()
     evaluations: tuple[EvaluationPoint, ...] = ()
     is_over: bool = False

@@ -65,6 +65,13 @@ def milliseconds(seconds: float | None) -> str:
     return NOTHING if seconds is None else f"{seconds * 1e3:,.0f} ms"
 
 
+def size(num_bytes: float) -> str:
+    """`950 B`, `118 kB`, `1.2 MB`, `16 GB`."""
+    step = min(3, int(math.log10(max(1.0, num_bytes)) / 3))
+    value = num_bytes / 1000**step
+    return f"{value:.{int(value < 10 and step > 0)}f} {('B', 'kB', 'MB', 'GB')[step]}"
+
+
 def duration(seconds: float) -> str:
     """`12 s`, `3 min`, `2.5 h`."""
     if seconds < 120:

@@ -23,14 +23,15 @@ from penstock.deploy import cli
 from penstock.deploy.launch.endpoints import MetricsEndpoint, Samples, scrape
 from penstock.deploy.report.telemetry import Update
 from penstock.deploy.watch.flow import bottleneck
-from penstock.deploy.watch.gathering import Gatherer
+from penstock.deploy.watch.gathering import Gatherer, look
 from penstock.deploy.watch.scraped import Scraped
 from penstock.deploy.watch.screen import all_views, one_view
 from penstock.deploy.watch.snapshot import Pauses, RedisSeen, RunSnapshot
-from penstock.deploy.watch.text import number, sparkline
+from penstock.deploy.watch.text import number, size, sparkline
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig, load_config
-from penstock.schemas.heartbeat import Heartbeat, InFlight
+from penstock.schemas.heartbeat import Heartbeat, InFlight, encode_heartbeat
+from penstock.schemas.keys import Keys
 from penstock.schemas.metrics import LAG_LABELS, lag_key
 from penstock.schemas.process.prometheus import register_metrics_port
 from penstock.schemas.process.redis_url import connection_file
@@ -88,7 +89,7 @@ def redis_seen(**changes: Any) -> RedisSeen:
     fields: dict[str, Any] = {
         "heartbeats": {"producer-0": heartbeat("producer-0"), "producer-1": heartbeat("producer-1")},
         "num_prompts": 12, "num_claimed": 9, "num_stream_entries": 3, "newest_version": 8,
-        "lags": {"producer-0": 1, "producer-1": 0}, "finished": False, "has_trainer": True,
+        "lags": {"producer-0": 1, "producer-1": 0}, "announced_s": {}, "finished": False, "has_trainer": True,
     }  # fmt: skip
     return RedisSeen(**fields | changes)
 
@@ -246,6 +247,43 @@ def test_a_lag_bucket_that_hardly_counts_and_a_mismatch_out_of_its_band_stand_ou
     console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
     console.print(one_view(seen, 3, 100))
     assert "\x1b[1;31m0.2500" in console.file.getvalue(), "ESS 0.25 at lag 2-3"
+
+
+def test_how_policies_travel_is_told_in_one_line():
+    figures = {"weight_changed_frac": 0.08, "weight_chunk_bytes": 118_204, "publish_blocked_s": 0.004,
+               "weight_chain": 9, "weight_redis_bytes": 3_170_240}  # fmt: skip
+    redis = redis_seen(announced_s={"producer-0": BEGAN_S + 35, "producer-1": BEGAN_S + 31})
+    seen = snapshot(updates=updates(**figures), redis=redis, rebuilt={"new": 2, "wrong": 1, "dirty": 3})
+    (told,) = (line for line in shown(seen, 200).splitlines() if line.startswith("weights"))
+    assert "8.0% changed by an update  118 kB each  training held up 4 ms  9 deltas on the anchor" in told
+    assert "3.2 MB in Redis  oldest held 4 s: producer-1  copies rebuilt: dirty 3, wrong 1" in told
+    assert "weights" not in shown(snapshot(redis=None)).split("Learning")[0].split("trainer")[0]
+    alone = snapshot(updates=(), redis=redis)
+    assert "weights  oldest held 4 s: producer-1" in shown(alone)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "wanted"),
+    [(0, "0 B"), (950, "950 B"), (1000, "1.0 kB"), (118_204, "118 kB"), (3_170_240, "3.2 MB"), (16e9, "16 GB"),
+     (4e12, "4000 GB")],
+)  # fmt: skip
+def test_a_size_is_short(num_bytes, wanted):
+    assert size(num_bytes) == wanted
+
+
+def test_the_age_of_a_policy_is_read_once_and_copies_that_were_rebuilt_are_counted(redis_client):
+    keys = Keys("r")
+    for version, manifest in ((7, {"created_s": 12.5, "chunks": [1]}), (8, {}), (9, b"\xff")):
+        value = manifest if isinstance(manifest, bytes) else json.dumps(manifest)
+        redis_client.xadd(keys.policy, {"manifest": value}, id=f"{version}-1")
+    for version in (7, 8, 9, 10):
+        redis_client.set(
+            keys.producer(f"p{version}"), encode_heartbeat(heartbeat(f"p{version}", policy_version=version))
+        )
+    known: dict[int, float] = {}
+    assert look(redis_client, keys, known).announced_s == {"p7": 12.5} and known == {7: 12.5}
+    redis_client.delete(keys.policy)
+    assert look(redis_client, keys, known).announced_s == {"p7": 12.5}
 
 
 def test_what_does_not_answer_is_named_and_the_rest_is_shown():
