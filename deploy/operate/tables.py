@@ -262,6 +262,8 @@ def print_weights(content: LogContent, console: Console | None = None) -> None:
     console.print(table)
     if len(shown) < len(newest_first):
         _say(console, f"and {len(newest_first) - len(shown):,} deltas before them; --json has all")
+    for problem in content.unreadable:
+        _say(console, f"PROBLEM  {safe(problem)}")
     for store in content.stores:
         _say(console, f"store    {_store_line(store)}")
     _print_holders(content, console)

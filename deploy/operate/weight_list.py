@@ -1,14 +1,16 @@
 """`penstock weights`: what a run's weight log holds, version by version, and which producers hold which of them."""
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 
 from penstock.deploy.operate.producer_list import Producers, list_producers
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.schemas.config import ConfigError
+from penstock.schemas.keys import Field
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.weights.log import ManifestError, VersionGoneError, WeightLog, read_log
+from penstock.schemas.weights.log import ManifestError, VersionGoneError, WeightLog, decode_manifest, read_log
 from penstock.schemas.weights.stores import ChunkStoreError, open_store
 
 
@@ -62,7 +64,7 @@ class PolicyHolders(msgspec.Struct, frozen=True, kw_only=True):
 class LogContent(msgspec.Struct, frozen=True, kw_only=True):
     """newest_steps, newest_bytes: what a reader without a policy fetches for the newest; None if nothing leads there.
 
-    num_unreadable: producers whose heartbeat is of another release.
+    num_unreadable: producers whose heartbeat is of another release. unreadable: entries that are no manifests.
     """
 
     run: str
@@ -75,25 +77,21 @@ class LogContent(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[StoreContent, ...]
     holders: tuple[PolicyHolders, ...]
     num_unreadable: int
+    unreadable: tuple[str, ...]
 
 
 def list_weights(run: OpenRun) -> LogContent:
     """Reads the log, the names of the chunks in its stores, and the heartbeats.
 
     Raises:
-        ConfigError: there is no log, or an entry of it is no manifest.
+        ConfigError: there is no log, or none that can be read.
         ServerError: the run's Redis cannot be reached.
     """
-    try:
-        log = read_log(run.redis, run.keys)
-        stores = _stores(run, log)
-    except ManifestError as error:
-        raise ConfigError(f"run {run.name}: {error}") from error
+    log, unreadable = read_log(run.redis, run.keys), _unreadable(run)
     newest = max(log.announced, default=None)
     if newest is None:
-        raise ConfigError(
-            f"run {run.name}: no policy on its policy stream: none has been announced yet, or Redis has lost them"
-        )
+        why = "none has been announced yet, or Redis has lost them"
+        raise ConfigError(f"run {run.name}: no policy on its policy stream: {'; '.join(unreadable) or why}")
     producers = list_producers(run)
     way = _way(log, newest)
     return LogContent(
@@ -104,10 +102,26 @@ def list_weights(run: OpenRun) -> LogContent:
         newest_steps=len(way) if way is not None else None,
         newest_bytes=sum(manifest.chunk_bytes for manifest in way) if way is not None else None,
         policies=tuple(_policy(log, manifest) for manifest in _manifests(log)),
-        stores=stores,
+        stores=_stores(run, log),
         holders=_holders(producers),
         num_unreadable=len(producers.unreadable),
+        unreadable=unreadable,
     )
+
+
+def _unreadable(run: OpenRun) -> tuple[str, ...]:
+    """What is wrong with entries that are no manifests."""
+    keys, found = run.keys, []
+    entries: Any = run.redis.xrange(keys.policy)
+    anchors: Any = run.redis.hgetall(keys.anchors)
+    places = [(f"{keys.policy} {name.decode()}", fields.get(Field.MANIFEST)) for name, fields in entries]
+    places += [(f"{keys.anchors} {ascii(name)[1:]}", data) for name, data in anchors.items()]
+    for where, data in places:
+        try:
+            decode_manifest(data, where)
+        except ManifestError as error:
+            found.append(str(error))
+    return tuple(found)
 
 
 def _manifests(log: WeightLog) -> list[WeightManifest]:

@@ -25,7 +25,7 @@ from penstock.schemas.process.files import replacing
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
 from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from penstock.schemas.weights.codec import ChunkError
-from penstock.schemas.weights.log import ManifestError, VersionGoneError
+from penstock.schemas.weights.log import VersionGoneError
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import ChunkMissingError
 
@@ -122,7 +122,7 @@ class LoggedVersions(WeightVersions):
         except OSError as error:
             hint = "; TMPDIR names a folder with room" if error.errno == errno.ENOSPC else ""
             raise ParityError(f"{error}{hint}") from error
-        except (ManifestError, ChunkError, ConfigError) as error:
+        except (ChunkError, ConfigError) as error:
             raise ParityError(f"the run's weight log cannot be read: {error}") from error
 
 

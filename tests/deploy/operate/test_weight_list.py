@@ -149,12 +149,22 @@ def test_a_long_list_is_cut_but_for_its_anchors(run, redis_client, capsys):
     assert len(run.json(capsys, "weights", "test")["policies"]) == 31
 
 
-def test_a_run_without_a_log_and_one_with_a_broken_entry_are_refused(run, redis_client, capsys):
+def test_an_entry_that_is_no_manifest_is_named_beside_the_others(run, redis_client, capsys):
+    written(redis_client, run, 1)
+    redis_client.xadd(run.keys.policy, {Field.MANIFEST: b'{"version": "x"}'}, id="7-1")
+    redis_client.hset(run.keys.anchors, b"\x1b[2J", b"")
+    found = run.json(capsys, "weights", "test")
+    assert (found["newest_version"], len(found["unreadable"])) == (1, 2)
+    status, out, _ = run.command(capsys, "weights", "test")
+    assert status == 0 and "PROBLEM  {test}:policy 7-1 is no manifest: Expected `int`" in out and "\x1b" not in out
+
+
+def test_a_run_without_a_log_and_one_whose_log_cannot_be_read_are_refused(run, redis_client, capsys):
     status, _, err = run.command(capsys, "weights", "test")
     assert status == 2 and "run test: no policy on its policy stream: none has been announced yet" in err
     redis_client.xadd(run.keys.policy, {Field.MANIFEST: b'{"version": "x"}'}, id="7-1")
     status, _, err = run.command(capsys, "weights", "test")
-    assert status == 2 and "run test: {test}:policy b'7-1' is no manifest: " in err and "Traceback" not in err
+    assert status == 2 and "policy stream: {test}:policy 7-1 is no manifest: " in err and "Traceback" not in err
     status, _, err = run.command(capsys, "weights", "nothing")
     assert status == 2 and "nothing: neither a folder, nor a run" in err
 
