@@ -198,6 +198,7 @@ class TrainerMetric:
         "penstock_weight_bytes_published_total", "Bytes of chunks of weights published, anchors included", unit="B"
     )
     WEIGHT_ANCHORS = Metric("penstock_weight_anchors_total", "Policies published whole", unit="policies")
+    WEIGHT_REDIS_LIMIT = Metric("penstock_weight_redis_limit_bytes", "The most that chunks of weights take in Redis")
     CHECKPOINT_SECONDS = Metric(
         "penstock_checkpoint_seconds", "Time to write and commit a checkpoint, beside the training", (), STEP_BUCKETS
     )

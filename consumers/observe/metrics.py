@@ -69,6 +69,7 @@ class TrainerMetrics:
         self.prompts_open = make(Gauge, M.PROMPTS)
         self.weight_bytes = make(Counter, M.WEIGHT_BYTES)
         self.weight_anchors = make(Counter, M.WEIGHT_ANCHORS)
+        self._weight_redis_limit = make(Gauge, M.WEIGHT_REDIS_LIMIT)
         self.parity_alert = make(Gauge, M.PARITY_ALERT)
         self.mismatch_band = make(Gauge, M.MISMATCH_BAND)
         self.mismatch_mean = make(Gauge, M.MISMATCH_MEAN)
@@ -82,6 +83,7 @@ class TrainerMetrics:
         self._counted = self._totals(ledger)
         self._credit.set(config.credit)
         self._lag_bound.set(config.lag_bound)
+        self._weight_redis_limit.set(config.weights.redis_mb << 20)
         self._last_update.set_to_current_time()
 
     def count_groups(self, ledger: Ledger) -> None:

@@ -164,6 +164,79 @@ PRODUCERS = [
         limits={1: "red"},
     ),
 ]
+WEIGHTS = [
+    timeseries(
+        "Changed by an update",
+        "Share of the policy's elements whose bits the last update has changed. It grows with the learning rate. Above "
+        "a third a delta is hardly smaller than the whole policy.",
+        {"changed": last("penstock_weight_changed_frac")},
+        unit="percentunit",
+        limits={limits.DENSE: "orange"},
+        maximum=1,
+        width=6,
+    ),
+    timeseries(
+        "Bytes of an update",
+        "What each producer's host fetches for it: the chunks of the last update, compressed.",
+        {"chunks": last("penstock_weight_chunk_bytes")},
+        unit="bytes",
+        width=6,
+    ),
+    timeseries(
+        "Training held up",
+        "How long a batch has waited for the publication of the policy before, which goes on beside it. More than a "
+        "moment: chunks are slow to be written, or batches are too short.",
+        {"held up": last("penstock_publish_blocked_seconds")},
+        unit="s",
+        limits={limits.HELD_UP_S: "orange"},
+        width=6,
+    ),
+    timeseries(
+        "Age of the policy held",
+        "Time since the trainer announced the policy that a producer samples with. One far above the others cannot "
+        "fetch what they can.",
+        {"{{producer}}": last("penstock_producer_policy_age_seconds", by="producer")},
+        unit="s",
+        width=6,
+    ),
+    timeseries(
+        "Chain",
+        "Deltas announced since the newest anchor, and what each producer has read for its policy: 1 if it took every "
+        "one, the anchor and what follows it if it had to begin anew.",
+        {
+            "since the anchor": last("penstock_weight_chain_deltas"),
+            "read by {{producer}}": last("penstock_weight_chain", by="producer"),
+        },
+        unit="suffix: policies",
+        width=6,
+    ),
+    timeseries(
+        "Copies rebuilt",
+        "Copies on producers' hosts that were begun anew in fifteen minutes: `dirty` after a kill, `wrong` bits, "
+        "`behind` the log. One after a fault is its cure; again and again is a fault.",
+        {"{{producer}}": of_run("penstock:weight_copies_rebuilt:increase15m")},
+        unit="suffix: copies",
+        limits={limits.COPIES_REBUILT: "red"},
+        width=6,
+    ),
+    timeseries(
+        "The host's copy brought up to date",
+        "Time in which chunks are fetched and applied, while the engine samples on.",
+        quantiles("penstock_weight_prefetch_seconds", "99 of 100 are shorter"),
+        unit="s",
+        width=6,
+    ),
+    timeseries(
+        "Chunks in Redis",
+        "What they take, and the most that they may (`weights.redis_mb`). Near it fewer old versions are kept than "
+        "`weights.keep_versions` says.",
+        {"chunks": last("penstock_weight_redis_bytes"), "limit": last("penstock_weight_redis_limit_bytes")},
+        unit="bytes",
+        colours={"limit": "red"},
+        dashed=["limit"],
+        width=6,
+    ),
+]
 TRAINER = [
     timeseries(
         "The trainer's time",
@@ -256,5 +329,12 @@ DASHBOARD = dashboard(
     "penstock-flow",
     "Penstock / Flow",
     "Who waits for whom: producers, queue, trainer, Redis.",
-    {"At a glance": GLANCE, "Queue and credit": QUEUE, "Each producer": PRODUCERS, "Trainer": TRAINER, "Redis": REDIS},
+    {
+        "At a glance": GLANCE,
+        "Queue and credit": QUEUE,
+        "Each producer": PRODUCERS,
+        "Weights": WEIGHTS,
+        "Trainer": TRAINER,
+        "Redis": REDIS,
+    },
 )

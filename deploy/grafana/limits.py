@@ -20,6 +20,11 @@ QUEUE_FULL = 0.95
 EARLY_COMMIT = MEMORY_HIGH
 """Share of Redis' memory above which the trainer commits early."""
 MEMORY_NEARLY_FULL = 0.85
+DENSE = 0.3
+"""Share of elements changed above which a delta is hardly smaller than the whole policy."""
+HELD_UP_S = 1
+COPIES_REBUILT = 3
+"""Within `penstock:weight_copies_rebuilt:increase15m`."""
 PAUSED = 0.3
 """Share of a producer's time above which weight updates are the bottleneck."""
 WAITING = 0.2

@@ -29,6 +29,10 @@ NEITHER_GOOD_NOR_BAD = {
     ("flow.json", "In flight"),
     ("flow.json", "Tokens: generated, trained, masked"),
     ("flow.json", "Updates"),
+    ("flow.json", "Bytes of an update"),
+    ("flow.json", "Age of the policy held"),
+    ("flow.json", "Chain"),
+    ("flow.json", "The host's copy brought up to date"),
     ("learning.json", "Reward and held-out reward"),
     ("learning.json", "Parts of the reward"),
     ("learning.json", "Spread of the reward"),
@@ -45,6 +49,7 @@ NEITHER_GOOD_NOR_BAD = {
 LIMIT_OF_THE_RUN = {
     ("flow.json", "Policy behind"): ("lag bound", "penstock_lag_bound_steps"),
     ("flow.json", "Memory"): ("limit", "redis_memory_max_bytes"),
+    ("flow.json", "Chunks in Redis"): ("limit", "penstock_weight_redis_limit_bytes"),
     ("off_policy.json", "Lag"): ("bound", "penstock_lag_bound_steps"),
     ("off_policy.json", "Mismatch at lag 0"): ("band", "penstock_mismatch_lag0_band_nats"),
 }
@@ -77,6 +82,7 @@ ALERTS_LIMITS = {
     "PenstockLowEss": (limits.LOW_ESS, ("off_policy.json", "Effective sample size by lag")),
     "PenstockChi2Jump": (limits.CHI2_JUMP, ("off_policy.json", "χ²")),
     "PenstockPauseLong": (limits.PAUSE_S, ("flow.json", "A pause")),
+    "PenstockCopiesRebuilt": (limits.COPIES_REBUILT, ("flow.json", "Copies rebuilt")),
     "PenstockDeadLettersGrowing": (limits.DEAD, ("flow.json", "Groups that die")),
     "PenstockQueueFull": (limits.QUEUE_FULL, ("flow.json", "Queue")),
     "PenstockRedisMemoryHigh": (limits.MEMORY_NEARLY_FULL, ("flow.json", "Memory, of the limit")),

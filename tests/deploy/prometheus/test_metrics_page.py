@@ -17,7 +17,7 @@ from penstock.deploy.prometheus.metrics_reference import (
 from penstock.schemas.metrics import TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, ProducerMetric, TrainerMetric
 
 UNITS_IN_USE = {"none", "s", "B", "nats", "share", "steps", "groups", "tokens", "batches", "errors", "loads"}
-UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers"}
+UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers", "policies", "deltas", "copies"}
 
 
 def rows() -> list[list[str]]:
