@@ -311,6 +311,7 @@ class Publisher:
                     delta_of=None if whole else before,
                     chunks=tuple(chunks),
                     store=place,
+                    created_s=time.time(),
                 )
             if not isinstance(failure, ChunkStoreError):
                 self._discard(place, chunks)

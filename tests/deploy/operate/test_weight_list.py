@@ -1,6 +1,7 @@
 """What is in a run's weight log, and who holds which policy."""
 
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -167,6 +168,18 @@ def test_a_run_without_a_log_and_one_whose_log_cannot_be_read_are_refused(run, r
     assert status == 2 and "policy stream: {test}:policy 7-1 is no manifest: " in err and "Traceback" not in err
     status, _, err = run.command(capsys, "weights", "nothing")
     assert status == 2 and "nothing: neither a folder, nor a run" in err
+
+
+def test_what_a_trainer_has_published_is_whole_and_says_when(run, redis_client, capsys):
+    redis_client.flushall()
+    run.producer()
+    began_s = time.time()
+    assert run.trainer().run()
+    found = run.json(capsys, "weights", "test")
+    assert (found["newest_version"], found["finished"], found["unreadable"]) == (12, True, [])
+    assert {each["version"] for each in found["policies"] if each["announced"]} >= set(range(5, 13))
+    assert all(began_s <= each["time_s"] <= time.time() and each["num_steps"] for each in found["policies"])
+    assert [(each["num_missing"], each["num_unnamed"], each["problem"]) for each in found["stores"]] == [(0, 0, "")]
 
 
 def test_a_run_that_has_ended_is_read_from_its_own_data(run, monkeypatch, capsys):
