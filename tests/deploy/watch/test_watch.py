@@ -286,6 +286,26 @@ def test_the_age_of_a_policy_is_read_once_and_copies_that_were_rebuilt_are_count
     assert look(redis_client, keys, known).announced_s == {"p7": 12.5}
 
 
+def test_copies_of_weights_that_were_rebuilt_are_counted_over_all_producers(tmp_path, monkeypatch):
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    metrics = {name: ProducerMetrics(run="r", producer=name) for name in ("producer-0", "producer-1")}
+    for name, reason in (
+        ("producer-0", "new"),
+        ("producer-0", "wrong"),
+        ("producer-0", "dirty"),
+        ("producer-1", "dirty"),
+    ):
+        metrics[name].copies_rebuilt.labels(reason).inc()
+    folder = write_run(tmp_path, finished=False)
+    try:
+        for name, each in metrics.items():
+            each.registry.serve(MetricsConfig(port=0), folder, name)
+        assert Gatherer("r", folder, CONFIG).gather().rebuilt == {"new": 1, "wrong": 1, "dirty": 2}
+    finally:
+        for each in metrics.values():
+            each.registry.close()
+
+
 def test_what_does_not_answer_is_named_and_the_rest_is_shown():
     gone = shown(snapshot(redis=redis_seen(heartbeats={"producer-0": heartbeat("producer-0")})))
     (row,) = [text.split() for text in gone.splitlines() if text.startswith("producer-1")]
