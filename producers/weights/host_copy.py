@@ -349,8 +349,8 @@ class HostCopy:
             return create(self.path, layout)
         except OSError as error:
             raise WeightLoadError(
-                f"no room for the policy in weights.host_folder = {str(self._host_folder)!r}: {layout.num_bytes:,} "
-                f"bytes needed, {shutil.disk_usage(self._host_folder).free:,} free ({error.strerror})"
+                f"no room for the policy in weights.host_folder = {str(self._host_folder)!r}: {error.strerror}, "
+                f"{shutil.disk_usage(self._host_folder).free:,} are free"
             ) from error
 
     def _take_back(self, held: WeightManifest, wanted: WeightManifest) -> bool:

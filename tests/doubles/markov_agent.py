@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from chat_templates import tokenizer_of
-from penstock.schemas.policy import TensorSpec
 
 HIDDEN = 640
 LETTERS = ("sevn", "tugo")
@@ -62,12 +60,6 @@ class MarkovAgent:
         head[:, : self._size] = (self.logprobs(version).T / math.sqrt(HIDDEN)).float()
         named = {name: parameter.detach().contiguous() for name, parameter in self._model.named_parameters()}
         return named | {"lm_head.weight": head.contiguous()}
-
-    def policy(self, version: int) -> tuple[bytes, tuple[TensorSpec, ...]]:
-        """A safetensors file and what a manifest says of it."""
-        weights = self.weights(version)
-        specs = tuple(TensorSpec(name=n, dtype="float32", shape=tuple(tensor.shape)) for n, tensor in weights.items())
-        return save(weights), specs
 
     def _rows(self, version: int) -> dict[int, dict[int, float]]:
         first, second, third, last = self.letters(version)

@@ -1,20 +1,27 @@
 """Tiny Qwen3 models, policies published as a trainer would, and running engines that tests share."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import fakeredis
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.producers.interfaces import Completion
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.weights.follower import WeightFollower
+from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.keys import Keys
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.rollout import SamplingSettings
+from penstock.schemas.weights.reading import WeightReader
+from weight_writer import WeightWriter
 
 VOCABULARY = 64
 CONTEXT = 512
@@ -106,6 +113,38 @@ class SharedEngine:
         manifest, path = self.publish(weights, next(self.versions))
         await self.engine.load_weights(manifest, path)
         return manifest.version
+
+
+class EngineHost:
+    """A weight log, and the producers of one host that have engines load from its copy of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._client = fakeredis.FakeRedis(protocol=2)
+        self._folder = folder
+        self._log = WeightWriter(self._client, "engines", piece=4096)
+        self._versions = itertools.count(1)
+        self.followers: list[WeightFollower] = []
+
+    def follower(self, engine: Any) -> WeightFollower:
+        keys, metrics, connection = Keys("engines"), ProducerMetrics(), cast(Any, None)
+        reader = WeightReader(lambda command: command(self._client), keys)
+        copy = HostCopy(str(self._folder), "engines", "redis", reader, metrics)
+        copy.open()
+        self.followers.append(WeightFollower(connection, keys, engine, copy, metrics))
+        return self.followers[-1]
+
+    def announce(self, make: Callable[[int], StateDict]) -> WeightManifest:
+        """The next version: a delta where the tensors are those of the one before."""
+        version = next(self._versions)
+        bits = {name: tensor.numpy().view(np.uint32) for name, tensor in make(version).items()}
+        before = self._log.policies.get(version - 1, {})
+        if {name: array.shape for name, array in bits.items()} != {name: a.shape for name, a in before.items()}:
+            return self._log.whole(version, bits)
+        return self._log.delta(version, bits, of=version - 1)
+
+    def close(self) -> None:
+        for follower in self.followers:
+            follower._copy.close()
 
 
 async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool) -> SharedEngine:

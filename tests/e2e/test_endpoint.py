@@ -2,13 +2,11 @@
 arrives on the stream is what the engine saw and sampled, token by token."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
@@ -20,10 +18,10 @@ from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
 from penstock.schemas.keys import Field, Keys, Kind
-from penstock.schemas.policy import WeightManifest
 from penstock.schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
 from producer_run import Numbers
 from waiting import until
+from weight_writer import WeightWriter
 
 pytestmark = [
     pytest.mark.vllm,
@@ -69,22 +67,11 @@ class Run(NamedTuple):
     client: Any
     keys: Keys
     metrics: ProducerMetrics
-    weights: Path
-
-    def write(self, version: int) -> WeightManifest:
-        data, tensors = self.agent.policy(version)
-        (self.weights / f"v{version}.safetensors").write_bytes(data)
-        return WeightManifest(
-            version=version,
-            parent_version=version - 1,
-            file=f"v{version}.safetensors",
-            total_bytes=len(data),
-            checksum=hashlib.blake2b(data, digest_size=16).hexdigest(),
-            tensors=tensors,
-        )
+    log: WeightWriter
 
     def announce(self, version: int) -> None:
-        self.client.xadd(self.keys.policy, {Field.MANIFEST: msgspec.json.encode(self.write(version))})
+        weights = self.agent.weights(version)
+        self.log.whole(version, {name: tensor.numpy().view(np.uint32) for name, tensor in weights.items()})
 
     def groups(self) -> list[RolloutGroup]:
         entries = self.client.xrange(self.keys.rollouts)
@@ -131,12 +118,9 @@ async def run(agent: MarkovAgent, config: RunConfig, engine, redis_client, redis
     context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
     parser = VllmAnswerParser(agent.tokenizer, config.endpoint)
     producer = Producer(context, engine, environment, agent.tokenizer, answer_parser=parser)
-    weights = config.weights_folder(tmp_path)
-    weights.mkdir(parents=True)
     await producer.open()
-    one = Run(producer, engine, agent, redis_client, Keys("agents"), metrics, weights)
-    # The engine holds what the test before announced.
-    await engine.load_weights(one.write(0), str(weights / "v0.safetensors"))
+    log = WeightWriter(redis_client, "agents")
+    one = Run(producer, engine, agent, redis_client, Keys("agents"), metrics, log)
     task = asyncio.create_task(producer.serve())
     one.announce(0)
     await until(lambda: task.done() or producer.weights.loaded, 60)

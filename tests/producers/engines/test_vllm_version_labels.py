@@ -1,4 +1,5 @@
-"""Version labels are exact: models whose greedy token says which weights they are, updated while they sample."""
+"""Version labels are exact: models whose greedy token says which weights they are, updated while they sample from one
+copy that is patched while they load."""
 
 import asyncio
 import itertools
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from penstock.schemas.rollout import SamplingSettings, unpack_ids
+from shared_engine import EngineHost
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -16,7 +18,8 @@ FIRST_TOKEN = 8
 
 
 def telling(base, token: int):
-    """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins."""
+    """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins, tied to
+    the embedding or not."""
     weights = {name: tensor.clone() for name, tensor in base.items()}
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -25,7 +28,8 @@ def telling(base, token: int):
             tensor.fill_(0.1)
         elif name == "model.norm.weight":
             tensor.fill_(1.0)
-    weights.get("lm_head.weight", weights["model.embed_tokens.weight"])[token] = 1.0
+    for name in {"lm_head.weight", "model.embed_tokens.weight"} & weights.keys():
+        weights[name][token] = 1.0
     return weights
 
 
@@ -53,35 +57,37 @@ async def sample_throughout(shared, stop: asyncio.Event, seed: int):
     return done
 
 
-async def update_all_along(shared, parameters, stop: asyncio.Event):
-    base = parameters(shared.base)
+async def update_all_along(host, follower, base, stop: asyncio.Event):
     for _ in range(NUM_UPDATES):
         await asyncio.sleep(0.05)
-        version = await load_telling(shared, base)
-        assert shared.engine.policy_version == version
+        version = await load_telling(host, follower, base)
+        assert follower._engine.policy_version >= version
     await asyncio.sleep(0.05)
     stop.set()
 
 
-async def load_telling(shared, base) -> int:
-    """Has the next version loaded; its greedy token names its number."""
-    version = next(shared.versions)
-    manifest, path = shared.publish(telling(base, label_of(version)), version)
-    await shared.engine.load_weights(manifest, path)
-    return version
+async def load_telling(host, follower, base) -> int:
+    """Announces the next version, whose greedy token names its number, and has it or a newer one loaded."""
+    manifest = host.announce(lambda version: telling(base, label_of(version)))
+    await follower._load(manifest)
+    return manifest.version
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_no_token_is_mislabelled_on_two_engines_updated_while_they_sample(tied_engine, untied_engine, parameters):
-    engines = (tied_engine, untied_engine)
-    for shared in engines:
-        await load_telling(shared, parameters(shared.base))
+async def test_no_token_is_mislabelled_on_two_engines_of_one_host_updated_while_they_sample(
+    tied_engine, untied_engine, parameters, tmp_path
+):
+    engines, host, base = (tied_engine, untied_engine), EngineHost(tmp_path), parameters(untied_engine.base)
+    followers = [host.follower(shared.engine) for shared in engines]
+    for follower in followers:
+        await load_telling(host, follower, base)
     stops = [asyncio.Event() for _ in engines]
     sampling = [
         sample_throughout(shared, stop, seed) for seed, (shared, stop) in enumerate(zip(engines, stops, strict=True))
     ]
-    updating = [update_all_along(shared, parameters, stop) for shared, stop in zip(engines, stops, strict=True)]
+    updating = [update_all_along(host, each, base, stop) for each, stop in zip(followers, stops, strict=True)]
     *sampled, _, _ = await asyncio.gather(*sampling, *updating)
+    host.close()
     for completions in sampled:
         assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
         assert len({span.version for c in completions for span in c.version_spans}) > NUM_UPDATES

@@ -9,8 +9,10 @@ import psutil
 import pytest
 import torch
 
-from penstock.producers.interfaces import WeightLoadError
+from penstock.producers.interfaces import EngineError, WeightLoadError
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from scripted_engine import ScriptedEngine
+from shared_engine import EngineHost
 
 pytestmark = [
     pytest.mark.vllm,
@@ -83,23 +85,50 @@ async def test_a_broken_file_is_refused_before_the_pause(tied_engine, make_qwen3
 
 
 async def test_a_load_that_fails_half_way_brings_the_old_version_back(
-    shared_engine, make_qwen3, parameters, reference, monkeypatch
+    shared_engine, make_qwen3, parameters, reference, monkeypatch, tmp_path
 ):
     tied = shared_engine.base.config.tie_word_embeddings
     old, new = make_qwen3(tied=tied, seed=14), make_qwen3(tied=tied, seed=15)
-    serving = await shared_engine.load(parameters(old))
-    # The trainer may have deleted the file meanwhile.
-    os.unlink(shared_engine.folder / f"v{serving}.safetensors")
+    host = EngineHost(tmp_path)
+    follower, beside = host.follower(shared_engine.engine), host.follower(ScriptedEngine())
+    serving = host.announce(lambda _: parameters(old))
+    await follower._load(serving)
     running = asyncio.create_task(shared_engine.engine.generate(PROMPT, SamplingSettings(max_tokens=300), 8, "running"))
-    monkeypatch.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
-    for _ in range(2):
-        with pytest.raises(WeightLoadError, match=r"policy \d+"):
-            await shared_engine.load(damage(parameters(new), "wrong shape"))
-    assert {span.version for c in await running for span in c.version_spans} == {serving}
-    await assert_serves(shared_engine, old, serving, reference)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
+        for _ in range(2):
+            wrong = host.announce(lambda _: damage(parameters(new), "wrong shape"))
+            with pytest.raises(WeightLoadError, match=rf"policy {wrong.version}"):
+                await follower._load(wrong)
+            # Another producer has moved the copy on meanwhile.
+            await beside._load(wrong)
+    assert {span.version for c in await running for span in c.version_spans} == {serving.version}
+    await assert_serves(shared_engine, old, serving.version, reference)
 
-    newer = await shared_engine.load(parameters(new))
-    await assert_serves(shared_engine, new, newer, reference)
+    newer = host.announce(lambda _: parameters(new))
+    await follower._load(newer)
+    await assert_serves(shared_engine, new, newer.version, reference)
+    host.close()
+
+
+async def test_an_engine_whose_old_weights_cannot_be_had_again_serves_no_longer(
+    tied_engine, make_qwen3, parameters, reference, monkeypatch, tmp_path
+):
+    old = make_qwen3(tied=True, seed=21)
+    host = EngineHost(tmp_path)
+    follower = host.follower(tied_engine.engine)
+    serving = host.announce(lambda _: parameters(old))
+    await follower._load(serving)
+    wrong = host.announce(lambda _: damage(parameters(old), "wrong shape"))
+    host._log.trim(wrong.version)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("penstock.producers.engines.vllm.check", lambda *_: None)
+        with pytest.raises(EngineError, match=r"could not be loaded .*, nor policy 1 again .*kept no longer"):
+            await follower._load(wrong)
+    # Sampling stays paused until a load succeeds.
+    await follower._load(host.announce(lambda _: parameters(old)))
+    await assert_serves(tied_engine, old, wrong.version + 1, reference)
+    host.close()
 
 
 async def test_a_cancelled_load_still_ends_with_weights_and_label_in_step(

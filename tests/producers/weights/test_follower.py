@@ -3,15 +3,18 @@
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from safetensors.numpy import load_file
 
+from penstock.producers.interfaces import Restore, WeightLoadError
 from penstock.producers.weights import follower as module
 from penstock.producers.weights.follower import LoadReport, WeightFollower, steps_between
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.keys import Keys
-from penstock.schemas.policy import make_version
+from penstock.schemas.policy import WeightManifest, make_version
 from penstock.schemas.weights.reading import WeightReader
 from scripted_engine import ScriptedEngine
 from waiting import until
@@ -60,8 +63,8 @@ async def pickup(
     monkeypatch.setattr(module, "LONGEST_RETRY_S", 0.1)
     server, config, built = redis_server(), make_config(), []
 
-    def build(**engine_settings) -> Pickup:
-        engine, reports = ScriptedEngine(**engine_settings), []
+    def build(engine_type: type[ScriptedEngine] = ScriptedEngine, **engine_settings) -> Pickup:
+        engine, reports = engine_type(**engine_settings), []
         trainer = hand_trainer(server.client, config, tmp_path)
         connection = connect(server)
         copy = HostCopy(str(tmp_path), "test", connection.place, WeightReader(connection.call, KEYS), metrics)
@@ -153,6 +156,80 @@ async def test_a_load_the_engine_refuses_is_tried_again_until_it_is_overtaken(pi
     made.trainer.announce(2)
     await made.holds(2)
     assert made.engine.loaded_versions == [0, 2]
+
+
+class ReadingEngine(ScriptedEngine):
+    """Reads the file that it is given; each policy's tensor holds the number of its version.
+
+    half_way: a load of these fails after the pause began, and the old weights are asked for.
+    read: (label, number in the file) of every load, those of old weights too.
+    """
+
+    def __init__(self, *, half_way: tuple[int, ...] = (), **settings) -> None:
+        super().__init__(**settings)
+        self.half_way = half_way
+        self.read: list[tuple[int, float]] = []
+
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
+        self._note(manifest.version, path)
+        if manifest.version in self.half_way:
+            assert restore is not None
+            self._note(self.policy_version, await restore())
+            raise WeightLoadError(f"version {manifest.version}: failed half way")
+        return await super().load_weights(manifest, path, restore)
+
+    def _note(self, version: int, path: str) -> None:
+        (number,) = load_file(path)["weight"]
+        self.read.append((version, float(number)))
+
+
+async def test_after_a_load_that_failed_half_way_the_engine_gets_its_old_weights_back(pickup) -> None:
+    made = pickup(ReadingEngine, half_way=(2,))
+    made.trainer.announce(1)
+    made.start()
+    await made.holds(1)
+    made.trainer.announce(2)
+    await until(lambda: made.weights.num_failed >= 2)
+    assert made.engine.read[:5] == [(1, 1), (2, 2), (1, 1), (2, 2), (1, 1)]
+    made.trainer.announce(3)
+    await made.holds(3)
+    assert made.engine.read[-1] == (3, 3)
+
+
+async def test_producers_of_one_host_fetch_once_and_load_the_same_bits(pickup) -> None:
+    pair = [pickup(ReadingEngine), pickup(ReadingEngine, pause_s=0.01)]
+    for made in pair:
+        made.start()
+    num_bytes = 0
+    for version in range(20):
+        num_bytes += pair[0].trainer.announce(version).chunk_bytes
+        await asyncio.sleep(0.002)
+    for made in pair:
+        await made.holds(19)
+        assert all(label == number for label, number in made.engine.read)
+    assert sum(report.num_bytes for made in pair for report in made.reports) <= num_bytes
+
+
+async def test_a_producer_tells_the_age_of_the_policy_it_holds(pickup, metrics) -> None:
+    made = pickup()
+    made.trainer.announce(0, created_s=time.time() - 100)
+    made.start()
+    await made.holds(0)
+    await until(lambda: made.reports)
+    age_s = metrics.registry.get_sample_value("penstock_producer_policy_age_seconds")
+    assert age_s is not None and 100 <= age_s < 160
+
+
+async def test_a_producer_that_stops_leaves_the_copy(pickup, tmp_path) -> None:
+    made = pickup()
+    made.trainer.announce(0)
+    made.start()
+    await made.holds(0)
+    assert len(list(tmp_path.glob("penstock-*"))) == 1
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.wait(made.tasks)
+    assert not list(tmp_path.glob("penstock-*"))
 
 
 async def test_an_entry_that_is_no_manifest_is_told_and_passed_over(pickup, caplog) -> None:

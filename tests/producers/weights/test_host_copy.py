@@ -1,10 +1,11 @@
 """The host's copy of the policy: always bit for bit what was announced, or refused."""
 
-import errno
 import fcntl
 import multiprocessing
 import os
 import random
+import re
+import resource
 import signal
 import threading
 import time
@@ -366,6 +367,14 @@ def test_a_torn_copy_is_built_anew(host: Host, torn: str) -> None:
     assert host.holds(copy, newest) == newest.version
 
 
+def in_a_process(work: Callable[[], None]) -> int | None:
+    """Runs `work` in a process of its own; returns its exit status."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 class Kill:
     """A process that moves a copy, and dies by SIGKILL at the n-th time it gets to a place."""
 
@@ -414,10 +423,7 @@ def test_a_kill_in_the_middle_of_a_patch_never_leaves_wrong_bits(
         copy.lock_at(newest)
         os._exit(0)
 
-    process = multiprocessing.get_context("fork").Process(target=die)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert in_a_process(die) == -signal.SIGKILL
     assert host.holds(survivor, newest) == newest.version
     assert rebuilt(survivor, "dirty") == (place not in ("fetch", "lock") or (place == "fetch" and share == 0.5))
     survivor.close()
@@ -488,9 +494,7 @@ def test_the_last_one_out_removes_the_folder_and_any_producer_sweeps_what_was_le
         HostCopy(str(tmp_path), "other", "redis", reader, ProducerMetrics()).open()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    process = multiprocessing.get_context("fork").Process(target=leave)
-    process.start()
-    process.join()
+    assert in_a_process(leave) == -signal.SIGKILL
     assert len(list(tmp_path.glob("penstock-*-other-*"))) == 1
     third = host.producer()
     assert list(tmp_path.glob("penstock-*")) == [third.folder]
@@ -535,18 +539,22 @@ def test_a_host_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert folder_of_copies(None) == default_folder()
 
 
-def test_without_room_the_folder_the_bytes_and_the_setting_are_named(host: Host, monkeypatch) -> None:
-    copy = host.producer()
+def test_without_room_the_folder_the_bytes_and_the_setting_are_named(host: Host, tmp_path: Path) -> None:
     manifest = host.log.whole(0, first_policy())
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        with pytest.raises(WeightLoadError, match=r"weights\.host_folder = '.*': 64,\d+ bytes needed, [\d,]+ free"):
+    def load_without_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        copy = host.producer()
+        try:
             copy.lock_at(manifest)
-    assert host.holds(copy, manifest) == 0
+        except WeightLoadError as error:
+            (tmp_path / "error").write_text(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        os._exit(host.holds(copy, manifest))
+
+    assert in_a_process(load_without_room) == 0
+    message = rf"weights\.host_folder = '{tmp_path}': File too large: 64,\d+ bytes are needed, [\d,]+ are free"
+    assert re.search(message, (tmp_path / "error").read_text())
 
 
 def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
