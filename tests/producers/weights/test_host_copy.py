@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -68,11 +69,13 @@ class Host:
     def __init__(self, folder: Path, client: fakeredis.FakeRedis) -> None:
         self.folder, self.client = folder, client
         self.log = WeightWriter(client, piece=5000)
+        self.waiting: list[HostCopy] = []
         self.copies: list[HostCopy] = []
 
     def producer(self) -> HostCopy:
         reader = WeightReader(lambda command: command(self.client), KEYS)
         copy = HostCopy(str(self.folder), "test", "redis", reader, ProducerMetrics())
+        self.waiting.append(copy)
         copy.open()
         self.copies.append(copy)
         return copy
@@ -498,6 +501,41 @@ def test_the_last_one_out_removes_the_folder_and_any_producer_sweeps_what_was_le
     assert len(list(tmp_path.glob("penstock-*-other-*"))) == 1
     third = host.producer()
     assert list(tmp_path.glob("penstock-*")) == [third.folder]
+
+
+def test_who_joins_while_the_folder_is_removed_makes_a_new_one(host: Host) -> None:
+    leaving = host.producer()
+    removed = leaving.folder.with_name("removed")
+    fcntl.flock(leaving._locks["users"], fcntl.LOCK_EX)
+    joining = threading.Thread(target=host.producer)
+    joining.start()
+    while not any(copy is not leaving and copy._locks == {} for copy in host.waiting):
+        time.sleep(0.001)
+    time.sleep(0.02)  # it waits for the lock in the old folder
+    leaving.folder.rename(removed)
+    host.producer()  # makes a new one
+    fcntl.flock(leaving._locks["users"], fcntl.LOCK_UN)
+    joining.join()
+    for copy in host.copies[1:]:
+        assert os.path.samestat(os.fstat(copy._locks["users"]), (copy.folder / "users").stat())
+
+
+def test_who_joins_while_the_last_one_removes_the_folder_loses_nothing(host: Host, monkeypatch) -> None:
+    manifest = host.log.whole(0, first_policy())
+    leaving = host.producer()
+    remove, joined = shutil.rmtree, []
+
+    def join_first(folder: Path, **named: object) -> None:
+        joined.append(host.producer())
+        host.holds(joined[0], manifest)
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        remove(folder, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", join_first)
+    leaving.close()
+    fetched = joined[0].num_bytes
+    assert host.holds(joined[0], manifest) == 0
+    assert joined[0].num_bytes == fetched
 
 
 def test_producers_that_come_and_go_always_share_one_folder(host: Host, tmp_path: Path) -> None:
