@@ -1,0 +1,74 @@
+"""A real engine on a host that sees no file of a live run joins it, by Redis alone."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from lone_host import LoneHost, has_namespaces
+from penstock.schemas.heartbeat import Heartbeat, decode_heartbeat
+from penstock.schemas.keys import Keys
+from penstock.schemas.process.redis_url import connection_file
+from penstock.schemas.record_reader import Record
+from penstock.schemas.rollout import unpack_floats
+from waiting import wait_for
+from watched_run import WatchedRun
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.redis,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not has_namespaces(), reason="no mount namespaces for this user"),
+]
+
+
+def test_an_engine_without_a_base_model_samples_what_the_trainer_expects(
+    live_run: WatchedRun, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    url = json.loads(connection_file(live_run.folder).read_text())["url"]
+    hidden = [tmp_path_factory.getbasetemp(), demo_model]
+    assert live_run.folder.is_relative_to(hidden[0])
+    host = LoneHost(url, hidden[: 1 if demo_model.is_relative_to(hidden[0]) else 2])
+    beat: list[Heartbeat] = []
+
+    def has_appended(num_groups: int) -> bool:
+        if data := client.get(Keys(live_run.name).producer("far")):
+            beat[:] = [decode_heartbeat(data)]
+        return bool(beat) and beat[0].num_groups_appended >= num_groups
+
+    with redis.Redis.from_url(url, protocol=2) as client:
+        try:
+            join = ["producer", "--join", host.url, "--run", live_run.name, "--id", "far"]
+            host.start("-m", "penstock.deploy.cli", *join)
+            wait_for(lambda: has_appended(64), timeout_s=300, process=host.process, log=host.log.read_text)
+            first = beat[0].policy_version
+            wait_for(lambda: has_appended(128) and beat[0].policy_version > first, process=host.process, timeout_s=120)
+            host.process.send_signal(signal.SIGTERM)
+            assert host.process.wait(60) == 0, host.log.read_text()
+            assert beat[0].num_weight_loads_failed == 0
+            (model,) = host.folder.glob(f"penstock-{os.getuid()}/{live_run.name}/model-*")
+            assert not list(model.glob("*.safetensors"))
+        finally:
+            host.close()
+    gaps = _gaps_at_lag_0(live_run, "far")
+    assert len(gaps) > 100 and np.abs(gaps).mean() < 1e-4, np.abs(gaps).mean()
+
+
+def _gaps_at_lag_0(run: WatchedRun, producer_id: str) -> np.ndarray:
+    """Proximal minus behavior logprobs of what this producer sampled with the policy that it was trained from."""
+    record, gaps = Record(run.folder), []
+    for at in record.groups():
+        if at.entry.producer_id != producer_id:
+            continue
+        recorded = record.group(at)
+        for rollout, found in zip(recorded.decode().rollouts, recorded.findings, strict=False):
+            for segment, of_segment in zip(rollout.segments, found, strict=True):
+                if set(of_segment.lags) == {0} and of_segment.proximal_logprobs:
+                    proximal = np.frombuffer(of_segment.proximal_logprobs, np.float32)
+                    gaps.append(proximal - np.asarray(unpack_floats(segment.behavior_logprobs)))
+    return np.concatenate(gaps)
