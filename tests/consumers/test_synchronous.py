@@ -1,15 +1,16 @@
 """A synchronous run gives the same bits again, however many producers it has and whichever answers first."""
 
 import asyncio
-import hashlib
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.rollout import SamplingSettings
+from penstock.schemas.weights.log import read_log
 from producer_thread import Characters, ProducerThread
 from scripted_engine import ScriptedEngine
 from trainer_bench import TrainerBench
@@ -91,8 +92,10 @@ async def train_on(engine: Any, url: str, folder: Path, model: Path, *, beside: 
         bench.close()
     updates = [[line[name] for name in FIGURES] for line in bench.lines("updates.jsonl")]
     evaluations = [line["reward"] for line in bench.lines("evaluations.jsonl")]
-    policies = sorted((bench.folder / "weights").glob("v*.safetensors"))
-    return [updates, evaluations, {file.name: hashlib.blake2b(file.read_bytes()).hexdigest() for file in policies}]
+    with redis.Redis.from_url(url, protocol=2) as client:
+        announced = read_log(client, bench.keys).announced
+    pieces = {version: str([chunk.pieces for chunk in each.chunks]) for version, each in announced.items()}
+    return [updates, evaluations, pieces]
 
 
 @pytest.mark.vllm

@@ -159,8 +159,8 @@ sys.exit(status)
 def test_a_run_whose_folder_is_full_for_a_while_trains_on_and_has_every_line(
     bench, redis_client, processes: TrainerProcesses, tmp_path, monkeypatch
 ):
-    weights, copy = tmp_path / "weights", tmp_path / "copy" / "test"
-    bench.overrides = ["num_updates=40", "evaluation.every=10", f"weights.folder={weights}"]
+    copy = tmp_path / "copy" / "test"
+    bench.overrides = ["num_updates=40", "evaluation.every=10"]
     monkeypatch.setenv("RUN_FOLDER", str(bench.folder))
     monkeypatch.setenv("COPY", str(copy))
     bench.hardy_producer()

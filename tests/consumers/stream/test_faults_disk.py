@@ -51,8 +51,15 @@ def with_large_state(trainer):
 
 
 def with_large_policy(trainer):
-    weights = trainer.learner.published_weights
-    trainer.learner.published_weights = lambda: {**weights(), "large": torch.zeros(250_000)}
+    """A policy of 1 MB, all of it new with each update."""
+    trainer.learner.more_weights = {"large": torch.zeros(250_000)}
+    train = trainer.learner.step
+
+    def move_and_train(batch):
+        trainer.learner.more_weights["large"].normal_()
+        return train(batch)
+
+    trainer.learner.step = move_and_train
     return trainer
 
 
@@ -121,6 +128,7 @@ def test_a_run_that_cannot_write_its_last_checkpoint_stops_and_is_continued_from
 
 def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, redis_client, monkeypatch, caplog):
     monkeypatch.setattr("penstock.consumers.weights.publisher.RETRY_S", 0.05)
+    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
     bench.hardy_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
@@ -131,17 +139,20 @@ def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, 
         timer.join()
     assert_settled_once(bench, redis_client)
     (line,) = errors(caplog)
-    assert re.search(r"v[56].safetensors cannot be written", line) and "the next update waits until they can" in line
-    assert not list((bench.folder / "weights").glob("*.partial*"))
+    where = "folder .*/chunks/test does not take [56]-whole-0-0"
+    assert re.search(rf"policy [56] cannot be written: {where} \(1,.* bytes\)", line)
+    assert "training waits until it can" in line
+    assert not list((bench.runs / "chunks").rglob("*.partial*"))
 
 
 def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, redis_client):
+    bench.overrides = [f"weights.{place}={bench.runs / 'chunks'}" for place in ("deltas", "anchors")]
     bench.hardy_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
         fill_from(trainer, 5, 99, stack)
         threading.Timer(1.5, trainer.stop).start()
-        with pytest.raises(OSError, match=r"v[56].safetensors cannot be written: .*File too large"):
+        with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
             trainer.run()
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == 4

@@ -1,8 +1,6 @@
 """The trainer killed around a checkpoint, and checkpoints spoiled behind its back."""
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from penstock.consumers.stream.checkpoints import Checkpoints
 from scripted_learner import KilledError
@@ -98,13 +96,3 @@ def test_everything_a_trainer_counts_survives_in_its_checkpoint(bench, redis_cli
     assert totals["num_steps_skipped"] == 1
     assert second.intake.lag_of.forks == {1: 7}
     assert second.intake.lag_of.announced[0] == 7
-
-
-def test_weights_of_a_killed_trainer_are_tidied_up(bench, tmp_path):
-    bench.hardy_producer()
-    folder = bench.folder / "weights"
-    folder.mkdir(parents=True)
-    save_file({"a": torch.zeros(3)}, folder / "v3.partial-12345")
-    trainer = bench.trainer()
-    assert trainer.run()
-    assert not list(folder.glob("*partial*"))

@@ -1,12 +1,7 @@
 """Scripts, reader, releaser, publisher and evaluator, each alone on a real server."""
 
-import hashlib
-import threading
-
 import msgspec
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.lag import LagTable, is_stale
@@ -16,10 +11,9 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
-from penstock.consumers.weights.publisher import Publisher
 from penstock.schemas.config import ModelConfig, Plug, RunConfig
 from penstock.schemas.keys import Field, Keys, Kind
-from penstock.schemas.policy import WeightManifest, make_version
+from penstock.schemas.policy import make_version
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import encode_group
@@ -212,137 +206,27 @@ def test_a_group_is_stale_only_when_no_token_lies_within_the_bound():
     assert not is_stale(make_group(1, -1), lag_table(6), 2), "an unknown version is masked by the batch, not dropped"
 
 
-def test_a_published_policy_can_be_verified_from_its_manifest(connection, scripts, redis_client, tmp_path):
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
-    for version in range(4):
-        publisher.publish(weights, version, version - 1)
-    publisher.wait()
-    newest = redis_client.xrevrange(KEYS.policy, count=1)[0][1][Field.MANIFEST]
-    manifest = msgspec.json.decode(newest, type=WeightManifest)
-    file = tmp_path / manifest.file
-    assert (manifest.version, manifest.parent_version) == (3, 2)
-    assert hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() == manifest.checksum
-    assert file.stat().st_size == manifest.total_bytes
-    assert {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors} == {
-        "a": ("float32", (2, 3)),
-        "b": ("bfloat16", (4,)),
-    }
-    assert torch.equal(load_file(file)["a"], weights["a"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2.safetensors", "v3.safetensors"]
-    assert redis_client.xlen(KEYS.policy) == 2
-
-
-def test_a_policy_is_announced_beside_what_follows_and_the_next_one_waits_for_it(
-    connection, scripts, redis_client, tmp_path, monkeypatch
-):
-    room, writing = threading.Semaphore(0), threading.Event()
-
-    def save_slowly(weights, file):
-        writing.set()
-        assert room.acquire(timeout=60)
-        save_file(weights, file)
-
-    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save_slowly)
-    sizes = []
-    publisher = Publisher(connection, scripts, tmp_path, keep=8, epoch=0, on_published=sizes.append)
-    publisher.announce_again()  # nothing yet
-    publisher.publish({"a": torch.zeros(1)}, 0, -1)
-    assert writing.wait(60)
-    publisher.check()
-    assert redis_client.xlen(KEYS.policy) == 0 and sizes == []
-    next_one = threading.Thread(target=publisher.publish, args=({"a": torch.ones(1)}, 1, 0))
-    next_one.start()
-    next_one.join(0.1)
-    assert next_one.is_alive()
-    room.release()
-    next_one.join(60)
-    assert redis_client.xlen(KEYS.policy) == 1 and len(sizes) == 1
-    room.release()
-    publisher.wait()
-    versions = [
-        msgspec.json.decode(fields[Field.MANIFEST])["version"] for _, fields in redis_client.xrange(KEYS.policy)
-    ]
-    assert versions == [0, 1] and sizes == [(tmp_path / "v0.safetensors").stat().st_size] * 2
-
-
-def test_what_ends_a_publication_is_raised_by_whatever_comes_next(connection, scripts, redis_client, tmp_path):
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    scripts.open_epoch(1, "next")
-    publisher.publish({"a": torch.zeros(1)}, 0, -1)
-    with pytest.raises(FencedError):
-        publisher.wait()
-    with pytest.raises(FencedError):
-        publisher.check()
-    with pytest.raises(FencedError):
-        publisher.publish({"a": torch.zeros(1)}, 1, 0)
-    assert list(tmp_path.iterdir()) == [] and redis_client.xlen(KEYS.policy) == 0
-
-
-def test_a_publication_that_finds_an_emptied_redis_restores_what_belongs_to_it(connection, redis_client, tmp_path):
-    scripts = Scripts(connection.client, KEYS, lambda: scripts.restore(0, "me", 0, {}))
-    scripts.open_epoch(0, "me")
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    redis_client.flushdb()
-    publisher.publish({"a": torch.zeros(1)}, 0, -1)
-    publisher.wait()
-    assert redis_client.xlen(KEYS.policy) == 1
-
-
-def test_a_trainer_that_ends_tries_no_more_to_write_its_weights(connection, scripts, tmp_path, monkeypatch):
-    full = threading.Event()
-
-    def save(weights, file):
-        full.set()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save)
-    monkeypatch.setattr("penstock.consumers.weights.publisher.RETRY_S", 0.01)
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    publisher.publish({"a": torch.zeros(1)}, 0, -1)
-    assert full.wait(60)
-    publisher.end()
-    publisher.end()  # twice is nothing new
-    with pytest.raises(OSError, match=r"v0.safetensors cannot be written: .*No space left"):
-        publisher.wait()
-
-
-def test_a_fenced_trainer_ends_once_its_last_publication_has_taken_its_file_away(
-    connection, scripts, tmp_path, monkeypatch
-):
-    room, tried = threading.Event(), []
-
-    def save_slowly(weights, file):
-        assert room.wait(60)
-        save_file(weights, file)
-
-    def announce(*arguments):
-        tried.append(arguments[1])
-        raise FencedError("FENCED")
-
-    monkeypatch.setattr("penstock.consumers.weights.publisher.save_file", save_slowly)
-    monkeypatch.setattr(scripts, "announce", announce)
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    publisher.publish({"a": torch.zeros(1)}, 7, 6)
-    threading.Timer(0.1, room.set).start()
-    publisher.end()
-    assert tried == [7] and list(tmp_path.iterdir()) == []
-
-
-def test_the_commit_hash_tells_forks_and_last_announced_versions(connection, scripts, redis_client, tmp_path):
-    publisher = Publisher(connection, scripts, tmp_path, keep=2, epoch=0)
-    publisher.publish({"a": torch.zeros(1)}, 0, -1)
-    publisher.publish({"a": torch.zeros(1)}, 1, 0)
-    publisher.wait()
+def test_the_commit_hash_tells_forks_and_last_announced_versions(scripts, redis_client):
+    scripts.announce(0, 0, b"{}", b"{}", 0, None)
+    scripts.announce(0, 1, b"{}", b"", 0, None)
     commit = scripts.open_epoch(1, "next")
-    second = Publisher(connection, scripts, tmp_path, keep=2, epoch=1)
-    second.publish({"a": torch.zeros(1)}, make_version(1, 0), 1, fork=True)
-    second.wait()
+    first = make_version(1, 0)
+    scripts.announce(1, first, b"{}", b"{}", 0, 1)
     assert forks_of(commit) == {}
     assert announced_of(commit) == {0: 1}
     commit = redis_client.hgetall(KEYS.commit)
     assert forks_of(commit) == {1: 1}
-    assert announced_of(commit) == {0: 1, 1: make_version(1, 0)}
+    assert announced_of(commit) == {0: 1, 1: first}
+
+
+def test_an_anchor_alone_is_no_announcement_and_what_is_older_than_the_floor_goes(scripts, redis_client):
+    for version in range(4):
+        scripts.announce(0, version, b"{}", b"{}" if version in (0, 2) else b"", 0, None)
+    scripts.announce(0, 3, b"", b"{}", 2, None)
+    assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.policy)] == [b"2-1", b"3-1"]
+    assert set(redis_client.hkeys(KEYS.anchors)) == {b"2", b"3"}
+    scripts.announce(0, 2, b"", b"{}", 0, None)
+    assert redis_client.hget(KEYS.commit, "policy_version") == b"3"
 
 
 def result(version: int, n: int, reward: float, **parts: float) -> dict:

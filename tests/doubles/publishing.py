@@ -1,0 +1,139 @@
+"""A publisher of masters that tests move at random, and what readers of its weight log get."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import redis
+import torch
+from safetensors.torch import load_file
+
+from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.scripts import Scripts
+from penstock.consumers.weights.publisher import Publication, Publisher, WeightPlaces
+from penstock.consumers.weights.shard import PolicyShard
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import make_version
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import REDIS
+
+SHAPES = {"embedding": (97, 16), "layer": (64, 33), "norm": (33,), "scale": ()}
+Weights = dict[str, torch.Tensor]
+
+
+class Masters:
+    """Float32 masters of a few tensors, published in bfloat16; `norm` in float32."""
+
+    def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+        self._draw = torch.Generator().manual_seed(seed)
+        self.weights = {name: torch.randn(shape, generator=self._draw) for name, shape in shapes.items()}
+
+    def walk(self, density: float, size: float = 1e-2) -> None:
+        """Moves this share of the elements."""
+        for tensor in self.weights.values():
+            hit = torch.rand(tensor.shape, generator=self._draw) < density
+            tensor += hit * size * torch.randn(tensor.shape, generator=self._draw)
+
+    def parts(self) -> Callable[[], list[PublishedPart]]:
+        return lambda: [
+            PublishedPart(name, _dtype(name), tuple(tensor.shape), 0, tensor.reshape(-1))
+            for name, tensor in self.weights.items()
+        ]
+
+    def published(self) -> Weights:
+        return {name: tensor.to(_dtype(name), copy=True) for name, tensor in self.weights.items()}
+
+
+class Publishing:
+    """One trainer's epoch as the weight log knows it. `expected`: by version the weights that were published."""
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        masters: Masters,
+        epoch: int = 0,
+        *,
+        deltas: str = REDIS,
+        anchors: str | None = None,
+        redis_bytes: int = 1 << 29,
+        keep: int = 8,
+        after: "Publishing | None" = None,
+    ) -> None:
+        self.keys = Keys("test")
+        self.connection = TrainerConnection(url, outage_s=5)
+        self.scripts = Scripts(
+            self.connection.client, self.keys, lambda: self.scripts.restore(epoch, f"trainer {epoch}", 0, {})
+        )
+        self.scripts.open_epoch(epoch, f"trainer {epoch}")
+        self.masters, self.epoch = masters, epoch
+        self.parent = after.version if after is not None else -1
+        self.version = make_version(epoch, 0)
+        self.expected: dict[int, Weights] = {} if after is None else after.expected
+        self.publications: list[Publication] = []
+        self.shard = PolicyShard(Ranks(), self.keys, self.connection.call, masters.parts)
+        self.publisher = Publisher(
+            self.connection,
+            self.scripts,
+            self.keys,
+            self.shard,
+            Ranks(),
+            WeightPlaces(deltas, anchors, str(folder / "own"), redis_bytes),
+            keep,
+            epoch,
+            self.publications.append,
+        )
+        self.reader = WeightReader(self.connection.call, self.keys)
+        self._file = folder / "policy.safetensors"
+        self._is_first = True
+
+    def publish(self, steps: int = 1) -> None:
+        """The masters as they are; the first time as the epoch's first policy."""
+        parent = self.parent if self._is_first else self.version
+        self.version += 0 if self._is_first else steps
+        self.expected[self.version] = self.masters.published()
+        self.publisher.publish(self.version, parent, fork=self._is_first and self.epoch > 0)
+        self._is_first = False
+
+    def settle(self) -> None:
+        """Returns once everything that the last publication led to is over."""
+        self.publisher.wait()
+        thread = self.publisher._thread
+        assert thread is not None
+        thread.join(60)
+        self.publisher.wait()
+
+    def versions(self) -> list[int]:
+        return sorted(self.reader.log().announced)
+
+    def check(self, version: int) -> None:
+        """Raises AssertionError unless a reader gets the bits that were published."""
+        self.reader.write(self.reader.log().way(version), self._file)
+        found = load_file(self._file)
+        expected = self.expected[version]
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+            assert (
+                found[name].view(torch.uint8).equal(tensor.view(torch.uint8))
+                if tensor.ndim
+                else torch.equal(found[name], tensor)
+            ), f"policy {version}: {name}"
+
+    def chunks(self, client: redis.Redis) -> set[str]:
+        """Keys of the chunks in Redis."""
+        return {key.decode() for key in client.hkeys(self.keys.chunks)}
+
+    def named(self) -> set[str]:
+        """Keys of the chunks that the log names."""
+        log = self.reader.log()
+        return {chunk.key for known in (log.announced, log.anchors) for each in known.values() for chunk in each.chunks}
+
+    def close(self) -> None:
+        self.publisher.end()
+        self.connection.close()
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.float32 if name == "norm" else torch.bfloat16
