@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import penstock.consumers.learning.learner_state as learner_state
@@ -23,9 +24,18 @@ from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.record import Taken, records_of
 from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
 from penstock.consumers.parity.report import ParityError
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.scripts import Scripts
+from penstock.consumers.weights.follower import ShardPublisher
+from penstock.consumers.weights.publisher import Publisher, WeightPlaces
+from penstock.consumers.weights.shard import PolicyShard
 from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.policy import WeightManifest
 from penstock.schemas.record import SegmentFindings
 from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import REDIS, ChunkStoreError, RedisChunks
 from recorded_training import RecordedTraining, settings
 from training_groups import lag_from
 
@@ -252,3 +262,43 @@ FATES: dict[str, Callable[[float], None]] = {
     "hung": _fate(lambda: time.sleep(10**6)),
 }
 """What becomes of a rank, by its time-out."""
+
+
+def publish_and_read(
+    ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], url: str, folder: Path
+) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], WeightManifest]] | None:
+    """Of the policy after each batch what readers of the weight log get, what one rank would publish, and its manifest;
+    on the lead. The second rank's store is full at first."""
+    learner = Learner(config, ranks)
+    connection, keys = TrainerConnection(url, 10), Keys(config.name)
+    shard = PolicyShard(ranks, keys, connection.call, learner.published_parts)
+    if ranks.rank == 1:
+        put, failures = RedisChunks.put, [ChunkStoreError("full")]
+
+        def put_after_failures(self: RedisChunks, key: str, data: bytes) -> None:
+            if failures and key.endswith("-1-0"):
+                raise failures.pop()
+            put(self, key, data)
+
+        RedisChunks.put = put_after_failures  # type: ignore[method-assign]
+    if not ranks.is_lead:
+        learner.before_update = shard.snapshots.wait
+        follow_to_the_end(ranks, {**learner.orders, "publish": ShardPublisher(shard, ranks).begin})
+        return None
+    scripts = Scripts(connection.client, keys)
+    scripts.open_epoch(0, "lead")
+    places = WeightPlaces(REDIS, REDIS, "", 1 << 29)
+    publisher = Publisher(connection, scripts, keys, shard, ranks, places, 8, 0)
+    learner.before_update = publisher.wait_for_snapshot
+    reader = WeightReader(connection.call, keys)
+    found = []
+    for version, groups in enumerate([None, *batches]):
+        if groups is not None:
+            learner.step(learner.pack(groups, lag_from(7)))
+        publisher.publish(version, version - 1)
+        publisher.wait()
+        log = reader.log()
+        manifest = reader.write(log.way(version), folder / f"{version}.safetensors")
+        found.append((load_file(folder / f"{version}.safetensors"), learner.published_weights(), manifest))
+    ranks.order("end")
+    return found
