@@ -14,7 +14,7 @@ import penstock.consumers.__main__ as entry
 from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.leadership import CHECK_S, Leadership
 from penstock.consumers.stream.scripts import FencedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
@@ -63,7 +63,8 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
     bench.hardy_producer(answer)
     with bench.proxy() as proxy:
         asleep = proxy.hold(command, nth, when)
-        first = TrainerThread(bench.trainer(url=proxy.url))
+        sleeper = bench.trainer(url=proxy.url)
+        first = TrainerThread(sleeper)
         asleep.wait()
         second = bench.trainer(resume=True)
         second.learner.fail_at[11] = KilledError()  # so that there is something left for the first to spoil
@@ -72,6 +73,7 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
         wait_for(lambda: not redis_client.xlen(bench.keys.prompts) + redis_client.xlen(bench.keys.evaluations))
         second.policy.wait()
         before, streams = files(bench), contents(redis_client)
+        wait_for(lambda: time.monotonic() - sleeper.leadership._checked_at > CHECK_S)  # or it would go on a little
         asleep.release()
         first.join(60)
         assert isinstance(first.outcome, FencedError), first.outcome
@@ -163,7 +165,7 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
     leadership, redis_client, bench
 ):
     holder = leadership()
-    holder.open(0)
+    holder.open(0, {})
     waiting = [StandbyThread(leadership()) for _ in range(3)]
     time.sleep(2.5)  # two leases and a half: only a renewal keeps it
     assert redis_client.exists(bench.keys.lease)
@@ -190,7 +192,7 @@ def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(l
     holder = leadership()
     bench.folder.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
     (bench.folder / "checkpoints" / "epoch-0").touch()
-    holder.open(0)
+    holder.open(0, {})
     waiting = StandbyThread(leadership())
     for _ in range(4):
         redis_client.flushall()
