@@ -106,7 +106,7 @@ class RunLog:
         """Counts published weights. May be called in another thread; the next line has the figures of the last one."""
         self.metrics.weight_bytes.inc(publication.num_bytes)
         self.metrics.weight_anchors.inc(publication.is_whole)
-        figures = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
+        figures: dict[str, float] = {"weight_chain": publication.chain, "weight_redis_bytes": publication.redis_bytes}
         if publication.changed_frac is not None:
             figures |= {"weight_changed_frac": publication.changed_frac, "weight_chunk_bytes": publication.num_bytes}
         self._published = {**self._published, **figures}
