@@ -22,7 +22,7 @@ SHAPES = {"embedding": (97, 16), "layer": (64, 33), "norm": (33,), "scale": ()}
 Weights = dict[str, torch.Tensor]
 
 
-class Masters:
+class WalkingMasters:
     """Float32 masters of a few tensors, published in bfloat16; `norm` in float32."""
 
     def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
@@ -52,7 +52,7 @@ class Publishing:
         self,
         url: str,
         folder: Path,
-        masters: Masters,
+        masters: WalkingMasters,
         epoch: int = 0,
         *,
         deltas: str = REDIS,

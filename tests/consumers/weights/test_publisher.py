@@ -15,7 +15,7 @@ from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.log import decode_manifest
 from penstock.schemas.weights.stores import REDIS, ChunkStoreError, FolderChunks, RedisChunks
-from publishing import Masters, Publishing
+from publishing import Publishing, WalkingMasters
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -28,8 +28,8 @@ def start(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(shard_module, "MAX_CHUNK_BYTES", 2048)
     started: list[Publishing] = []
 
-    def begin(masters: Masters | None = None, epoch: int = 0, **settings: object) -> Publishing:
-        masters = Masters(0) if masters is None else masters
+    def begin(masters: WalkingMasters | None = None, epoch: int = 0, **settings: object) -> Publishing:
+        masters = WalkingMasters(0) if masters is None else masters
         started.append(Publishing(redis_url, tmp_path, masters, epoch, **settings))
         return started[-1]
 
