@@ -249,8 +249,8 @@ def print_weights(content: LogContent, console: Console | None = None) -> None:
     kept = len({policy.version for policy in content.policies})
     _say(console, f"Run {content.run}{state}: newest policy {content.newest_version}{when}, {kept} versions kept")
     joining = (
-        f"{content.newest_bytes:,} bytes in {content.newest_steps} steps, from an anchor on"
-        if content.newest_bytes is not None
+        f"{content.newest_bytes:,} bytes, the anchor and {content.newest_steps - 1} deltas"
+        if content.newest_bytes is not None and content.newest_steps is not None
         else "not possible: no anchor leads to the newest policy"
     )
     _say(console, f"joining  {joining}")

@@ -85,7 +85,7 @@ def test_each_version_is_listed_with_its_kind_its_density_and_its_bytes(run, red
     assert one["chunk_bytes"] < 400 < zero["chunk_bytes"] and [one["num_steps"], three["num_steps"]] == [2, 2]
     assert found["newest_bytes"] == three["chunk_bytes"] + anchor.chunk_bytes
     out = run.command(capsys, "weights", "test")[1]
-    assert "Run test: newest policy 3, 4 versions kept" in out
+    assert "Run test: newest policy 3, 4 versions kept" in out and " bytes, the anchor and 1 deltas" in out
     assert "delta of 2" in out and "1.00%" in out and out.index("delta of 2") < out.index("delta of 0")
 
 
