@@ -366,7 +366,7 @@ def queue_depth(telemetry: RunTelemetry, ax: Axes) -> bool:
 
 @figure(
     "Where the trainer's time goes",
-    "Time per update by phase: much waiting asks for more producers, much publishing for a faster weights folder.",
+    "Time per update by phase: much waiting asks for more producers, much publishing for a faster store of weights.",
 )
 def trainer_time(telemetry: RunTelemetry, ax: Axes) -> bool:
     phases = (("step_s", BLUE, "step"), ("publish_s", AMBER, "publish weights"), ("wait_s", GRID, "wait for groups"))
