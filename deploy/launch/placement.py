@@ -185,11 +185,11 @@ def _with_memory(
         for number, gpu in enumerate(ranks)
     ]
     for share in shares:
-        _check_fits([share], USABLE * share.gpu.total_bytes, "90% of it", "more ranks (trainer.num_processes), ")
+        _check_fits([share], share.gpu.total_bytes, "all of it", "more ranks (trainer.num_processes), ")
     rest = {gpu.number: USABLE * gpu.total_bytes for own in engines for gpu in own}
     for share in shares:
         if share.gpu.number in rest:
-            rest[share.gpu.number] -= share.num_bytes
+            rest[share.gpu.number] = max(0.0, rest[share.gpu.number] - share.num_bytes)
     fraction = config.engine.gpu_memory_utilization
     if fraction is None:
         beside = sorted(set(rest) & {gpu.number for gpu in ranks})
