@@ -238,6 +238,7 @@ def _check_fits(shares: Sequence[DeviceShare], available: float, why: str, expec
 
 def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     trainer = config.trainer
+    has_kl = bool(config.objective.kwargs.get("kl_coefficient") or config.advantage.kl_coefficient)
     setting = RankSetting(
         trainer.num_processes,
         # A longer single segment makes a pass of its own.
@@ -245,7 +246,7 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         config.model.dtype,
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
-        has_reference=config.model.reference is not None or bool(config.objective.kwargs.get("kl_coefficient")),
+        has_reference=config.model.reference is not None or has_kl,
     )
     return rank_bytes(shape, setting)
 

@@ -225,6 +225,19 @@ def test_a_refusal_comes_before_anything_is_started(capsys, monkeypatch, model_f
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"model": {"reference": "other"}},
+        {"advantage": {"kl_coefficient": 0.1}},
+        {"objective": {"kwargs": {"kl_coefficient": 0.1}}},
+    ],
+)
+def test_the_reference_of_a_kl_term_counts(tables):
+    (trainer, *_), (without, *_) = (place(config(**each), machine(3), SHAPE).shares for each in (tables, {}))
+    assert trainer.num_bytes - without.num_bytes == trainer.needs["reference model"] == 2 * SHAPE.parameters
+
+
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():
     shipped = load_config(KUBERNETES / "overlays" / "gpu" / "run.toml")
     (shape,) = (each for each in SHAPES if each.name == shipped.model.path.rpartition("/")[2])
