@@ -28,26 +28,28 @@ class PackedLayout:
 
     Packed tokens are each row's own and, once for all rows that begin with it, a shared prefix. A bucket is a rectangle
     [rows, longest row] of packed indices; past a row's end it repeats the row's first token, which nothing reads. The
-    unpadded form holds the same rows one behind the other, S tokens.
+    unpadded form is of spans, which lie one behind the other in the packed tokens: prefixes, and rows without theirs.
+    A span's keys are those of its prefix, if it has one, and its own, S over all spans.
 
     buckets: int64 tensors, packed indices, each [B_i, T_i].
     slots: [N] int64, for each packed token one place of it in the flattened, concatenated buckets.
-    row_tokens: [S] int64, packed indices, row after row.
-    row_bounds: [R + 1] int32, where rows begin and end in `row_tokens`.
-    row_slots: [N] int64, for each packed token one place in `row_tokens` that holds it.
-    longest: tokens of the longest row.
+    key_tokens: [S] int64, packed indices, span after span.
+    query_bounds, key_bounds: [spans + 1] int32, where spans begin and end in the packed tokens and in `key_tokens`.
+    longest_query, longest_keys: tokens of the longest span, and the most keys that one has.
     """
 
     buckets: tuple[Tensor, ...]
     slots: Tensor
-    row_tokens: Tensor
-    row_bounds: Tensor
-    row_slots: Tensor
-    longest: int
+    key_tokens: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_keys: int
 
-    def to(self, device: torch.device) -> "PackedLayout":
-        moved = {name: getattr(self, name).to(device) for name in ("slots", "row_tokens", "row_bounds", "row_slots")}
-        return replace(self, buckets=tuple(b.to(device, non_blocking=True) for b in self.buckets), **moved)
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "PackedLayout":
+        names = ("slots", "key_tokens", "query_bounds", "key_bounds")
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        return replace(self, buckets=tuple(b.to(device, non_blocking=non_blocking) for b in self.buckets), **moved)
 
 
 class OwnAttention(Protocol):
@@ -67,8 +69,8 @@ def make_layout(
     Row r is `prefix_lengths[r]` packed tokens from `prefix_starts[r]`, then `lengths[r] - prefix_lengths[r]` from
     `own_starts[r]`. All arguments int64 [R]; `lengths` descends.
     """
-    slots, row_slots = np.empty((2, num_packed), dtype=np.int64)
-    buckets, row_tokens, used, used_rows = [], [], 0, 0
+    slots = np.empty(num_packed, dtype=np.int64)
+    buckets, used = [], 0
     for first, last in _bucket_bounds(lengths):
         rows = slice(first, last)
         columns = np.arange(lengths[first])[None]
@@ -77,21 +79,41 @@ def make_layout(
         real = columns < lengths[rows, None]
         indices = np.where(real, indices, indices[:, :1])
         # A shared token stands in several rows; its outputs there are equal, and the last place wins.
-        tokens = indices[real]
-        slots[tokens] = used + np.flatnonzero(real)
-        row_slots[tokens] = used_rows + np.arange(len(tokens))
+        slots[indices[real]] = used + np.flatnonzero(real)
         buckets.append(torch.from_numpy(indices))
-        row_tokens.append(tokens)
         used += indices.size
-        used_rows += len(tokens)
+    spans = _spans(prefix_starts, prefix_lengths, own_starts, lengths)
+    num_queries, num_keys = np.array([(stop - start, len(keys)) for start, stop, keys in spans]).T
     return PackedLayout(
         buckets=tuple(buckets),
         slots=torch.from_numpy(slots),
-        row_tokens=torch.from_numpy(np.concatenate(row_tokens)),
-        row_bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-        row_slots=torch.from_numpy(row_slots),
-        longest=int(lengths[0]),
+        key_tokens=torch.from_numpy(np.concatenate([keys for _, _, keys in spans])),
+        query_bounds=_bounds(num_queries),
+        key_bounds=_bounds(num_keys),
+        longest_query=int(num_queries.max()),
+        longest_keys=int(num_keys.max()),
     )
+
+
+def _spans(
+    prefix_starts: np.ndarray, prefix_lengths: np.ndarray, own_starts: np.ndarray, lengths: np.ndarray
+) -> list[tuple[int, int, np.ndarray]]:
+    """Where each span starts and stops among the packed tokens, and its keys; in the order of their places."""
+    found = {}
+    for prefix_start, prefix_length, own_start, length in zip(
+        prefix_starts.tolist(), prefix_lengths.tolist(), own_starts.tolist(), lengths.tolist(), strict=True
+    ):
+        prefix = np.arange(prefix_start, prefix_start + prefix_length)
+        stop = own_start + length - prefix_length
+        if prefix_length:
+            found[prefix_start] = prefix_start, prefix_start + prefix_length, prefix
+        if stop > own_start:
+            found[own_start] = own_start, stop, np.concatenate([prefix, np.arange(own_start, stop)])
+    return [found[start] for start in sorted(found)]
+
+
+def _bounds(sizes: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
 def _bucket_bounds(lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -177,16 +199,23 @@ def _in_rectangles(
 def _unpadded(
     flat: list[Tensor], layout: PackedLayout, head_dim: int, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """Flash attention over rows of different lengths, which exists for 16-bit floats on CUDA only."""
-    q, k, v = (_rows(layout.row_tokens, states, head_dim) for states in flat)
+    """Flash attention over the spans, which exists for 16-bit floats on CUDA only. Queries and results stay where they
+    are; keys and values are gathered.
+
+    The last query of a span sees all of its keys, each one before it one less: the kernel aligns its causal mask to the
+    end where there are fewer queries than keys (FlashAttention 2.1, "Change behavior of causal flag").
+    """
+    q = flat[0].unflatten(-1, (-1, head_dim))
+    k, v = (_rows(layout.key_tokens, states, head_dim) for states in flat[1:])
     grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa(varlen_attn) else {}
     attended: Any = varlen_attn(
-        q, k, v, layout.row_bounds, layout.row_bounds, layout.longest, layout.longest, scale=scaling,
+        q, k, v, layout.query_bounds, layout.key_bounds, layout.longest_query, layout.longest_keys, scale=scaling,
         # A token sees itself and so many before it; -1 is all of them.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **grouped,
     )  # fmt: skip
-    return F.embedding(layout.row_slots, attended.flatten(1))
+    packed: Tensor = attended.flatten(1)
+    return packed
 
 
 def _wants_whole_heads(query: Tensor) -> bool:

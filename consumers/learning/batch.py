@@ -58,7 +58,9 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
+        # A copy from memory that is not pinned has left it when the call returns.
+        moved = {name: part.to(device, non_blocking=True) for name, part in parts.items() if part is not None}
+        return replace(self, **moved)
 
 
 def idle_microbatch() -> MicroBatch:
@@ -93,8 +95,8 @@ class Support:
     kept: Tensor
     counts: Tensor
 
-    def to(self, device: torch.device) -> "Support":
-        return Support(self.kept.to(device), self.counts.to(device))
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Support":
+        return Support(*(part.to(device, non_blocking=non_blocking) for part in (self.kept, self.counts)))
 
     def mask(self, tokens: slice, vocabulary: slice) -> Tensor:
         """[n, v] bool of a tile of tokens by vocabulary, True where the token could be sampled."""

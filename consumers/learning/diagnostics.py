@@ -363,8 +363,10 @@ def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
     if lag is None:
         return torch.zeros_like(row)
     oldest = torch.zeros_like(lag).scatter_reduce(0, row, lag, "amax")
-    starts = torch.tensor(LAG_STARTS, device=lag.device)
-    return torch.bucketize(lag, starts, right=True) + (oldest[row] > 0)
+    bucket = (oldest[row] > 0).long()
+    for start in LAG_STARTS:
+        bucket += lag >= start
+    return bucket
 
 
 def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor) -> Tensor:

@@ -188,8 +188,9 @@ def _common_factor(promised: Grads, arrived: Grads) -> float | None:
         return torch.cat([torch.zeros_like(present) if grad is None else grad for grad in grads])
 
     want, got = flat(promised), flat(arrived)
-    largest = want.abs().argmax()
-    factor = torch.where(want[largest] == 0, 0.0, got[largest] / want[largest])
+    place = want.abs().argmax()
+    largest = want.take(place)  # want[place] would wait for the place
+    factor = torch.where(largest == 0, 0.0, got.take(place) / largest)
     expected, eps = want * factor, torch.finfo(want.dtype).eps
     # The second term is for derivatives that are small by cancellation.
     allowed = 16 * eps * expected.abs() + eps * expected.abs().max()

@@ -83,9 +83,39 @@ def correct_packed(
     _check_tensors(proximal_logprobs, behavior_logprobs, loss_mask, lag, advantages, current_logprobs)
     _check_rows(row_ids, loss_mask)
     _check_needed(config, advantages, current_logprobs)
+    if len(row_ids) and (int(row_ids[0]) < 0 or bool((row_ids.diff() < 0).any())):
+        raise ValueError("row_ids: expected ascending rows from 0")
+    _check_lag(torch.where(loss_mask, lag, 0))
+    return correct_sound(
+        proximal_logprobs,
+        behavior_logprobs,
+        loss_mask,
+        lag,
+        row_ids,
+        config,
+        advantages=advantages,
+        current_logprobs=current_logprobs,
+    )
+
+
+def correct_sound(
+    proximal_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    loss_mask: Tensor,
+    lag: Tensor,
+    row_ids: Tensor,
+    config: CorrectionConfig,
+    *,
+    advantages: Tensor | None,
+    current_logprobs: Tensor | None,
+) -> Correction:
+    """`correct_packed` of values that are known to be sound: to look at them the host would wait for the device.
+
+    Without `m2_budget`, which is drawn from sorted values, nothing here waits.
+    """
     loss_mask = loss_mask.detach()
     log_ratios = log_ratio(proximal_logprobs, behavior_logprobs, loss_mask).double()
-    lag = _checked_lag(torch.where(loss_mask, lag, 0))
+    lag = torch.where(loss_mask, lag, 0)
     rows = Rows(row_ids, loss_mask)
 
     weights, by_mode, bounded = _weigh(log_ratios, lag, rows, config, advantages)
@@ -128,7 +158,11 @@ def trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
     Raises:
         ValueError: a negative lag.
     """
-    lag = _checked_lag(lag).double()
+    _check_lag(lag)
+    return _trust(lag.double(), config)
+
+
+def _trust(lag: Tensor, config: CorrectionConfig) -> Tensor:
     if config.schedule in ("power", "sign_aware"):
         share = (1 + lag / config.lag_scale) ** -config.lag_power
     elif config.schedule == "exponential":
@@ -164,7 +198,7 @@ def _weigh(
 
 def _bounds(lag: Tensor, config: CorrectionConfig, advantages: Tensor | None) -> tuple[Tensor, Tensor]:
     """The smallest and the largest ratio trusted, [M] each."""
-    upper = trust(lag, config)
+    upper = _trust(lag.double(), config)
     lower = torch.zeros_like(upper)
     if config.lower is not None:
         lower = torch.full_like(upper, config.lower)
@@ -223,8 +257,6 @@ def _check_rows(row_ids: Tensor, loss_mask: Tensor) -> None:
         )
     if row_ids.dtype != torch.int64:
         raise ValueError(f"row_ids is {row_ids.dtype}, expected torch.int64")
-    if len(row_ids) and (int(row_ids[0]) < 0 or bool((row_ids.diff() < 0).any())):
-        raise ValueError("row_ids: expected ascending rows from 0")
 
 
 def _check_needed(config: CorrectionConfig, advantages: Tensor | None, current_logprobs: Tensor | None) -> None:
@@ -241,10 +273,9 @@ def _check_needed(config: CorrectionConfig, advantages: Tensor | None, current_l
         )
 
 
-def _checked_lag(lag: Tensor) -> Tensor:
+def _check_lag(lag: Tensor) -> None:
     if bool((lag < 0).any()):
         raise ValueError(f"lag holds {lag.min().item()}, expected 0 or more")
-    return lag
 
 
 def _result_type(*tensors: Tensor) -> torch.dtype:

@@ -247,7 +247,7 @@ class Learner:
             tally.end_phase("diagnostics")
         self.ranks.phase = "optimizer"
         grad_norm = self._grad_norm()
-        if tally.end_step(place, minibatch, scored, sums, grad_norm.item()):
+        if tally.end_step(place, minibatch, scored, sums, grad_norm):
             self._update(grad_norm)
             self.num_steps += 1
         elif place in tally.failed:

@@ -22,6 +22,7 @@ class Rows:
     """Reductions over the unmasked tokens of each row; results are [M] float64, each token holding its row's value.
 
     Tokens are added in their order, in float64, and by no atomic operation: equal input gives equal bits on CUDA too.
+    Nothing waits for a device: how many rows there are is not asked for.
 
     Args:
         row_ids: [M] int64, ascending.
@@ -29,8 +30,11 @@ class Rows:
     """
 
     def __init__(self, row_ids: Tensor, loss_mask: Tensor) -> None:
-        self._row_ids = row_ids
-        self._lengths = torch.bincount(row_ids)
+        starts = torch.ones_like(row_ids)
+        starts[1:] = row_ids[1:] != row_ids[:-1]
+        self._row = starts.cumsum(0) - 1
+        # As many as there can be; the last ones are empty. Integers are added exactly in any order.
+        self._lengths = torch.zeros_like(row_ids).scatter_add_(0, self._row, torch.ones_like(row_ids))
         self._mask = loss_mask
         self.count = self._reduced(loss_mask.double(), "sum")
         """[M] unmasked tokens of the row."""
@@ -52,7 +56,8 @@ class Rows:
     def _reduced(self, values: Tensor, reduction: str) -> Tensor:
         if not values.numel():
             return values
-        return torch.segment_reduce(values, reduction, lengths=self._lengths)[self._row_ids]
+        # unsafe: without it the lengths are checked on the host.
+        return torch.segment_reduce(values, reduction, lengths=self._lengths, unsafe=True)[self._row]
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Support
 from penstock.consumers.learning.head import selected_logprobs
-from penstock.consumers.learning.importance import Correction, correct_packed
+from penstock.consumers.learning.importance import Correction, correct_packed, correct_sound
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
@@ -209,7 +209,7 @@ class TokenScorer:
         advantages, row_ids = microbatch.advantages[part], microbatch.row_ids[part]
         behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
         if constants.correction is None:
-            return correct_packed(
+            return correct_sound(
                 proximal,
                 behavior,
                 sampled,

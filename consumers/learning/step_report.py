@@ -147,18 +147,21 @@ class BatchTally:
             self._findings.setdefault(place, []).append(findings)
 
     def end_step(
-        self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: float
+        self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: Tensor
     ) -> bool:
         """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken.
 
-        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them.
+        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them. Waits for the device once.
         """
-        own_loss = torch.stack([part.loss for part in scored]).sum().item() if scored else 0.0
-        num_kept = sum(bool(part.correction.keep_mask.any()) for part in scored)
-        loss, num_kept = self._ranks.add(torch.tensor([own_loss, num_kept], dtype=torch.float64)).tolist()
+        found = [grad_norm]
+        if scored:
+            found.append(torch.stack([part.loss for part in scored]).sum())
+            found.append(torch.stack([part.correction.keep_mask.any() for part in scored]).sum())
+        norm, *own = torch.stack([value.double() for value in found]).tolist()
+        loss, num_kept = self._ranks.add(torch.tensor(own or [0.0, 0.0], dtype=torch.float64)).tolist()
         self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
-        reason = _reason_to_skip(num_kept > 0, loss, grad_norm)
+        self._grad_norms.append(norm)
+        reason = _reason_to_skip(num_kept > 0, loss, norm)
         self._taken.append(reason is None)
         if reason is None:
             self._trained.add(place)
@@ -197,7 +200,8 @@ class BatchTally:
         learning_rate: of the batch's first step.
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
-        own = _Found({name: value.item() for name, value in self._sums.items()}, self._mismatch, self._findings)
+        fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
+        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings)
         found = _merged(self._ranks.gather(own.cpu()))
         sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)

@@ -24,6 +24,7 @@ if [ -n "${TRAINER_GPU:-}" ]; then
         echo "producer.sh: no GPU is free; expected one for each producer, and GPU $TRAINER_GPU for the trainer" >&2
         exit 2
     fi
-    export CUDA_VISIBLE_DEVICES="$taken"
+    # CUDA numbers GPUs by speed unless told to count as nvidia-smi does.
+    export CUDA_VISIBLE_DEVICES="$taken" CUDA_DEVICE_ORDER=PCI_BUS_ID
 fi
 exec penstock producer "$@"

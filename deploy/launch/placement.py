@@ -185,11 +185,11 @@ def _with_memory(
         for number, gpu in enumerate(ranks)
     ]
     for share in shares:
-        _check_fits([share], USABLE * share.gpu.total_bytes, "90% of it", "more ranks (trainer.num_processes), ")
+        _check_fits([share], share.gpu.total_bytes, "all of it", "more ranks (trainer.num_processes), ")
     rest = {gpu.number: USABLE * gpu.total_bytes for own in engines for gpu in own}
     for share in shares:
         if share.gpu.number in rest:
-            rest[share.gpu.number] -= share.num_bytes
+            rest[share.gpu.number] = max(0.0, rest[share.gpu.number] - share.num_bytes)
     fraction = config.engine.gpu_memory_utilization
     if fraction is None:
         beside = sorted(set(rest) & {gpu.number for gpu in ranks})
@@ -238,6 +238,7 @@ def _check_fits(shares: Sequence[DeviceShare], available: float, why: str, expec
 
 def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     trainer = config.trainer
+    has_kl = bool(config.objective.kwargs.get("kl_coefficient") or config.advantage.kl_coefficient)
     setting = RankSetting(
         trainer.num_processes,
         # A longer single segment makes a pass of its own.
@@ -245,7 +246,7 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         config.model.dtype,
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
-        has_reference=config.model.reference is not None or bool(config.objective.kwargs.get("kl_coefficient")),
+        has_reference=config.model.reference is not None or has_kl,
     )
     return rank_bytes(shape, setting)
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import cli
+from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import find_run_file
+from penstock.deploy.launch.machine import Machine
 from penstock.deploy.operate import commands as operate
 from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
 
@@ -27,6 +29,7 @@ DEMO = str(ROOT / "deploy" / "runs" / "demo.toml")
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(start_checks, "read_machine", Machine)  # whatever this one has
 
 
 def refused(capsys, *argv: str) -> str:

@@ -1,5 +1,7 @@
 """Packed rows compute what each row computes alone, and never see each other."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -70,16 +72,20 @@ def _flash_attention_row_by_row(
 ):
     """Computes what torch's varlen_attn is documented to compute, which it does not on CPU."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
-    assert torch.equal(bounds, key_bounds) and bounds.dtype == torch.int32
-    assert longest == longest_key == int(bounds.diff().max())
+    assert bounds.dtype == key_bounds.dtype == torch.int32
+    assert (longest, longest_key) == (int(bounds.diff().max()), int(key_bounds.diff().max()))
+    assert (len(q), len(k)) == (int(bounds[-1]), int(key_bounds[-1]))
     before, after = window_size
     assert after == 0
     rows = []
-    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+    for (start, end), (first, last) in zip(pairwise(bounds.tolist()), pairwise(key_bounds.tolist()), strict=True):
+        # The last query sees the last key.
+        behind = (last - first) - (end - start)
+        seen = torch.ones(end - start, last - first, dtype=torch.bool).tril(behind)
         if before >= 0:
-            seen = seen.triu(-before)
-        heads = (states[start:end].transpose(0, 1) for states in (q, k, v))
+            seen = seen.triu(behind - before)
+        of_queries, of_keys = slice(start, end), slice(first, last)
+        heads = (states[part].transpose(0, 1) for states, part in ((q, of_queries), (k, of_keys), (v, of_keys)))
         attended = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
         rows.append(attended.transpose(0, 1))
     return torch.cat(rows)

@@ -153,14 +153,14 @@ def test_a_producer_without_gpus_starts_as_it_is(machine: Machine) -> None:
 
 
 def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: Machine) -> None:
-    machine.put_penstock('echo "$CUDA_VISIBLE_DEVICES"\nexec sleep 60')
+    machine.put_penstock('echo "$CUDA_DEVICE_ORDER $CUDA_VISIBLE_DEVICES"\nexec sleep 60')
     running = []
     try:
         for count in (1, 2):
             running.append(machine.start("producer.sh", TRAINER_GPU="1"))
             machine.wait_for_calls(count)
         taken = [process.stdout.readline().strip() for process in running if process.stdout]
-        assert taken == ["0", "2"]
+        assert taken == ["PCI_BUS_ID 0", "PCI_BUS_ID 2"]
         third = machine.run("producer.sh", TRAINER_GPU="1")
         assert third.returncode == 2
         assert "no GPU is free" in third.stderr
@@ -168,7 +168,7 @@ def test_every_producer_takes_a_gpu_of_its_own_and_never_the_trainers(machine: M
         running[0].wait(30)
         running.append(machine.start("producer.sh", TRAINER_GPU="1"))
         freed = running[-1].stdout
-        assert freed is not None and freed.readline() == "0\n"
+        assert freed is not None and freed.readline() == "PCI_BUS_ID 0\n"
     finally:
         for process in running:
             process.kill()

@@ -1,17 +1,20 @@
 """Every part of a run gets its GPUs by a plain rule, and what does not fit them is refused with its sum."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from docs.sizing import SHAPES
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Gpu, Machine
 from penstock.deploy.launch.memory import ModelShape
 from penstock.deploy.launch.placement import Placement, place
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.config import ConfigError, RunConfig, load_config
 
+KUBERNETES = Path(__file__).parents[3] / "deploy" / "kubernetes"
 # Qwen3-1.7B's shape.
 SHAPE = ModelShape("m", 2048, 6144, 28, 16, 8, 128, 151936, tied=True, max_model_len=40960)
 GB = 10**9
@@ -166,7 +169,7 @@ def test_what_the_machine_cannot_give_is_refused(tables, here, message):
         (
             {},
             machine(2, total_gb=24),
-            r"GPU 0 \(H100, 24\.0 GB\): 34\.9 GB needed, 21\.6 available \(90% of it\): trainer 34\.9 \(masters, "
+            r"GPU 0 \(H100, 24\.0 GB\): 34\.9 GB needed, 24\.0 available \(all of it\): trainer 34\.9 \(masters, "
             r"gradients, moments 27\.5 \+ .*\); expected more ranks",
         ),
         # Trainer and engines together.
@@ -220,3 +223,26 @@ def test_a_refusal_comes_before_anything_is_started(capsys, monkeypatch, model_f
     assert cli.main(["run", "demo", "--set", f"model.path={model_folder}"]) == 2
     assert "other processes hold the rest" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"model": {"reference": "other"}},
+        {"advantage": {"kl_coefficient": 0.1}},
+        {"objective": {"kwargs": {"kl_coefficient": 0.1}}},
+    ],
+)
+def test_the_reference_of_a_kl_term_counts(tables):
+    (trainer, *_), (without, *_) = (place(config(**each), machine(3), SHAPE).shares for each in (tables, {}))
+    assert trainer.num_bytes - without.num_bytes == trainer.needs["reference model"] == 2 * SHAPE.parameters
+
+
+def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():
+    shipped = load_config(KUBERNETES / "overlays" / "gpu" / "run.toml")
+    (shape,) = (each for each in SHAPES if each.name == shipped.model.path.rpartition("/")[2])
+    found = place(shipped, machine(3, total_gb=141), shape)
+    assert devices(found) == {"trainer": [0], "producer-0": [1], "producer-1": [2]} and found.engine_fraction == 0.85
+    assert round(found.shares[0].num_bytes / GB) == 77
+    trainer = msgspec.structs.replace(shipped.trainer, num_processes=2)
+    assert place(msgspec.structs.replace(shipped, trainer=trainer), machine(4), shape).shares
