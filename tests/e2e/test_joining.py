@@ -55,20 +55,21 @@ def test_an_engine_without_a_base_model_samples_what_the_trainer_expects(
             assert not list(model.glob("*.safetensors"))
         finally:
             host.close()
-    gaps = _gaps_at_lag_0(live_run, "far")
-    assert len(gaps) > 100 and np.abs(gaps).mean() < 1e-4, np.abs(gaps).mean()
+    gaps = wait_for(lambda: _gaps(live_run, "far"), lambda found: len(found) > 100, timeout_s=120)
+    # Of an update or two; engines of other weights are off by nats.
+    assert np.abs(gaps).mean() < 0.1, np.abs(gaps).mean()
 
 
-def _gaps_at_lag_0(run: WatchedRun, producer_id: str) -> np.ndarray:
-    """Proximal minus behavior logprobs of what this producer sampled with the policy that it was trained from."""
-    record, gaps = Record(run.folder), []
+def _gaps(run: WatchedRun, producer_id: str) -> np.ndarray:
+    """Proximal minus behavior logprobs of the tokens that this producer sampled and the trainer scored."""
+    record, gaps = Record(run.folder), [np.empty(0)]
     for at in record.groups():
         if at.entry.producer_id != producer_id:
             continue
         recorded = record.group(at)
         for rollout, found in zip(recorded.decode().rollouts, recorded.findings, strict=False):
             for segment, of_segment in zip(rollout.segments, found, strict=True):
-                if set(of_segment.lags) == {0} and of_segment.proximal_logprobs:
+                if of_segment.proximal_logprobs:
                     proximal = np.frombuffer(of_segment.proximal_logprobs, np.float32)
                     gaps.append(proximal - np.asarray(unpack_floats(segment.behavior_logprobs)))
     return np.concatenate(gaps)
