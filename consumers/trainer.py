@@ -173,7 +173,8 @@ class Trainer:
         `stop`.
         """
         num_groups = self.config.groups_per_batch
-        log_at = time.monotonic() + WAITING_LOG_S
+        began_s = time.monotonic()
+        log_at = began_s + WAITING_LOG_S
         while not self.stopping:
             if self.intake.num_ready < num_groups:
                 if not self.intake.read():
@@ -184,7 +185,7 @@ class Trainer:
                     log.info("waiting for rollouts: %d of %d are ready", self.intake.num_ready, num_groups)
                     if self.intake.num_abandoned:
                         log.warning("waiting for agents: they abandoned the last %d groups", self.intake.num_abandoned)
-                    self.intake.reconcile()  # entries may be lost in a Redis that is the same process as before
+                    self.recovery.look_around(time.monotonic() - began_s)
             self.policy.check()
             self.recovery.check()
             groups = self.intake.batch(num_groups)
@@ -255,10 +256,15 @@ class Trainer:
         Waits for the evaluations still open; producers unblock it, and so does `stop`.
         """
         log.info("trained %d updates; waiting for the last evaluation", self.progress.num_batches)
+        began_s = time.monotonic()
+        look_at = began_s + WAITING_LOG_S
         while self.evaluator.pending and not self.stopping:
             self._collect_evaluations()
             self.policy.check()
             self.recovery.check()
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + WAITING_LOG_S
+                self.recovery.look_around(time.monotonic() - began_s)
             time.sleep(0.05)
         self._await_commit()
         if self.commits.schedule.num_batches != self.progress.num_batches:

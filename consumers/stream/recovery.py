@@ -9,15 +9,18 @@ from penstock.consumers.stream.leadership import Leadership
 
 log = logging.getLogger(__name__)
 
+SUSPICIOUS_S = 300.0
+"""After waiting for so long the chunks of the policy are read back: nobody might be able to load it."""
+
 
 class Recovery:
     """Restores the commit hash and the newest manifest, and has lost work done again.
 
-    announce_again: puts the newest manifest onto the policy stream, unless it is the newest there.
+    announce_again: see `penstock.consumers.weights.publisher.Publisher`.
     """
 
     def __init__(
-        self, leadership: Leadership, intake: Intake, evaluator: Evaluator, announce_again: Callable[[], None]
+        self, leadership: Leadership, intake: Intake, evaluator: Evaluator, announce_again: Callable[..., None]
     ) -> None:
         self._leadership = leadership
         self._intake = intake
@@ -41,3 +44,9 @@ class Recovery:
             self._intake.reader.rewind()
             self._evaluator.request_again()
             self._intake.reconcile()
+
+    def look_around(self, waited_s: float) -> None:
+        """Has done again what was lost without a sign: by a Redis that is the same process as before, or by a chunk
+        store. To be called now and then while nothing arrives, as for `waited_s` by now."""
+        self._announce_again(thoroughly=waited_s >= SUSPICIOUS_S)
+        self._intake.reconcile()

@@ -7,6 +7,10 @@ from penstock.schemas.policy import WeightManifest
 from penstock.schemas.weights.log import VersionGoneError, WeightLog, read_log
 from penstock.schemas.weights.stores import REDIS, Call
 
+LONGEST_CHAIN = 512
+"""Deltas between two anchors: each has a manifest in Redis, which takes more room than its chunks where little changes.
+"""
+
 
 class KeptWeights:
     """The manifests in Redis, as this trainer knows them.
@@ -22,7 +26,10 @@ class KeptWeights:
     def load(self, call: Call[Any], keys: Keys) -> None:
         """Takes what is in Redis, in place of what was known. Raises ManifestError."""
         log: WeightLog = call(lambda client: read_log(client, keys))
-        self._announced, self._anchors = dict(log.announced), dict(log.anchors)
+        self._announced = dict(log.announced)
+        # Of the two Redis may have lost one.
+        whole = {version: each for version, each in log.announced.items() if each.delta_of is None}
+        self._anchors = whole | dict(log.anchors)
 
     def add(self, manifest: WeightManifest, *, announced: bool) -> None:
         if announced:
@@ -76,11 +83,14 @@ class KeptWeights:
 
     @property
     def anchor_is_due(self) -> bool:
-        """Whether the deltas since the newest anchor add up to half of its bytes."""
+        """Whether the deltas since the newest anchor add up to half of its bytes, or are many."""
         anchor = self.newest_anchor
         if anchor is None or not self.deltas:
             return False
-        return 2 * sum(delta.chunk_bytes for delta in self.deltas) >= self._anchors[anchor].chunk_bytes
+        return (
+            len(self.deltas) >= LONGEST_CHAIN
+            or 2 * sum(delta.chunk_bytes for delta in self.deltas) >= self._anchors[anchor].chunk_bytes
+        )
 
     @property
     def bytes_in_redis(self) -> int:

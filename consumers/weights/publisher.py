@@ -28,11 +28,13 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.consumers.weights.kept import KeptWeights
 from penstock.consumers.weights.shard import DenseError, NoRoomError, PolicyShard, Task, Written
-from penstock.schemas.config import WeightsConfig
+from penstock.schemas.config import ConfigError, WeightsConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, WeightManifest
+from penstock.schemas.weights.codec import ChunkError
 from penstock.schemas.weights.layout import Layout
-from penstock.schemas.weights.stores import REDIS, ChunkStoreError
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import REDIS, ChunkStoreError, RedisFullError
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +103,12 @@ class Publisher:
         self._connection, self._scripts, self._keys = connection, scripts, keys
         self._shard, self._ranks, self._beside = shard, ranks, ranks.beside("publisher")
         self._places = places
-        for place in (places.deltas, places.anchors):
+        for field, place in (("deltas", places.deltas), ("anchors", places.anchors)):
             if place is not None:
-                shard.store(place)  # before anything is trained: it may be a URL that cannot be opened
+                try:
+                    shard.store(place)  # before anything is trained: it may be a URL that cannot be opened
+                except ConfigError as error:
+                    raise ConfigError(f"weights.{field} = {error}") from None
         self._kept = KeptWeights(keep_versions)
         self._epoch = epoch
         self._on_published = on_published
@@ -112,6 +117,8 @@ class Publisher:
         """
         self._garbage: dict[str, set[str]] = {}
         """By place the keys of chunks that nobody needs and that could not be deleted."""
+        self._compared = -1
+        """The version of which the chunks were read back."""
         self._num_attempts = 0
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
@@ -145,6 +152,11 @@ class Publisher:
             RedisGoneError: see `TrainerConnection.call`.
             FencedError: a newer trainer owns the run.
         """
+        while not self._under_way.done():
+            with contextlib.suppress(TimeoutError):
+                self._under_way.exception(FULL_LOG_S)
+                break
+            log.info("training waits for a policy to be written: %s", self._shard.progress)
         self._under_way.result()
         if self._failure is not None:
             raise self._failure
@@ -171,16 +183,19 @@ class Publisher:
         with contextlib.suppress(Exception):  # the trainer ends already, for a reason of its own
             self._under_way.result(END_S)
 
-    def announce_again(self) -> None:
+    def announce_again(self, *, thoroughly: bool = False) -> None:
         """Begins to write the newest policy whole, unless Redis and the stores still lead to it, and to announce it if
         it is announced no longer. Redis has lost something.
+
+        thoroughly: compares every chunk on the way with its digest, once for each version; otherwise it is enough that
+            it is there.
 
         Raises:
             OSError, RedisGoneError, FencedError: see `wait`.
         """
         self.wait()
         if self._newest is not None:
-            self._start(self._restore)
+            self._start(self._restore, thoroughly)
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
         self._under_way = Future()
@@ -228,22 +243,31 @@ class Publisher:
         if self._kept.anchor_is_due:
             self._write_anchor(version, parent)
 
-    def _restore(self, done: Future[None]) -> None:
+    def _restore(self, done: Future[None], thoroughly: bool) -> None:
         assert self._newest is not None
         version, parent, fork = self._newest
         self._kept.load(self._connection.call, self._keys)
-        if self._kept.newest != version or not self._can_be_read(version):
+        if self._kept.newest != version or not self._can_be_read(version, thoroughly):
+            log.warning("policy %d is announced again: the log has lost it, or chunks on the way to it", version)
             self._announce(self._write(version, parent, None, whole=True), fork=fork)
         done.set_result(None)
         self._clean(sweep=True)
 
-    def _can_be_read(self, version: int) -> bool:
-        """Whether all chunks on the way to a version are where they were put."""
+    def _can_be_read(self, version: int, thoroughly: bool) -> bool:
+        """Whether all chunks on the way to a version, from the newest anchor on, are where they were put."""
         way = self._kept.way(version)
         try:
+            if thoroughly and self._compared != version:
+                reader = WeightReader(self._connection.call, self._keys)
+                for manifest in way:
+                    for chunk in manifest.chunks:
+                        reader.parts(manifest, chunk)
+                self._compared = version
+                return bool(way)
             places = {manifest.store: set(self._shard.store(manifest.store).keys()) for manifest in way}
-        except ChunkStoreError:
-            return False  # writing waits for the store, and says so
+        except (ChunkStoreError, ChunkError) as error:
+            log.warning("%s", error)
+            return False  # if the store is away: writing waits for it, and says so
         return bool(way) and all(chunk.key in places[manifest.store] for manifest in way for chunk in manifest.chunks)
 
     def _write_anchor(self, version: int, parent: int) -> None:
@@ -313,20 +337,22 @@ class Publisher:
                     store=place,
                     created_s=time.time(),
                 )
-            if not isinstance(failure, ChunkStoreError):
+            has_no_room = isinstance(failure, NoRoomError | RedisFullError)
+            if has_no_room or not isinstance(failure, ChunkStoreError):
                 self._discard(place, chunks)
                 self._clean()
                 attempt = self._next_attempt()
             if isinstance(failure, DenseError):
                 whole, place = True, self._anchors
                 continue
-            if isinstance(failure, NoRoomError):
+            if has_no_room:
                 if self._anchors != REDIS:
                     place = self._anchors
                     continue
                 if may_wait and self._make_room(version, before):
                     continue
-                failure = NoRoomError(self._no_room(whole=whole))
+                if isinstance(failure, NoRoomError):
+                    failure = NoRoomError(self._no_room(whole=whole))
             if not isinstance(failure, ChunkStoreError | NoRoomError):
                 raise failure
             if not may_wait or self._connection.stopping or self._ended:
@@ -400,7 +426,7 @@ class Publisher:
     def _clean(self, *, sweep: bool = False) -> None:
         """Deletes chunks that no manifest names; what cannot be deleted now is tried again with the next policy.
 
-        sweep: looks through the stores for those that a crash has left, of versions before the newest.
+        sweep: looks through the stores for those that a crash has left, of versions up to the newest.
         """
         named = {chunk.key for manifest in self._kept.manifests for chunk in manifest.chunks}
         try:
@@ -409,7 +435,7 @@ class Publisher:
                     found = self._shard.store(place).keys()
                     for key in found:
                         version = _KEY.match(key)
-                        if key not in named and version and int(version[1]) < self._newest_version:
+                        if key not in named and version and int(version[1]) <= self._newest_version:
                             self._garbage.setdefault(place, set()).add(key)
             for place in list(self._garbage):
                 self._shard.store(place).delete(self._garbage[place] - named)

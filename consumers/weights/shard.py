@@ -76,12 +76,25 @@ class PolicyShard:
         """Of this rank's chunks when the policy was last written whole."""
         self._last: Task | None = None
         self._chunks: list[Chunk] = []
+        self._num_groups = 0
 
     def store(self, place: str) -> ChunkStore:
         """Raises ConfigError: see `open_store`."""
         if place not in self._stores:
             self._stores[place] = open_store(place, self._keys, self._call)
         return self._stores[place]
+
+    @property
+    def progress(self) -> str:
+        """How far it has come with its task, for a log."""
+        if self._last is None:
+            return "the snapshot is not taken"
+        written, place = list(self._chunks), self._last.place
+        num_bytes = sum(chunk.num_bytes for chunk in written)
+        return (
+            f"of policy {self._last.version} {len(written)} of {self._num_groups} chunks ({num_bytes:,} bytes) are in "
+            f"{place}"
+        )
 
     def write(self, task: Task) -> Written:
         """Writes this rank's chunks; what prevented that comes with the answer. Waits for the snapshot."""
@@ -99,7 +112,9 @@ class PolicyShard:
         new = self.snapshots.bits(task.version)
         old = None if task.before is None else self.snapshots.bits(task.before)
         num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
-        for slices in _groups(new)[len(self._chunks) :]:
+        groups = _groups(new)
+        self._num_groups = len(groups)
+        for slices in groups[len(self._chunks) :]:
             data, pieces, num_changed = self._encode(slices, new, old, whole=task.whole)
             num_bytes += len(data)
             if not task.whole and 2 * num_bytes >= self._whole_bytes:

@@ -37,7 +37,12 @@ LONG_WAIT_S = 60.0
 _PREFIX = f"penstock-{os.geteuid()}-"
 _FAULTS = (ChunkError, ConfigError, OSError)
 
-_manifests = msgspec.json.Decoder(WeightManifest)
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy in the copy. locks: the inode of the lock file under which it was written."""
+
+    policy: WeightManifest
+    locks: int
 
 
 class _Undo(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +53,7 @@ class _Undo(msgspec.Struct, frozen=True, kw_only=True):
     parts: bytes
 
 
+_states = msgspec.json.Decoder(_State)
 _undos = msgspec.msgpack.Decoder(_Undo)
 
 
@@ -93,18 +99,21 @@ def identity(manifest: WeightManifest) -> str:
 class HostCopy:
     """This host's copy of a run's policy: a safetensors file that engines map, in a folder with its locks.
 
-    | file                  | what it is                                                                    |
-    |-----------------------|-------------------------------------------------------------------------------|
-    | `weights.safetensors` | the policy, its room reserved                                                 |
-    | `state`               | the manifest of the policy in the copy; not there while bytes are changed     |
-    | `undo`                | what takes the last change back, if that was small                            |
-    | `users`               | locked by every producer while it lives; the last one removes the folder      |
-    | `patch`               | locked by the one producer that fetches, and changes bytes                    |
-    | `read`                | shared while engines load; exclusive while bytes change                       |
+    | file                      | what it is                                                                    |
+    |---------------------------|-------------------------------------------------------------------------------|
+    | `weights-<n>.safetensors` | the policy, its room reserved; n is the inode of `read`                       |
+    | `state`                   | the manifest of the policy in the copy; not there while bytes are changed     |
+    | `undo`                    | what takes the last change back, if that was small                            |
+    | `users`                   | locked by every producer while it lives; the last one removes the folder      |
+    | `patch`                   | locked by the one producer that fetches, and changes bytes                    |
+    | `read`                    | shared while engines load; exclusive while bytes change                       |
 
     Whoever waits for `patch` waits for another producer to fetch, at most as long as that lives; who waits for `read`
     to change bytes, for loads to end. One instance serves one producer; its methods are called by one thread at a
     time, `close` by any.
+
+    Locks hold as long as their files are there. Where those were removed, by somebody who tidies up, new ones are made,
+    and with them another copy: who still loads from the old one finds the old bits, or none.
 
     place: of the Redis server, which tells runs of one name apart.
     num_bytes: fetched so far.
@@ -118,10 +127,13 @@ class HostCopy:
     ) -> None:
         self._host_folder = folder_of_copies(host_folder)
         self.folder = self._host_folder / f"{_PREFIX}{run}-{digest(place.encode())[:12]}"
-        self.path = self.folder / "weights.safetensors"
         self._reader = reader
         self._metrics = metrics
         self._locks: dict[str, int] = {}
+        self._inode = 0
+        self._has_compared = False
+        """Whether this producer has seen that the copy's bits are those that its state names."""
+        self._tell_at = 0.0
         self._stopping = False
         self._busy = threading.Lock()
 
@@ -129,13 +141,19 @@ class HostCopy:
     def num_bytes(self) -> int:
         return self._reader.num_bytes
 
+    @property
+    def path(self) -> Path:
+        """Of the file to load from; it is another one after `lock_at` has found the locks gone."""
+        return self.folder / f"weights-{self._inode}.safetensors"
+
     def open(self) -> None:
         """Takes part in the copy, which is made if it is not there, and removes those that nobody uses any more.
 
         Raises:
-            ConfigError: the folder belongs to somebody else.
+            ConfigError: the folder belongs to somebody else, or `weights.host_folder` is gone.
             OSError: it cannot be made.
         """
+        self._has_compared = False
         for folder in self._host_folder.glob(f"{_PREFIX}*"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 self._sweep(folder)
@@ -147,6 +165,7 @@ class HostCopy:
                     self._lock(users, fcntl.LOCK_SH)
                     if os.path.samestat(os.fstat(users), os.stat(self.folder / "users")):
                         self._locks = {"users": users} | {name: _open(self.folder / name) for name in ("patch", "read")}
+                        self._inode = os.fstat(self._locks["read"]).st_ino
                 finally:
                     if "users" not in self._locks:
                         os.close(users)
@@ -162,13 +181,19 @@ class HostCopy:
         Raises:
             WeightLoadError: the log does not lead there, a chunk is not what was announced, or there is no room.
             OSError: a chunk store fails.
+            ConfigError: see `open`.
         """
         with self._busy:
             if self._stopping:
                 raise WeightLoadError("the host's copy is closed")
             self.release()
+            if not self._has_its_locks():
+                log.warning("%s was removed, or files of it: the host's copy is built anew", self.folder)
+                self._leave()
+                self.open()
             patch, read = self._locks["patch"], self._locks["read"]
             self._lock(patch, fcntl.LOCK_EX)
+            self._tell_at = time.monotonic() + LONG_WAIT_S
             try:
                 target = self._move(wanted, exactly)
                 self._lock(read, fcntl.LOCK_SH)
@@ -187,12 +212,24 @@ class HostCopy:
         """Ends a `lock_at` under way, and leaves the copy; the last one to do so removes it."""
         self._stopping = True
         with self._busy:
-            for descriptor in self._locks.values():
-                os.close(descriptor)
             if self._locks:
-                self._locks = {}
+                self._leave()
                 with contextlib.suppress(FileNotFoundError):
                     self._sweep(self.folder)
+
+    def _has_its_locks(self) -> bool:
+        try:
+            return all(
+                os.path.samestat(os.fstat(descriptor), os.stat(self.folder / name))
+                for name, descriptor in self._locks.items()
+            )
+        except FileNotFoundError:
+            return False
+
+    def _leave(self) -> None:
+        for descriptor in self._locks.values():
+            os.close(descriptor)
+        self._locks = {}
 
     def _sweep(self, folder: Path) -> None:
         """Removes a copy that nobody uses."""
@@ -210,8 +247,12 @@ class HostCopy:
             os.close(users)
 
     def _make_folder(self) -> None:
-        with contextlib.suppress(FileExistsError):
+        try:
             self.folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            folder_of_copies(str(self._host_folder))
         if not _is_own(self.folder):
             raise ConfigError(
                 f"weights.host_folder: {self.folder} belongs to somebody else or is open to others; expected a folder "
@@ -235,16 +276,24 @@ class HostCopy:
     def _held(self) -> WeightManifest | None:
         """The policy in the copy; None if there is none, or a torn one."""
         try:
-            held = _manifests.decode((self.folder / "state").read_bytes())
-            layout = Layout(held.tensors)
+            state = _states.decode((self.folder / "state").read_bytes())
+            layout = Layout(state.policy.tensors)
             with self.path.open("rb") as file:
-                is_whole = os.fstat(file.fileno()).st_size == layout.num_bytes
-                return held if is_whole and file.read(len(layout.header)) == layout.header else None
+                is_whole = os.fstat(file.fileno()).st_size == layout.num_bytes and state.locks == self._inode
+                return state.policy if is_whole and file.read(len(layout.header)) == layout.header else None
         except (FileNotFoundError, msgspec.DecodeError, LayoutError):
             return None
 
     def _move(self, wanted: WeightManifest, exactly: bool) -> WeightManifest:
         held = self._held()
+        reason = "behind" if held is not None else "dirty" if self.path.exists() else "new"
+        if held is not None and not self._has_compared:
+            try:
+                verify(held, layout_of(held), _mapped(self.path))
+                self._has_compared = True
+            except ChunkError as error:
+                log.warning("the host's copy is built anew: %s", error)
+                held, reason = None, "wrong"
         if held is not None and identity(held) == identity(wanted):
             if held.version != wanted.version:  # announced again, after a resume
                 self._set_state(wanted)
@@ -261,7 +310,6 @@ class HostCopy:
             )
             if held is not None and identity(held) == identity(target):
                 return target
-        reason = "behind" if held is not None else "dirty" if self.path.exists() else "new"
         failure: Exception | None = None
         while True:
             try:
@@ -321,6 +369,11 @@ class HostCopy:
         if self._stopping:
             raise WeightLoadError("stopped while it fetched weights")
         before = self._reader.num_bytes
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + LONG_WAIT_S
+            number, where = 1 + step.manifest.chunks.index(step.chunk), step.manifest.store
+            num_chunks, version = len(step.manifest.chunks), step.manifest.version
+            log.info("still fetching weights: chunk %d of %d of policy %d in %s", number, num_chunks, version, where)
         try:
             return self._reader.parts(step.manifest, step.chunk)
         except _FAULTS as error:
@@ -344,7 +397,8 @@ class HostCopy:
 
     def _create(self, layout: Layout) -> mmap.mmap:
         # A new file: one that another process has mapped must not get shorter.
-        self.path.unlink(missing_ok=True)
+        for old in self.folder.glob("weights-*"):
+            old.unlink(missing_ok=True)
         try:
             return create(self.path, layout)
         except OSError as error:
@@ -374,7 +428,10 @@ class HostCopy:
         return True
 
     def _set_state(self, manifest: WeightManifest) -> None:
-        write_whole(self.folder / "state", msgspec.json.encode(manifest), mode=0o600)
+        """Of bits that were compared with their digests."""
+        state = _State(policy=manifest, locks=self._inode)
+        write_whole(self.folder / "state", msgspec.json.encode(state), mode=0o600)
+        self._has_compared = True
 
     def _keep_undo(self, undo: _Undo) -> None:
         try:

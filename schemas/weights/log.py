@@ -50,7 +50,7 @@ class WeightLog(NamedTuple):
             for whole in (self.anchors.get(reached), delta):
                 if whole is not None and whole.delta_of is None and num_bytes + whole.chunk_bytes < best_bytes:
                     best, best_bytes = [*steps, whole], num_bytes + whole.chunk_bytes
-            if delta is None or delta.delta_of is None:
+            if delta is None or delta.delta_of is None or delta.delta_of >= reached:
                 break
             steps = [*steps, delta]
             num_bytes += delta.chunk_bytes

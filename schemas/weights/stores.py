@@ -29,6 +29,10 @@ class ChunkMissingError(ChunkStoreError):
     """The store has no chunk of this key."""
 
 
+class RedisFullError(ChunkStoreError):
+    """Redis is at its memory limit."""
+
+
 class ChunkStore(Protocol):
     """Objects by key. Every method raises ChunkStoreError if the store is full, unreachable or refuses.
 
@@ -82,6 +86,8 @@ class RedisChunks:
     def _run(self, what: str, command: Callable[[Any], Any]) -> Any:
         try:
             return self._call(command)
+        except redis.exceptions.OutOfMemoryError as error:
+            raise RedisFullError(f"Redis {self._name} does not {what}: {error}") from error
         except redis.RedisError as error:
             raise ChunkStoreError(f"Redis {self._name} does not {what}: {error}") from error
 

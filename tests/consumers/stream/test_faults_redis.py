@@ -7,9 +7,15 @@ import time
 import pytest
 
 import penstock.consumers.__main__ as entry
+import penstock.consumers.stream.recovery as recovery_module
+import penstock.consumers.trainer as trainer_module
 from mini_producer import group_fields
+from penstock.consumers.stream.evaluation import Evaluator
+from penstock.schemas.weights.codec import ChunkError
+from penstock.schemas.weights.reading import WeightReader
 from scripted_learner import KilledError
 from trainer_bench import assert_settled_once, at_step, tracebacks
+from trainer_thread import TrainerThread
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -64,6 +70,50 @@ def test_a_redis_emptied_again_and_again_costs_work_and_nothing_else(bench, redi
     trained = trainer.learner.trained
     assert sorted(trained) == list(range(1, 49))
     assert len(flushes) >= 1
+
+
+@pytest.mark.parametrize("harm", ["lost", "other bytes"])
+@pytest.mark.parametrize("when", ["training", "the last evaluation"])
+def test_chunks_that_are_lost_or_wrong_are_written_again_while_nobody_can_load_them(
+    bench, redis_client, caplog, monkeypatch, harm, when
+):
+    monkeypatch.setattr(trainer_module, "WAITING_LOG_S", 0.1)
+    monkeypatch.setattr(recovery_module, "SUSPICIOUS_S", 0.2)
+    caplog.set_level("INFO")
+    is_stuck, collect = threading.Event(), Evaluator.collect
+    producer = bench.hardy_producer() if when == "the last evaluation" else None
+    if when == "the last evaluation":
+        monkeypatch.setattr(Evaluator, "collect", lambda self: [] if is_stuck.is_set() else collect(self))
+    trainer = bench.trainer()
+    if producer is None:
+        thread = TrainerThread(trainer)
+        wait_for(lambda: redis_client.xlen(bench.keys.policy))
+    else:
+        is_stuck.set()
+        thread = TrainerThread(trainer)
+        wait_for(lambda: "waiting for the last evaluation" in caplog.text)
+    trainer.policy.wait()
+    for key, chunk in redis_client.hgetall(bench.keys.chunks).items():
+        redis_client.hdel(bench.keys.chunks, key)
+        if harm == "other bytes":
+            redis_client.hset(bench.keys.chunks, key, chunk[:-1] + b"?")
+    wait_for(lambda: "is announced again: the log has lost it, or chunks on the way to it" in caplog.text)
+    reader = WeightReader(lambda command: command(redis_client), bench.keys)
+
+    def can_be_read() -> bool:
+        try:
+            log = reader.log()
+            reader.write(log.way(max(log.announced)), bench.folder / "policy.safetensors")
+        except (OSError, ChunkError):
+            return False
+        return True
+
+    wait_for(can_be_read)
+    is_stuck.clear()
+    if producer is None:
+        bench.hardy_producer()
+    thread.join(60)
+    assert thread.outcome is True
 
 
 def test_a_redis_emptied_before_the_last_evaluation_is_answered_is_asked_again(bench, redis_client):

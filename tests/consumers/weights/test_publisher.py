@@ -11,6 +11,7 @@ import pytest
 import penstock.consumers.weights.publisher as publisher_module
 import penstock.consumers.weights.shard as shard_module
 from penstock.consumers.stream.scripts import FencedError
+from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.log import decode_manifest
@@ -338,3 +339,110 @@ def test_a_repeated_announcement_adds_nothing(start, redis_client):
     one.settle()
     one.scripts.announce(0, 0, b"{}", b"", 0, None)
     assert redis_client.xlen(one.keys.policy) == 1
+
+
+def test_a_store_whose_scheme_nothing_installed_knows_is_refused_by_the_field(start):
+    for field in ("deltas", "anchors"):
+        with pytest.raises(ConfigError, match=rf"weights\.{field} = 'nowhere://bucket': no file system .* installed"):
+            start(**{field: "nowhere://bucket"})
+
+
+def test_a_store_that_is_slow_shows_how_far_the_writing_is(start, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(publisher_module, "FULL_LOG_S", 0.05)
+    put, may_go_on = RedisChunks.put, threading.Event()
+
+    def put_late(self, key, data):
+        if key.endswith("-2"):
+            assert may_go_on.wait(60)
+        put(self, key, data)
+
+    monkeypatch.setattr(RedisChunks, "put", put_late)
+    one = start()
+    one.publish()
+    waiting = threading.Thread(target=one.settle)
+    waiting.start()
+    wait_for(lambda: re.search(r"of policy 0 2 of \d chunks \([\d,]+ bytes\) are in redis", caplog.text))
+    may_go_on.set()
+    waiting.join(60)
+    one.check(0)
+
+
+@pytest.fixture
+def limit_memory(redis_client) -> Iterator[Callable[[int], None]]:
+    """Leaves so many bytes below the server's limit; fewer than none, since what the server uses goes up and down."""
+    before = redis_client.config_get("maxmemory")["maxmemory"]
+    yield lambda room: redis_client.config_set("maxmemory", redis_client.info("memory")["used_memory"] + room)
+    redis_client.config_set("maxmemory", before)
+
+
+def test_at_the_memory_limit_of_redis_deltas_go_where_the_anchors_are(start, redis_client, tmp_path, limit_memory):
+    one = start(anchors=str(tmp_path / "anchors"))
+    one.publish()
+    one.settle()
+    limit_memory(-200_000)
+    one.masters.walk(0.02)
+    one.publish()
+    one.settle()
+    manifest = one.reader.log().announced[1]
+    assert (manifest.delta_of, manifest.store) == (0, str(tmp_path / "anchors"))
+    one.check(1)
+
+
+def test_at_the_memory_limit_of_redis_a_policy_waits_and_the_error_says_where(
+    start, redis_client, limit_memory, caplog
+):
+    one = start(anchors=REDIS)
+    one.publish()
+    one.settle()
+    limit_memory(-200_000)
+    one.masters.walk(0.02)
+    one.publish()
+    wait_for(lambda: "training waits" in caplog.text)
+    assert re.search(
+        r"policy 1 cannot be written: Redis \{test\}:chunks does not take 1-delta-0-0 \(\d+ bytes\): .*maxmemory",
+        caplog.text,
+    )
+    assert one.versions() == [0]
+    one.check(0)
+    limit_memory(1 << 20)
+    one.settle()
+    one.check(1)
+
+
+def test_a_chunk_with_other_bytes_is_found_by_reading_it_back_and_only_once(start, redis_client, caplog):
+    one = start()
+    one.publish()
+    one.masters.walk(0.02)
+    one.publish()
+    one.settle()
+    one.publisher.announce_again(thoroughly=True)
+    one.settle()
+    assert not caplog.text
+    key = "1-delta-0-0"
+    redis_client.hset(one.keys.chunks, key, b"?" * redis_client.hstrlen(one.keys.chunks, key))
+    for thoroughly in (False, True):  # read back before, so that neither looks
+        one.publisher.announce_again(thoroughly=thoroughly)
+        one.settle()
+        assert redis_client.hkeys(one.keys.anchors) == [b"0"]
+    one.masters.walk(0.001)
+    one.publish()
+    one.settle()
+    one.publisher.announce_again(thoroughly=True)
+    one.settle()
+    assert "XXH3 digest" in caplog.text and "policy 2 is announced again" in caplog.text
+    one.check(2)
+
+
+def test_anchors_that_redis_has_lost_are_made_again_in_the_end(start, redis_client):
+    one = start(keep=3)
+    one.publish()
+    one.settle()
+    redis_client.delete(one.keys.anchors)
+    one.publisher.announce_again()
+    for _ in range(30):
+        one.masters.walk(0.05)
+        one.publish()
+        one.settle()
+    assert redis_client.hlen(one.keys.anchors) and len(one.versions()) < 20
+    one.check(one.version)

@@ -400,7 +400,7 @@ class Kill:
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
 @pytest.mark.parametrize(
-    ("place", "number"), [("fetch", 1), ("lock", 1), ("apply", 1), ("apply", 3), ("verify", 1), ("clean", 1)]
+    ("place", "number"), [("fetch", 1), ("lock", 1), ("apply", 1), ("apply", 3), ("verify", 2), ("clean", 1)]
 )
 def test_a_kill_in_the_middle_of_a_patch_never_leaves_wrong_bits(
     tmp_path: Path, place: str, number: int, share: float
@@ -613,3 +613,29 @@ def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
     waiting.close()
     thread.join()
     assert "stopped while it waited" in str(errors[0])
+
+
+def test_a_host_folder_that_is_gone_is_named(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    reader = WeightReader(lambda command: command(host.client), KEYS)
+    copy = HostCopy(str(folder), "test", "redis", reader, ProducerMetrics())
+    copy.open()
+    manifest = host.log.whole(0, first_policy())
+    copy.lock_at(manifest)
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match=r"weights\.host_folder = '.*/copies': expected a folder"):
+        copy.lock_at(manifest)
+    folder.mkdir()
+    copy.open()
+    copy.lock_at(manifest)
+    assert is_policy(loaded(copy.path), host.log.policies[0])
+    copy.close()
+
+
+def test_a_store_that_is_slow_shows_how_far_the_fetching_is(host: Host, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "LONG_WAIT_S", 0.0)
+    copy = host.producer()
+    host.holds(copy, host.log.whole(7, first_policy()))
+    assert "still fetching weights: chunk 2 of 5 of policy 7 in redis" in caplog.text

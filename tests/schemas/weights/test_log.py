@@ -59,3 +59,9 @@ def test_a_chain_that_was_cut_says_which_policy_is_gone(held: int | None) -> Non
         log_of(*CHAIN[3:]).way(5, held)
     with pytest.raises(VersionGoneError, match="policy 99"):
         log_of(*CHAIN).way(99, held)
+
+
+@pytest.mark.parametrize("of", [5, 6])
+def test_a_manifest_that_is_a_delta_of_itself_or_of_what_follows_is_no_way(of: int) -> None:
+    with pytest.raises(VersionGoneError):
+        log_of(manifest(5, of, 0), manifest(6, 5, 0)).way(6, held=1)
