@@ -24,6 +24,7 @@ from penstock.schemas.config import (
     RunConfig,
     SamplingConfig,
     TrainerConfig,
+    WeightsConfig,
 )
 from real_server import installed_servers
 from tests.chaos.hits import Hit
@@ -83,7 +84,8 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     ranks = f" of {NUM_RANKS} ranks" if leg.with_ranks else ""
     say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{ranks}{engine}, {leg.num_faults} faults")
     began = time.monotonic()
-    config = _config(leg, out / "model", folder / "notes")
+    (folder / "host").mkdir()
+    config = _config(leg, out / "model", folder)
     if leg.with_ranks:
         config = of_ranks(config, folder / "aims")
     storm = Storm(leg, config, folder, servers[server], with_disk=with_disk, say=say)
@@ -117,7 +119,7 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     )
 
 
-def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
+def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
     """A run that never ends by itself, with steps of milliseconds and claims that go stale within a second."""
     return RunConfig(
         name="chaos",
@@ -127,7 +129,7 @@ def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
         groups_per_batch=4,
         max_lag=2,
         model=ModelConfig(path=str(model)),
-        environment=Plug(path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(notes)}),
+        environment=Plug(path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(folder / "notes")}),
         sampling=SamplingConfig(max_tokens=4),
         engine=EngineConfig(max_model_len=64, kv_cache_gib=0.1),
         producers=ProducersConfig(
@@ -137,10 +139,12 @@ def _config(leg: Leg, model: Path, notes: Path) -> RunConfig:
             claim_refresh_s=0.25,
             max_attempts=16,
         ),
-        trainer=TrainerConfig(learning_rate=1e-5, device="cpu", lease_s=1.0),
+        # So small a step changes few of the float32 elements: most policies are published as deltas.
+        trainer=TrainerConfig(learning_rate=3e-10, device="cpu", lease_s=1.0),
         evaluation=EvaluationConfig(every=50, num_prompts=4),
         checkpoint=CheckpointConfig(every=5),
         redis=RedisConfig(outage_s=60.0),
+        weights=WeightsConfig(host_folder=str(folder / "host")),
         metrics=MetricsConfig(port=0),
         parity=ParityConfig(gate="off"),  # scripted engines invent their logprobs
     )

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutting_proxy import When
+from tests.chaos import roles
 from tests.chaos.aim import Fate, Place
 from tests.chaos.leg import Leg
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
+from weight_host import harm_copy
 
 if TYPE_CHECKING:
     from tests.chaos.storm import Storm
@@ -207,6 +209,61 @@ def _checkpoint_corrupt(storm: "Storm", draw: Random) -> str | None:
     return f"{file.relative_to(newest)} of the newest is {harm}, the trainer killed, back after {delay_s:.1f} s"
 
 
+def _chunk_harmed(storm: "Storm", draw: Random) -> str | None:
+    """One of the newest policy's, which no producer may hold yet, or any other one."""
+    if not storm.server.answers():
+        return None
+    client, name = storm.server.client, storm.keys.chunks
+    found: Any = client.hkeys(name)
+    if not found:
+        return None
+    newest = max(int(key.partition(b"-")[0]) for key in found)
+    recent = [key for key in sorted(found) if int(key.partition(b"-")[0]) == newest]
+    key = draw.choice(recent if draw.random() < 0.7 else sorted(found))
+    data: Any = client.hget(name, key)
+    harm = draw.choice(["lost", "flipped", "cut short"])
+    if data is None:
+        return None
+    if harm == "lost":
+        client.hdel(name, key)
+    else:
+        at = draw.randrange(len(data))
+        flipped = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+        client.hset(name, key, data[:at] if harm == "cut short" else flipped)
+    return f"{key.decode()} is {harm}"
+
+
+def _anchors_lost(storm: "Storm", draw: Random) -> str | None:
+    if not storm.server.answers():
+        return None
+    num_anchors: Any = storm.server.client.hlen(storm.keys.anchors)
+    storm.server.client.delete(storm.keys.anchors)
+    return f"{num_anchors} of them"
+
+
+def _copy_harmed(storm: "Storm", draw: Random) -> str | None:
+    """While nobody loads from it; bytes that are changed behind a clean state have tests of their own."""
+    folders = sorted(storm.host_folder.glob("penstock-*-chaos-*"))
+    if not folders:
+        return None
+    harm = draw.choice(["torn", "stateless", "cut short", "removed"])
+    try:
+        harm_copy(folders[0], harm, wait=False)
+    except (OSError, ValueError):  # it is in use, or not whole at this moment
+        return None
+    return f"it is {harm}"
+
+
+def _producer_killed_in_patch(storm: "Storm", draw: Random) -> str | None:
+    aim = storm.folder / roles.KILL_IN_PATCH
+    struck = set(storm.folder.glob(f"{roles.KILL_IN_PATCH}.*")) - storm.struck
+    if struck:
+        storm.struck |= struck
+        return f"process {struck.pop().suffix[1:]}"
+    aim.touch()
+    return None
+
+
 def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Storm", Random], str | None]:
     def harm(storm: "Storm", draw: Random) -> str | None:
         assert storm.hits is not None
@@ -237,6 +294,12 @@ KINDS = (
     FaultKind("Redis full", "maxmemory at what is used, for up to 2 s", 3, _redis_full),
     FaultKind("connections cut", "every connection of one process at once", 4, _cut),
     FaultKind("command cut", "one command lost, or executed and its reply lost, wholly or in part", 8, _cut_command),
+    FaultKind("chunk harmed", "a chunk of the weight log in Redis lost, flipped or cut short", 3, _chunk_harmed),
+    FaultKind("anchors lost", "the hash of anchors deleted", 1, _anchors_lost),
+    FaultKind("copy harmed", "the copy of the policy torn, without state, cut short, or removed", 3, _copy_harmed),
+    FaultKind(
+        "producer killed in a patch", "SIGKILL between two chunks of a host's copy", 2, _producer_killed_in_patch
+    ),
     FaultKind("disk full", "no room in the checkpoint folder for up to 2.5 s", 3, _disk_full),
     FaultKind(
         "checkpoint spoiled",

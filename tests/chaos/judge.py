@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
+from tests.chaos.labels import judge_labels
 from tests.chaos.storm import Storm
 from tests.chaos.witness import ChainError, StepChain, digest_of_base, digest_of_checkpoint
 
@@ -30,6 +31,8 @@ class StormVerdict(msgspec.Struct, kw_only=True):
     num_trained_twice: int = 0
     num_generated: int = 0
     """Prompts posed to an engine, those included that were posed again."""
+    num_loads: int = 0
+    """Policies that an engine has read from its host's copy, each compared with what was published."""
     num_steps_in_policy: int = 0
     num_steps_undone: int = 0
     """Optimizer steps that a rollback took back, or that a replaced trainer took in vain."""
@@ -55,6 +58,8 @@ def judge(storm: Storm) -> StormVerdict:
         _judge_policy(verdict, storm, folder, notes)
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
+    verdict.num_loads, wrong = judge_labels(storm.labels)
+    verdict.problems += wrong
     _judge_ledger(verdict, folder)
     if not storm.problems:  # of a run that did not end, Redis and the open indexes say nothing
         _judge_redis(verdict, storm)

@@ -26,6 +26,9 @@ on the way is what has shaped this policy, whatever was rolled back, resumed or 
 have been trained must be on that way once, with each of its completions once, no other may be, and the checkpoint's
 ledger, the dead letters and `penstock audit` must agree.
 
+A third side looks at the **weights**: the trainer's process notes the digest of each policy that it publishes, each
+scripted engine that of the tensors that it reads before it samples under the version. They must be equal, bit for bit.
+
 Four broken protocols (no deduplication, no reconciling, ledger not restored, every rank trains the rows of all) are
 caught by it in `make test`.
 """

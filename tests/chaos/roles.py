@@ -1,32 +1,46 @@
 """Programs of the suite's processes: the real entry points, observed; and the deliberately broken protocols."""
 
+import asyncio
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import penstock.consumers.__main__ as trainer_entry
+import penstock.consumers.stream.recovery as recovery
+import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
+import penstock.producers.weights.host_copy as host_copy
 from penstock.consumers.learning.batch import MiniBatch
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
-from penstock.producers.interfaces import Completion
+from penstock.producers.interfaces import Completion, Restore
 from penstock.schemas.config import RunConfig
+from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process import logs
 from penstock.schemas.rollout import SamplingSettings
 from scripted_engine import ScriptedEngine
+from tests.chaos import labels
 from tests.chaos.witness import observed_learner
+from weight_host import read
+
+KILL_IN_PATCH = "kill-in-patch"
+"""File that the suite leaves for the next producer that changes a host's copy: it dies while it does."""
 
 
 def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: Path, broken: str | None = None) -> int:
     """The trainer's own entry point, with the witness around its learner."""
     logs.configure("trainer", run=config.name, id=f"trainer-{os.getpid()}")
     trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
+    labels.watch_publications(steps.with_name("labels"))
+    trainer.WAITING_LOG_S, recovery.SUSPICIOUS_S = 1.0, 3.0  # a run of milliseconds a step waits for seconds at most
     if broken is not None:
         BROKEN[broken]()
     return trainer_entry.main(config, runs=runs, resume=resume, standby=standby)
@@ -36,13 +50,33 @@ def produce(config: RunConfig, runs: Path, producer_id: str, token_s: float) -> 
     """The producer's own entry point with an engine that costs nothing."""
 
     async def start(config: RunConfig, *, seed: int) -> ChaosEngine:
-        return ChaosEngine(token_s=token_s, num_tokens=config.sampling.max_tokens, num_token_ids=90, first_token=3)
+        settings = {"num_tokens": config.sampling.max_tokens, "num_token_ids": 90, "first_token": 3}
+        return ChaosEngine(runs.parent / "labels", token_s=token_s, **settings)
 
+    aim, apply = runs.parent / KILL_IN_PATCH, host_copy.apply
+
+    def apply_and_die(*arguments: Any) -> Any:
+        undo = apply(*arguments)
+        if aim.exists():
+            aim.rename(aim.with_suffix(f".{os.getpid()}"))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return undo
+
+    host_copy.apply = apply_and_die  # type: ignore[assignment]
     return producer_entry.main(config, runs=runs, producer_id=producer_id, engine_factory=start)
 
 
 class ChaosEngine(ScriptedEngine):
-    """Refuses a request id while it is in use, and takes it again afterwards."""
+    """Refuses a request id while it is in use, and takes it again afterwards. Notes what it loads in `notes`."""
+
+    def __init__(self, notes: Path, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._notes = notes
+
+    async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
+        found = await asyncio.to_thread(lambda: labels.digest(read(path)))
+        labels.note(self._notes, "held", manifest.version, found)
+        return await super().load_weights(manifest, path, restore)
 
     async def generate(
         self,

@@ -79,6 +79,7 @@ class Storm:
         (folder / "logs").mkdir()
         save_run_file(config, self.run_folder)
         self.steps = folder / "steps"
+        self.labels = folder / "labels"
         self.notes = Path(config.environment.kwargs["notes"])
         self.keys = Keys(config.name)
         self.problems: list[str] = []
@@ -87,6 +88,9 @@ class Storm:
         """How often a process ended by itself with a line that says why, by that line without its numbers."""
         self.done: list[Done] = []
         self.spoiled: set[str] = set()
+        self.struck: set[Path] = set()
+        """Left by producers that were killed while they changed a host's copy."""
+        self.host_folder = Path(config.weights.host_folder or "")
         self.disk = SmallDisk(self.run_folder / "checkpoints") if with_disk else None
         self.say = say
         # Not below `folder`: a socket's path may have at most 107 characters.
@@ -251,6 +255,7 @@ class Storm:
             self.problem(traceback)
         if self.hits is not None and self.hits.took(process):
             return
+        process.was_killed |= (self.folder / f"{roles.KILL_IN_PATCH}.{process.pid}").exists()
         if is_as_asked(process, run_is_ending=self.is_calm):
             return
         reason, complaint = reason_of(process, lambda reason: replaced or self._may_end(reason))

@@ -84,15 +84,15 @@ class HostProducer:
         await self.connection.close()
 
 
-def harm_copy(folder: Path, harm: str) -> None:
-    """Harms a host's copy while nobody loads from it.
+def harm_copy(folder: Path, harm: str, *, wait: bool = True) -> None:
+    """Harms a host's copy while nobody loads from it; raises BlockingIOError if somebody does, unless it may wait.
 
     `torn`: half of its bytes are others, and it is dirty, as a kill in the middle of a patch leaves it. `overwritten`:
     the same, and it looks clean. `stateless`, `cut short`, `removed`: what the names say; the folder is removed.
     """
     descriptor = os.open(folder / "read", os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         (file,) = folder.glob("weights-*")
         if harm in ("torn", "stateless"):
             (folder / "state").unlink(missing_ok=True)
