@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 FULL_LOG_S = 30.0
 HEAD_START_S = 0.03
-"""How long a publication has the interpreter to itself: a small policy is announced within it, and later, and so with
-more lag, beside a thread that packs the next batch."""
+"""How long the publication of a small policy has the interpreter to itself: it is announced within it, and later, and
+so with more lag, beside a thread that packs the next batch."""
+SMALL_BYTES = 16 << 20
+"""A policy of more takes longer to write than a head start would save."""
 END_S = 5.0
 """How long a trainer that ends waits for its last publication; one that is fenced takes its chunks away."""
 ANCHORS_IN_REDIS = 4
@@ -119,6 +121,8 @@ class Publisher:
         """By place the keys of chunks that nobody needs and that could not be deleted."""
         self._compared = -1
         """The version of which the chunks were read back."""
+        self._policy_bytes = 0
+        """Of the tensors of the policy written last."""
         self._num_attempts = 0
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
@@ -204,8 +208,9 @@ class Publisher:
             target=self._run, args=(before, self._under_way, work, arguments), name="publisher", daemon=True
         )
         self._thread.start()
-        with contextlib.suppress(TimeoutError):
-            self._under_way.exception(HEAD_START_S)
+        if self._policy_bytes <= SMALL_BYTES:
+            with contextlib.suppress(TimeoutError):
+                self._under_way.exception(HEAD_START_S)
 
     def _run(
         self,
@@ -236,6 +241,7 @@ class Publisher:
         self._shard.snapshots.wait()
         before = self._newest[0] if self._newest is not None else None
         manifest = self._write(version, parent, before, whole=is_first)
+        self._policy_bytes = manifest.total_bytes
         self._announce(manifest, fork=fork)
         self._newest = version, parent, fork
         done.set_result(None)
