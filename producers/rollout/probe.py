@@ -104,7 +104,8 @@ class _Wave:
         sampling = self._sampling if self._updated else self._shorter(share)
         while True:
             found = await self._engine.generate(token_ids, sampling, self._group_size, _request_id())
-            if self._updated:
+            # Where the machine is busy, one that was in flight may be here before the update is known to be done.
+            if self._updated or any(len(completion.version_spans) > 1 for completion in found):
                 return found
             sampling = self._sampling
             await asyncio.sleep(0)  # an engine may answer without ever waiting

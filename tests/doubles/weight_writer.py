@@ -32,7 +32,7 @@ class WeightWriter:
         piece: int = 1 << 20,
     ) -> None:
         self.client, self.keys = client, Keys(run)
-        self.store: ChunkStore = store or RedisChunks(lambda command: command(client), self.keys)
+        self.store: ChunkStore = store or RedisChunks(lambda command: command(self.client), self.keys)
         self.policies: dict[int, dict[str, np.ndarray]] = {}
         self.manifests: dict[int, WeightManifest] = {}
         self._tensors, self._piece = tensors, piece

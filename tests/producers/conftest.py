@@ -85,10 +85,17 @@ class HandTrainer:
     """The trainer's side of the streams, by hand and with plain commands."""
 
     def __init__(self, client: redis.Redis, config: RunConfig, runs: Path) -> None:
-        self.client = client
         self.keys = Keys(config.name)
         self.log = WeightWriter(client, config.name)
         self._cursor: bytes = b"0-0"
+
+    @property
+    def client(self) -> redis.Redis:
+        return self.log.client
+
+    @client.setter
+    def client(self, client: redis.Redis) -> None:
+        self.log.client = client
 
     def announce(self, version: int, **changes: object) -> WeightManifest:
         """Announces a whole policy of one tensor that holds `version`; `changes` falsify the manifest."""
