@@ -328,10 +328,14 @@ def _producer(arguments: argparse.Namespace) -> int:
     else:
         if arguments.run_file is not None or arguments.run is None or arguments.name is not None:
             raise ConfigError("producer --join REDIS_URL: expected --run NAME, and neither RUN.toml nor --name")
-        from penstock.deploy.launch.joining import join, own_folder
+        from penstock.deploy.launch.joining import RunEndedError, join, own_folder
 
         runs = arguments.runs or own_folder()
-        config = join(arguments.join, arguments.run, model=arguments.model, overrides=arguments.set, runs=runs)
+        try:
+            config = join(arguments.join, arguments.run, model=arguments.model, overrides=arguments.set, runs=runs)
+        except RunEndedError as ended:
+            print(f"penstock: {ended}", file=sys.stderr)
+            return 0
     limit_threads(config.producers.num_threads)
     from penstock.producers.__main__ import main as produce
 

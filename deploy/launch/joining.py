@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,18 +22,28 @@ from penstock.schemas.process.redis_url import URL, certificate_problem, place_o
 
 _NO_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*/*"]
 """Files of a model on the Hub that nothing here reads."""
+WAIT_S = 600.0
+"""How long a run may take to begin: hosts and containers start in any order."""
+_LOOK_S = 1.0
+
+
+class RunEndedError(Exception):
+    """There is nothing to join any more."""
 
 
 def join(url: str, run: str, *, model: str | None, overrides: Sequence[str], runs: Path) -> RunConfig:
     """The configuration of run `run` in the Redis at `url`, its model in a folder of this host. From now on `url` is
     this process's REDIS_URL.
 
+    Waits, `WAIT_S` at most, for the run's trainer to begin.
+
     model: folder or Hub name of the base model; None takes the run's own path if the same model is there, else the
         files that Redis has of it, without weights: the engine gets those of the first policy that it loads.
 
     Raises:
-        ConfigError: not a Redis URL, no such run or one that has ended, another model than the run's, or a module of
-            the run that is not here.
+        ConfigError: not a Redis URL, no such run, another model than the run's, or a module of the run that is not
+            here.
+        RunEndedError: it has ended.
         ServerError: Redis does not answer, or refuses.
     """
     secret_url, place = with_password(url, "--join"), f"Redis at {place_of(url)}"
@@ -67,8 +78,8 @@ def _read(url: str, run: str, place: str) -> RunDescription:
         raise ConfigError(f"--run: {error}") from None
     client = connect(url, "--join")
     try:
+        fields = _wait_for(client, keys, place)
         finished = client.hget(keys.commit, Commit.FINISHED)
-        fields: dict[bytes, bytes] = client.hgetall(keys.description)  # type: ignore[assignment]
     except redis.RedisError as error:  # redis-py's messages hold host and port, never the password
         problem = certificate_problem(error, url)
         raise ServerError(problem or f"--join: {place} gives nothing of run {run!r}: {error}") from None
@@ -77,11 +88,25 @@ def _read(url: str, run: str, place: str) -> RunDescription:
     if not fields:
         raise ConfigError(f"--run {run!r}: {place} holds no such run; expected one whose trainer has begun")
     if finished == b"1":
-        raise ConfigError(f"--run {run!r}: this run has ended; expected one that trains")
+        raise RunEndedError(f"--run {run!r}: this run has ended")
     try:
         return decode_description(fields)
     except DescriptionError as error:
         raise ConfigError(f"--run {run!r}: {keys.description} in {place} describes no run: {error}") from None
+
+
+def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]:
+    """The fields of the run's description; none if its trainer has not begun in `WAIT_S`."""
+    deadline, is_told = time.monotonic() + WAIT_S, False
+    while True:
+        fields: dict[bytes, bytes] = client.hgetall(keys.description)  # type: ignore[assignment]
+        if fields or time.monotonic() >= deadline:
+            return fields
+        if not is_told:
+            is_told = True
+            waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
+            print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
+        time.sleep(_LOOK_S)
 
 
 def _check_modules(config: RunConfig) -> None:

@@ -47,6 +47,8 @@ def on_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(here))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(cli, "limit_threads", lambda count: None)
+    monkeypatch.setattr(joining, "WAIT_S", 0.01)
+    monkeypatch.setattr(joining, "_LOOK_S", 0.02)
     for name in ("REDIS_URL", "REDIS_PASSWORD_FILE"):
         monkeypatch.setenv(name, "")
     return here
@@ -171,8 +173,17 @@ def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client:
     status, error, started = join("--model", "no/such/place")
     assert (status, started) == (2, []) and "--model no/such/place: no config.json there" in error
     redis_client.hset(KEYS.commit, "finished", "1")
-    status, error, _ = join()
-    assert status == 2 and "--run 'far': this run has ended" in error
+    status, error, started = join()
+    assert (status, started) == (0, []) and "--run 'far': this run has ended" in error
+
+
+def test_a_producer_that_is_there_first_waits_for_the_trainer(run, join, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "WAIT_S", 60.0)
+    trainer = threading.Timer(0.2, run)
+    trainer.start()
+    status, error, started = join()
+    trainer.join()
+    assert status == 0 and len(started) == 1 and error.count("waiting for its trainer to begin") == 1
 
 
 def test_a_redis_without_such_a_run_is_told_from_one_whose_run_cannot_be_read(
@@ -180,6 +191,7 @@ def test_a_redis_without_such_a_run_is_told_from_one_whose_run_cannot_be_read(
 ) -> None:
     status, error, _ = join()
     assert status == 2 and "holds no such run; expected one whose trainer has begun" in error
+    assert "'far': Redis at" in error and "holds no such run yet; waiting for its trainer to begin" in error
     status, error, _ = join(run="f r")
     assert status == 2 and "--run: run name 'f r': expected letters" in error
     run()
