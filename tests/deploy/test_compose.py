@@ -86,8 +86,8 @@ def test_a_producer_needs_nothing_of_the_run_but_redis_and_its_own_modules() -> 
     assert SERVICES["producer"]["volumes"] == own
     # Large policies and the locks of GPUs: in the runs folder.
     assert SERVICES["producer-gpu"]["volumes"] == [*own, "runs:/runs"]
-    for name, trainer in (("producer", "trainer"), ("producer-gpu", "trainer-gpu")):
-        assert SERVICES[name]["depends_on"][trainer] == {"condition": "service_healthy"}  # Redis knows of the run then
+    for name in ("producer", "producer-gpu"):
+        assert SERVICES[name]["depends_on"] == SERVICES["redis-exporter"]["depends_on"]  # it waits for the run itself
         assert resolved(SERVICES[name]["shm_size"]) == "1gb"
         assert "command" not in SERVICES[name]
     script = (IMAGES / "producer.sh").read_text()
