@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.schemas.policy import WeightManifest
+from penstock.schemas.process.plugins import offers
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan
 
@@ -44,6 +45,22 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: bytes
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+
+
+class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a rollout beside its text, for a reward with a parameter `facts`."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    """Sampled tokens, the stop token included if it was sampled."""
+    max_tokens: int
+    """The most tokens that it could have had: sampling.max_tokens, or what the prompt leaves of the model's context."""
+    finish_reason: FinishReason
+
+    @property
+    def is_truncated(self) -> bool:
+        """It was cut off by the token limit."""
+        return self.finish_reason == "length"
 
 
 class EngineError(RuntimeError):
@@ -126,7 +143,11 @@ class Environment(Protocol):
         """Held-out task `n`, from 1 to `num_evaluation_prompts`."""
         ...
 
-    def reward(self, prompt: Prompt, completion: str) -> float | Reward: ...
+    @offers("facts")
+    def reward(self, prompt: Prompt, completion: str) -> float | Reward:
+        """What one answer is worth. May be a coroutine, may take `facts: RolloutFacts`, and with `completions` in place
+        of `completion` it scores all siblings at once and returns a list."""
+        ...
 
 
 class Conversation(Protocol):
