@@ -264,6 +264,19 @@ class AdvantageConfig(Plug, frozen=True, kw_only=True):
     kl_coefficient: NonNegativeFloat = 0.0
     """KL in the reward: so many times the sum of proximal - reference logprobs over a rollout's sampled tokens is
     subtracted from its reward before the advantages are taken. The reference is `model.reference`."""
+    truncated: Literal["train", "mask", "penalize"] = "train"
+    """What becomes of rollouts that end at the token limit. `train`: they are trained on as others are. `mask`: their
+    tokens are left out of the loss and its denominators (DAPO's overlong filtering, arXiv 2503.14476); their rewards
+    still count among their siblings'. `penalize`: their advantages are those of the reward `truncated_reward`."""
+    truncated_reward: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
+    """For `truncated = "penalize"`: takes the place of their rewards. What is logged is what they earned."""
+
+    def __post_init__(self) -> None:
+        if (self.truncated == "penalize") != (self.truncated_reward is not None):
+            expected = "a number" if self.truncated == "penalize" else "it to be left out"
+            raise ValueError(
+                f"truncated_reward = {self.truncated_reward} with truncated = {self.truncated!r}: expected {expected}"
+            )
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
@@ -672,6 +685,7 @@ NAMES_IN_TRL = {
     "eval_steps": "evaluation.every",
     "reward_funcs": "reward.path",
     "reward_weights": "reward.components",
+    "mask_truncated_completions": "advantage.truncated",
 }
 """Fields by their names in TRL's GRPOConfig, where those are others."""
 

@@ -122,6 +122,12 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("advantage.leave_one_out=true", r"leave_one_out = True: .* it is now advantage.path = '.*:leave_one_out'"),
         ("advantage.path=rloo", r"advantage.path = 'rloo': expected package.module:Name"),
         ("advantage.kl_coefficient=-0.1", r"advantage.kl_coefficient = -0.1: Expected `float` >= 0"),
+        ("advantage.truncated=drop", r"advantage.truncated = 'drop': expected one of 'train', 'mask', 'penalize'"),
+        ("advantage.truncated=penalize", r"truncated_reward = None with truncated = 'penalize': expected a number"),
+        (
+            "advantage.truncated_reward=-1.0",
+            r"truncated_reward = -1.0 with truncated = 'train': expected it to be",
+        ),
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
