@@ -51,11 +51,16 @@ class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a rollout beside its text, for a reward with a parameter `facts`."""
 
     num_prompt_tokens: int
+    """Of the first turn."""
     num_tokens: int
-    """Sampled tokens, the stop token included if it was sampled."""
+    """Sampled tokens of all turns, the stop token included if it was sampled."""
     max_tokens: int
-    """The most tokens that it could have had: sampling.max_tokens, or what the prompt leaves of the model's context."""
+    """The most tokens that it could have had: sampling.max_tokens, or what the prompt leaves of the model's context. In
+    a conversation sampling.max_tokens, which is a turn's."""
     finish_reason: FinishReason
+    """Of the last turn."""
+    num_turns: int = 1
+    """Calls of the model."""
 
     @property
     def is_truncated(self) -> bool:
@@ -160,6 +165,15 @@ class Conversation(Protocol):
             ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one past the context
                 and `rollout_ended` for one of a rollout that has ended.
             EngineError: the engine serves no longer.
+        """
+        ...
+
+    @property
+    def facts(self) -> RolloutFacts:
+        """Of the calls answered until now.
+
+        Raises:
+            LookupError: there is none yet.
         """
         ...
 
