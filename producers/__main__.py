@@ -19,7 +19,7 @@ from penstock.producers.interfaces import Engine, EngineError, Environment
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.producers.rollout.rewards import reward_function
+from penstock.producers.rollout.rewards import reward_components
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
@@ -83,7 +83,7 @@ async def _build(
 ) -> Producer:
     """Builds the producer, the cheap checks first; `closing` closes what was opened."""
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    reward = reward_function(config, environment)
+    rewards = reward_components(config, environment)
     tokenizer = load_tokenizer(config)
     folder_of_copies(config.weights.host_folder)  # raises before the engine boots
     metrics = ProducerMetrics(run=config.name, producer=producer_id)
@@ -100,7 +100,7 @@ async def _build(
     context = ProducerContext(
         config, runs=runs, producer_id=producer_id, connection=connection, metrics=metrics, metrics_port=port
     )
-    producer = Producer(context, engine, environment, tokenizer, reward=reward, answer_parser=parser, stop=stop)
+    producer = Producer(context, engine, environment, tokenizer, rewards=rewards, answer_parser=parser, stop=stop)
     await producer.open()
     return producer
 

@@ -6,12 +6,14 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.producers.endpoint.chat.answers import AnswerParser
 from penstock.producers.interfaces import Engine, EngineError, Environment
 from penstock.producers.rollout.episode import Episodes
-from penstock.producers.rollout.rewards import RewardFunction, RewardScorer
+from penstock.producers.rollout.rewards import RewardComponent, component
+from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
@@ -65,7 +67,7 @@ class Producer:
         environment: Environment,
         tokenizer: Any,
         *,
-        reward: RewardFunction | None = None,
+        rewards: Sequence[RewardComponent] | None = None,
         answer_parser: AnswerParser | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class Producer:
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
-        self._scorer = RewardScorer(reward or environment.reward)
+        self._scorer = RewardScorer(rewards or [component(environment.reward)], config.reward)
         self._episodes = Episodes(
             context, environment=environment, tokenizer=tokenizer, engine=engine, scorer=self._scorer
         )

@@ -25,6 +25,8 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
+OWN_REWARD = "environment"
+"""The path of the environment's own reward."""
 DEFAULT_ADVANTAGE = "penstock.consumers.learning.advantages:group_relative"
 
 
@@ -48,6 +50,51 @@ class Plug(Section, frozen=True, kw_only=True):
 class ObjectivePlug(Plug, frozen=True, kw_only=True):
     path: str = DEFAULT_OBJECTIVE
     """`package.module:Name`."""
+
+
+class WeightedReward(Plug, frozen=True, kw_only=True):
+    """The reward is the weighted sum of these. Each is a part of it, logged as `reward/<name>` without its weight."""
+
+    name: Annotated[str, Meta(pattern="^[^/]+$", max_length=64)]
+    """Name of the part."""
+    path: str
+    """A function, `package.module:name`, or `environment` for the environment's own reward."""
+    weight: float = 1.0
+    """Factor in the sum. 0 logs it and no more."""
+
+
+class RewardConfig(Plug, frozen=True, kw_only=True):
+    """What a completion is worth (docs/environments.md)."""
+
+    path: str = OWN_REWARD
+    """A function `(prompt, completion) -> float | Reward`, `package.module:name`; `environment` is the environment's
+    own."""
+    components: tuple[WeightedReward, ...] = ()
+    concurrency: Positive = 64
+    """Calls of coroutine rewards (`async def`) that one producer awaits at once."""
+    timeout_s: PositiveFloat | None = None
+    """A coroutine's call that takes longer has failed. None leaves it to producers.generation_deadline_s."""
+    retries: NonNegative = 0
+    """A coroutine's call that fails is made so many times more, after 0.25 s, 0.5 s and so on; then its group is
+    dead."""
+
+    def __post_init__(self) -> None:
+        weights = {each.name: each.weight for each in self.components}
+        if self.components and (self.path != OWN_REWARD or self.kwargs):
+            raise ValueError(
+                f"path = {self.path!r} with components: expected one of the two; a component may have path = "
+                f"{OWN_REWARD!r}"
+            )
+        if len(weights) < len(self.components):
+            names = [each.name for each in self.components]
+            raise ValueError(f"components have the names {names}, expected different ones")
+        if weights and (not math.isfinite(total := math.fsum(weights.values())) or total == 0):
+            raise ValueError(f"components have the weights {weights}, expected finite numbers whose sum is not 0")
+        for plug in (self, *self.components):
+            if plug.path == OWN_REWARD and plug.kwargs:
+                raise ValueError(
+                    f"kwargs = {plug.kwargs!r} with path = {OWN_REWARD!r}: expected them in environment.kwargs"
+                )
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -218,6 +265,19 @@ class AdvantageConfig(Plug, frozen=True, kw_only=True):
     kl_coefficient: NonNegativeFloat = 0.0
     """KL in the reward: so many times the sum of proximal - reference logprobs over a rollout's sampled tokens is
     subtracted from its reward before the advantages are taken. The reference is `model.reference`."""
+    truncated: Literal["train", "mask", "penalize"] = "train"
+    """What becomes of rollouts that end at the token limit. `train`: they are trained on as others are. `mask`: their
+    tokens are left out of the loss and its denominators (DAPO's overlong filtering, arXiv 2503.14476); their rewards
+    still count among their siblings'. `penalize`: their advantages are those of the reward `truncated_reward`."""
+    truncated_reward: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
+    """For `truncated = "penalize"`: takes the place of their rewards. What is logged is what they earned."""
+
+    def __post_init__(self) -> None:
+        if (self.truncated == "penalize") != (self.truncated_reward is not None):
+            expected = "a number" if self.truncated == "penalize" else "it to be left out"
+            raise ValueError(
+                f"truncated_reward = {self.truncated_reward} with truncated = {self.truncated!r}: expected {expected}"
+            )
 
 
 def _check_fields(struct: msgspec.Struct) -> None:
@@ -480,8 +540,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig
     environment: Plug
     """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
-    reward: Plug | None = None
-    """A function `(prompt, completion) -> float | Reward` in place of the environment's own reward."""
+    reward: RewardConfig = RewardConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     producers: ProducersConfig = ProducersConfig()
@@ -637,6 +696,8 @@ NAMES_IN_TRL = {
     "save_steps": "checkpoint.every",
     "eval_steps": "evaluation.every",
     "reward_funcs": "reward.path",
+    "reward_weights": "reward.components",
+    "mask_truncated_completions": "advantage.truncated",
 }
 """Fields by their names in TRL's GRPOConfig, where those are others."""
 
@@ -753,9 +814,10 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
-    for name in ("environment", "objective", "advantage", "reward"):
-        plug = getattr(config, name)
-        if plug is not None and plug.path.count(":") != 1:
+    plugs = {name: getattr(config, name) for name in ("environment", "objective", "advantage")}
+    rewards = {"reward": config.reward} | {f"reward.components[{n}]": r for n, r in enumerate(config.reward.components)}
+    for name, plug in (plugs | {name: each for name, each in rewards.items() if each.path != OWN_REWARD}).items():
+        if plug.path.count(":") != 1:
             raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
     if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
         raise ConfigError(

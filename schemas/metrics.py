@@ -238,6 +238,9 @@ TRAINER_GAUGES: dict[str, Metric] = {
     ),
     "completion_tokens": Metric("penstock_completion_tokens", "Sampled tokens of a rollout, mean", unit="tokens"),
     "truncated_frac": Metric("penstock_truncated_frac", "Share of the rollouts that ended at the token limit"),
+    "truncated_rollouts": Metric(
+        "penstock_truncated_rollouts", "Rollouts of the batch that ended at the token limit", unit="rollouts"
+    ),
     "loss": Metric("penstock_loss", "Loss of the last batch", unit="none"),
     "grad_norm": Metric("penstock_gradient_norm", "Gradient norm before clipping", unit="none"),
     "learning_rate": Metric(

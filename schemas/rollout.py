@@ -108,6 +108,11 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     reward: Reward
 
     @property
+    def is_truncated(self) -> bool:
+        """It ended at the token limit."""
+        return self.segments[-1].finish_reason == "length"
+
+    @property
     def num_sampled_tokens(self) -> int:
         return sum(segment.num_sampled_tokens for segment in self.segments)
 

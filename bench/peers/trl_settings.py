@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from penstock.producers.interfaces import Environment
-from penstock.schemas.config import DEFAULT_ADVANTAGE, ConfigError, RunConfig
+from penstock.schemas.config import DEFAULT_ADVANTAGE, ConfigError, RewardConfig, RunConfig
 
 GRPO_PATH = "penstock.consumers.learning.objectives.grpo:Grpo"
 
@@ -35,8 +35,8 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         raise ConfigError(
             f"advantage = {config.advantage}: this benchmark compares {DEFAULT_ADVANTAGE} without KL only"
         )
-    if config.reward is not None:
-        raise ConfigError(f"reward.path = {config.reward.path!r}: this benchmark takes the environment's own reward")
+    if config.reward != RewardConfig():
+        raise ConfigError(f"reward = {config.reward}: this benchmark takes the environment's own reward")
     trainer = config.trainer
     if trainer.decay_steps is not None:
         raise ConfigError(f"trainer.decay_steps = {trainer.decay_steps}: this benchmark has no such schedule")

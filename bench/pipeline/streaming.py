@@ -21,7 +21,7 @@ from penstock.producers.interfaces import Environment
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.producers.rollout.rewards import reward_function
+from penstock.producers.rollout.rewards import reward_components
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
@@ -144,8 +144,8 @@ class _Windows:
             context = ProducerContext(
                 config, runs=self._run_folders, producer_id=PRODUCER_ID, connection=connection, metrics=metrics
             )
-            reward = reward_function(config, self._environment)
-            producer = Producer(context, meter, self._environment, self._tokenizer, reward=reward)
+            rewards = reward_components(config, self._environment)
+            producer = Producer(context, meter, self._environment, self._tokenizer, rewards=rewards)
             await producer.open()
             serving = asyncio.create_task(producer.serve(), name="producer")
             await self._wait_for_first_request(meter, serving, feeder)

@@ -28,7 +28,7 @@ import numpy as np
 
 from penstock.schemas.config import AdvantageConfig, ConfigError
 from penstock.schemas.process.plugins import resolve
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.rollout import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
@@ -39,7 +39,7 @@ class BatchRewards:
     """The rewards of a batch's R rollouts; siblings lie next to each other."""
 
     values: np.ndarray
-    """[R] float64, less the KL penalty if there is one."""
+    """[R] float64, that of truncated rollouts replaced if the run file says so, less the KL penalty if there is one."""
     indexes: np.ndarray
     """[R] int64, the task index of each rollout's group."""
     num_tokens: np.ndarray
@@ -139,7 +139,8 @@ def make_advantage(config: AdvantageConfig) -> AdvantageFunction:
 
 
 def check_advantage(config: AdvantageConfig) -> None:
-    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not see the KL penalty."""
+    """Tries the function on two groups. Raises ConfigError if it does not fit, or does not see what the run file
+    makes of the rewards."""
     function = make_advantage(config)
     parts = _EveryPart(np.array([0.0, 1.0, 1.0, 0.0]))
     values = np.array([[0.0, 1.0, 1.0, 3.0], [0.0, 1.0, 1.0, 2.0]])
@@ -149,18 +150,26 @@ def check_advantage(config: AdvantageConfig) -> None:
     ]
     if not np.isfinite(found).all():
         raise ConfigError(f"advantage.path = {config.path!r}: returns {found[0].tolist()}, expected finite numbers")
-    if config.kl_coefficient and np.array_equal(found[0], found[1]):
-        raise ConfigError(
-            f"advantage.kl_coefficient = {config.kl_coefficient} with advantage.path = {config.path!r}: this function "
-            "does not read the rewards that the penalty is subtracted from; expected 0"
-        )
+    changes = {"kl_coefficient": (config.kl_coefficient, 0), "truncated_reward": (config.truncated_reward, None)}
+    for name, (value, none) in changes.items():
+        if value != none and np.array_equal(found[0], found[1]):
+            raise ConfigError(
+                f"advantage.{name} = {value} with advantage.path = {config.path!r}: this function does not read the "
+                "rewards that it changes; expected it to be left out"
+            )
 
 
-def batch_rewards(groups: Sequence[RolloutGroup]) -> BatchRewards:
+def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> BatchRewards:
+    """config: says what the reward of a truncated rollout is."""
+    instead = config.truncated_reward
+
+    def value(rollout: Rollout) -> float:
+        return instead if instead is not None and rollout.is_truncated else rollout.reward.value
+
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.reward.parts)
     return BatchRewards(
-        values=np.array([rollout.reward.value for rollout in rollouts], dtype=np.float64),
+        values=np.array([value(rollout) for rollout in rollouts], dtype=np.float64),
         indexes=np.array([group.index for group in groups for _ in group.rollouts], dtype=np.int64),
         num_tokens=np.array([rollout.num_sampled_tokens for rollout in rollouts], dtype=np.int64),
         parts={name: np.array([rollout.reward.parts.get(name, 0.0) for rollout in rollouts]) for name in names},

@@ -151,7 +151,8 @@ class MiniBatch:
     indexes: tuple[int, ...]
     """The released task indexes in it."""
     num_tokens: int
-    """Sampled tokens of every group, masked and skipped ones included: the token-level denominator."""
+    """Sampled tokens of every group, those masked for lag and skipped ones included: the token-level denominator. Of
+    this and the next, rollouts that are masked because they are truncated are no part; both are 1 at least."""
     num_rollouts: int
     """Rollouts of every group: the rollout-level denominator."""
     skipped: tuple[MicroBatch, ...] = ()

@@ -17,17 +17,19 @@ def outcome(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     reward, and `reward/<part>` of each part: means, as of `mean_rewards`.
     reward_std: standard deviation (n - 1) of a group's rewards, mean over the groups.
     completion_tokens: sampled tokens of a rollout, mean.
-    truncated_frac: share of the rollouts whose last segment ended at the token limit.
+    truncated_frac, truncated_rollouts: share and number of the rollouts whose last segment ended at the token limit.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
+    truncated = [rollout.is_truncated for rollout in rollouts]
     rewards = [[rollout.reward.value for rollout in group.rollouts] for group in groups]
     return {
         **mean_rewards([reward_table(rollout.reward) for rollout in rollouts]),
         "reward_std": float(np.mean([np.std(values, ddof=1) if len(values) > 1 else 0.0 for values in rewards])),
         "completion_tokens": float(np.mean([rollout.num_sampled_tokens for rollout in rollouts])),
-        "truncated_frac": float(np.mean([rollout.segments[-1].finish_reason == "length" for rollout in rollouts])),
+        "truncated_frac": float(np.mean(truncated)),
+        "truncated_rollouts": float(sum(truncated)),
     }
 
 

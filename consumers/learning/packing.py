@@ -15,7 +15,7 @@ from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_la
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.sharing import ALONE, Sharing, shared_out, spread
 from penstock.schemas.config import RunConfig
-from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
+from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class _Row:
     advantage: float
     temperature: float
     rollout_tokens: int
+    is_masked: bool = False
+    """All of it: its rollout is truncated."""
 
 
 def pack(
@@ -53,7 +55,8 @@ def pack(
     Groups whose advantages are all 0, as without reward variance, are left out of the rows and counted in the
     denominators, which to the policy term changes nothing but the cost. One rollout of each is kept for the metrics
     (`MiniBatch.skipped`), by the group's index a different sibling each time. Tokens older than the lag bound are
-    masked; a row with nothing else is left out likewise. With KL in the reward no row is left out.
+    masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not in the denominators either; a
+    row with nothing else is left out likewise. With KL in the reward no row is left out.
 
     Args:
         every_row: trains on groups without advantage as well, for an objective whose loss is not 0 there.
@@ -66,7 +69,7 @@ def pack(
         RecordError: a row without context.
         ConfigError: an advantage function that does not fit the batch; see `make_advantage`.
     """
-    lags, rewards = known_lags(lag_of), batch_rewards(groups)
+    lags, rewards = known_lags(lag_of), batch_rewards(groups, config.advantage)
     advantages = make_advantage(config.advantage)(rewards)
     of_group, first = {}, 0
     for group, own in zip(groups, rewards.by_group(advantages), strict=False):
@@ -172,14 +175,14 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
         [row for row in rows if of_kl or _num_unmasked([row], bound)] for rows in (part.rows, part.skipped)
     )
     sample = _a_rollout_of_each_group(skipped)
-    rollouts = [rollout for group in part.groups for rollout in group.rollouts]
+    rollouts = [one for group in part.groups for one in group.rollouts if not _is_masked(one, config)]
     split = passes(alive)
     whole = MiniBatch(
         microbatches=tuple(_pack_rows(rows, bound) for rows in split),
         places=tuple(tuple(row.place for row in rows) for rows in split if rows),
         indexes=tuple(group.index for group in part.groups),
-        num_tokens=sum(rollout.num_sampled_tokens for rollout in rollouts),
-        num_rollouts=len(rollouts),
+        num_tokens=max(1, sum(rollout.num_sampled_tokens for rollout in rollouts)),
+        num_rollouts=max(1, len(rollouts)),
         skipped=tuple(_pack_rows(rows, bound) for rows in passes(sample)),
         skipped_scale=_num_unmasked(skipped, bound) / _num_unmasked(sample, bound) if sample else 1.0,
     )
@@ -193,7 +196,11 @@ def _pack_part(part: _Part, config: RunConfig, sharing: Sharing) -> MiniBatch:
 
 
 def _num_unmasked(rows: list[_Row], lag_bound: int) -> int:
-    return sum(count for row in rows for lag, count in row.lags if lag <= lag_bound)
+    return sum(count for row in rows if not row.is_masked for lag, count in row.lags if lag <= lag_bound)
+
+
+def _is_masked(rollout: Rollout, config: RunConfig) -> bool:
+    return config.advantage.truncated == "mask" and rollout.is_truncated
 
 
 def _a_rollout_of_each_group(rows: list[_Row]) -> list[_Row]:
@@ -229,6 +236,7 @@ def _rows(
                 advantage=advantage,
                 temperature=group.sampling.temperature,
                 rollout_tokens=rollout_tokens,
+                is_masked=_is_masked(rollout, config),
             )
 
 
@@ -311,7 +319,7 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         temperature=torch.from_numpy(temperature),
         rollout_tokens=torch.from_numpy(rollout_tokens),
         lag=torch.from_numpy(lag),
-        loss_mask=torch.from_numpy(lag <= lag_bound),
+        loss_mask=torch.from_numpy((lag <= lag_bound) & ~np.array([row.is_masked for row in rows])[row_ids]),
         row_ids=torch.from_numpy(row_ids),
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),

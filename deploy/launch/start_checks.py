@@ -19,7 +19,7 @@ from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
 from penstock.producers.interfaces import EngineError, Environment
 from penstock.producers.rollout.episode import pose
-from penstock.producers.rollout.rewards import reward_function, reward_threads
+from penstock.producers.rollout.rewards import reward_components
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
@@ -52,7 +52,7 @@ def check(config: RunConfig) -> Checked:
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
     config = _with_evaluation_size(config, environment.num_evaluation_prompts)
     _check_prompts(config, environment)
-    reward_threads(reward_function(config, environment))
+    reward_components(config, environment)
     return Checked(config, [*warnings, *_check_memory(config)])
 
 

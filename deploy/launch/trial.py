@@ -2,16 +2,19 @@
 
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.launch.command_line import find_run_file
-from penstock.producers.interfaces import Environment
+from penstock.producers.interfaces import Environment, RolloutFacts
 from penstock.producers.rollout.episode import load_tokenizer, pose, tokenize
-from penstock.producers.rollout.rewards import RewardError, RewardScorer, reward_function
+from penstock.producers.rollout.rewards import RewardError, reward_components
+from penstock.producers.rollout.scoring import RewardScorer
 from penstock.schemas.config import ConfigError, RunConfig, config_of, load_config
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import FinishReason
 
 MOST_COMPLETIONS = 4
 """Of one prompt."""
@@ -57,7 +60,9 @@ class _Trial:
         self._config = config
         self.environment: Environment = construct(config.environment, "environment", Environment, seed=config.seed)
         self.converses = hasattr(self.environment, "converse")
-        self._scorer = RewardScorer(reward_function(config, self.environment))
+        components = reward_components(config, self.environment)
+        self._takes_facts = any(each.takes_facts for each in components)
+        self._scorer = RewardScorer(components, config.reward)
         self._shown_errors: set[str] = set()
         self.without_model = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
         self.tokenizer: Any = None
@@ -92,36 +97,50 @@ class _Trial:
                 _say(message.role, message.content)
         for name, value in prompt.metadata.items():
             _say("metadata", f"{name} = {value}")
-        await self._show_gold(prompt)
-        for completion in self._sampled(token_ids):
-            _say("says", completion)
-            if not self.converses:
-                await self._score(prompt, completion, "")
+        await self._show_gold(prompt, len(token_ids))
+        sampled = list(self._sampled(token_ids))
+        texts, facts = [text for text, _ in sampled], [each for _, each in sampled]
+        rewards = [] if self.converses or not sampled else await self._score(prompt, texts, facts)
+        for text, reward in zip_longest(texts, rewards):
+            _say("says", text)
+            _show("", reward)
 
-    async def _show_gold(self, prompt: Prompt) -> None:
+    async def _show_gold(self, prompt: Prompt, num_prompt_tokens: int) -> None:
         """Scores the answer as it stands, and in a box if that is worth nothing."""
         if not prompt.answer:
             return
         _say("answer", prompt.answer)
-        reward = await self._score(prompt, prompt.answer, "as a completion ")
-        if reward is None or reward.value > 0:
+        if self._takes_facts and not self.tokenizer:
+            _say("note", "not scored: the reward takes `facts`, which need a model (--set model.path=FOLDER)")
             return
-        boxed = await self._score(prompt, f"\\boxed{{{prompt.answer}}}", "in a \\boxed{} ")
-        if boxed is not None and boxed.value <= 0:
-            _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
+        forms = {"as a completion ": prompt.answer, "in a \\boxed{} ": f"\\boxed{{{prompt.answer}}}"}
+        for form, text in forms.items():
+            num_tokens = len(self.tokenizer.encode(text, add_special_tokens=False)) if self.tokenizer else 0
+            facts = self._facts(num_prompt_tokens, num_tokens, "stop")
+            rewards = await self._score(prompt, [text], [facts])
+            for reward in rewards:
+                _show(form, reward)
+            if not rewards or rewards[0].value > 0:
+                return
+        _say("warning", "the gold answer is worth nothing in either form: can any completion be right?")
 
-    async def _score(self, prompt: Prompt, completion: str, form: str) -> Reward | None:
-        """Prints and returns a reward; None if there is none."""
+    async def _score(self, prompt: Prompt, texts: Sequence[str], facts: Sequence[RolloutFacts]) -> Sequence[Reward]:
+        """The rewards of siblings; none, and the error printed, if they have none."""
         try:
-            (reward,) = await self._scorer.score(prompt, [completion])
+            return await self._scorer.score(prompt, texts, facts)
         except RewardError as error:
             self._failed("reward", error.__cause__ or error)
-            return None
-        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
-        _say("reward", f"{form}{reward.value:g}" + (f"  ({parts})" if parts else ""))
-        return reward
+            return ()
 
-    def _sampled(self, token_ids: list[int]) -> Iterator[str]:
+    def _facts(self, num_prompt_tokens: int, num_tokens: int, finish_reason: FinishReason) -> RolloutFacts:
+        return RolloutFacts(
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
+            max_tokens=self._config.sampling.max_tokens,
+            finish_reason=finish_reason,
+        )
+
+    def _sampled(self, token_ids: list[int]) -> Iterator[tuple[str, RolloutFacts]]:
         """Completions by transformers' own generation, with the run's sampling settings."""
         if not self.tokenizer:
             return
@@ -147,7 +166,9 @@ class _Trial:
             found = model.generate(torch.tensor([token_ids], device=model.device), generation_config=settings)
         for sampled in found[:, len(token_ids) :].tolist():
             end = next((n for n, token_id in enumerate(sampled) if token_id in ends), len(sampled))
-            yield self.tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = self.tokenizer.decode(sampled[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ended = end < len(sampled)
+            yield text, self._facts(len(token_ids), end + ended, "stop" if ended else "length")
 
     def _failed(self, what: str, error: BaseException) -> None:
         """Prints an error, with its traceback unless one from the same place was printed before."""
@@ -180,6 +201,12 @@ def _pieces(tokenizer: Any, token_ids: list[int]) -> str:
         half = _MOST_PIECES // 2
         shown = [*shown[:half], f" ... {len(shown) - _MOST_PIECES} more ... ", *shown[-half:]]
     return "|".join(piece.replace("\n", "\\n") for piece in shown)
+
+
+def _show(form: str, reward: Reward | None) -> None:
+    if reward is not None:
+        parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
+        _say("reward", f"{form}{reward.value:g}" + (f"  ({parts})" if parts else ""))
 
 
 def _say(label: str, text: str) -> None:

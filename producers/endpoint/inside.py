@@ -8,7 +8,7 @@ from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.interfaces import ConversingEnvironment
+from penstock.producers.interfaces import ConversingEnvironment, RolloutFacts
 from penstock.producers.rollout.episode import pose
 from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
@@ -39,6 +39,20 @@ class RolloutConversation:
         answered = await self._calls.answer(self._rollout, request, self._rollout.ledger.begin())
         answered.call.delivered = True
         return answered.message
+
+    @property
+    def facts(self) -> RolloutFacts:
+        """See `Conversation.facts`."""
+        calls = self._rollout.ledger.calls
+        if not calls:
+            raise LookupError("facts of a conversation without an answered call")
+        return RolloutFacts(
+            num_prompt_tokens=len(calls[0].prompt) // 4,
+            num_tokens=self._rollout.ledger.num_sampled,
+            max_tokens=self._sampling.max_tokens,
+            finish_reason=calls[-1].completion.finish_reason,
+            num_turns=len(calls),
+        )
 
 
 class InsideAgents:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.schemas.policy import WeightManifest
+from penstock.schemas.process.plugins import offers
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import EngineFingerprint, FinishReason, SamplingSettings, VersionSpan
 
@@ -46,6 +47,27 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: bytes
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+
+
+class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a rollout beside its text, for a reward with a parameter `facts`."""
+
+    num_prompt_tokens: int
+    """Of the first turn."""
+    num_tokens: int
+    """Sampled tokens of all turns, the stop token included if it was sampled."""
+    max_tokens: int
+    """The most tokens that it could have had: sampling.max_tokens, or what the prompt leaves of the model's context. In
+    a conversation sampling.max_tokens, which is a turn's."""
+    finish_reason: FinishReason
+    """Of the last turn."""
+    num_turns: int = 1
+    """Calls of the model."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """It was cut off by the token limit."""
+        return self.finish_reason == "length"
 
 
 class EngineError(RuntimeError):
@@ -132,7 +154,11 @@ class Environment(Protocol):
         """Held-out task `n`, from 1 to `num_evaluation_prompts`."""
         ...
 
-    def reward(self, prompt: Prompt, completion: str) -> float | Reward: ...
+    @offers("facts")
+    def reward(self, prompt: Prompt, completion: str) -> float | Reward:
+        """What one answer is worth. May be a coroutine, may take `facts: RolloutFacts`, and with `completions` in place
+        of `completion` it scores all siblings at once and returns a list."""
+        ...
 
 
 class Conversation(Protocol):
@@ -145,6 +171,15 @@ class Conversation(Protocol):
             ApiError: the request cannot be answered; its `code` is `context_length_exceeded` for one past the context
                 and `rollout_ended` for one of a rollout that has ended.
             EngineError: the engine serves no longer.
+        """
+        ...
+
+    @property
+    def facts(self) -> RolloutFacts:
+        """Of the calls answered until now.
+
+        Raises:
+            LookupError: there is none yet.
         """
         ...
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from penstock.producers.interfaces import Completion, Engine, EngineError, Environment
-from penstock.producers.rollout.rewards import RewardError, RewardScorer
+from penstock.producers.interfaces import Completion, Engine, EngineError, Environment, RolloutFacts
+from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.sampling import evaluation_sampling, request_seed, sample, training_sampling
+from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
@@ -104,7 +105,9 @@ class Episodes:
                 for n, completion in enumerate(completions):
                     if completion.finish_reason == "error":
                         return Dead(f"engine: completion {n} finished with 'error'", None, group)
-                rewards = await self._scorer.score(prompt, self._decode(completions))
+                limit = min(group.sampling.max_tokens, room - num_tokens)
+                facts = [facts_of(one, num_tokens, limit) for one in completions]
+                rewards = await self._scorer.score(prompt, self._decode(completions), facts)
                 scored = zip(group.rollouts, rewards, strict=True)
                 return replace(
                     group,
@@ -160,6 +163,15 @@ def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
         return tokenizer.encode(prompt.text, add_special_tokens=False)
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def facts_of(completion: Completion, num_prompt_tokens: int, max_tokens: int) -> RolloutFacts:
+    return RolloutFacts(
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=len(completion.token_ids) // 4,
+        max_tokens=max_tokens,
+        finish_reason=completion.finish_reason,
+    )
 
 
 def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollout:

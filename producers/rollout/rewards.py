@@ -1,23 +1,23 @@
-"""Rewards: the environment's or the run file's own function; coroutines on the event loop, others on threads."""
+"""Rewards: the environment's or the run file's own function, or several of them with weights.
 
-import asyncio
+What a function is given is read from its signature, once: all siblings if its second parameter is called `completions`,
+and what is known of the rollout beside its text if it has a parameter `facts`.
+"""
+
 import functools
 import inspect
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from queue import SimpleQueue
-from threading import Lock, Thread
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.producers.interfaces import Environment
-from penstock.schemas.config import ConfigError, RunConfig
-from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.producers.interfaces import Environment, RolloutFacts
+from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RewardConfig, RunConfig
 from penstock.schemas.process.plugins import resolve
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import MAX_REWARD, check_part_names
 
-RewardFunction = Callable[[Prompt, str], float | Reward | Awaitable[float | Reward]]
+RewardFunction = Callable[..., Any]
 
 REWARD_THREADS = 16
 """Calls at once of a reward that is no coroutine. Its owner may name another number: 1 if it is not thread-safe."""
@@ -27,32 +27,139 @@ class RewardError(ValueError):
     """A reward function raised (`__cause__`), or returned something that is no finite number."""
 
 
-def reward_function(config: RunConfig, environment: Environment) -> RewardFunction:
-    """The function that `reward` in the run file names, with its keyword arguments bound, else the environment's.
+@dataclass(frozen=True, kw_only=True)
+class RewardCall:
+    """One call of a reward function, and the completions that it scores: one, or those of a whole group."""
+
+    function: Callable[[], Any]
+    completions: Sequence[str]
+    is_of_group: bool
+
+    def checked(self, found: Any) -> tuple[Reward, ...]:
+        """What the function returned, as the reward of each completion.
+
+        Raises:
+            RewardError: see `checked`; or of a group another number of rewards than it has completions.
+        """
+        if not self.is_of_group:
+            return (checked(found, _named(self.completions[0])),)
+        _refuse_coroutine(found)
+        wanted = len(self.completions)
+        if not isinstance(found, Sequence) and not hasattr(found, "__array__"):
+            raise RewardError(f"{repr(found)[:80]} for a group, expected a list of {wanted} rewards")
+        if len(found) != wanted:
+            raise RewardError(f"{len(found)} rewards for a group, expected {wanted}, one for each completion")
+        return tuple(checked(one, _named(text)) for one, text in zip(found, self.completions, strict=True))
+
+    def failure(self, error: Exception, tries: int = 1) -> RewardError:
+        """The error of a group; the user's own is its cause, with a note of the completion that it arose from."""
+        of = f"a group of {len(self.completions)}, the first: " if self.is_of_group else "the completion "
+        error.add_note(f"while scoring {of}{self.completions[0][:200]!r}")
+        if isinstance(error, RewardError):
+            return error
+        tried = f" (tried {tries} times)" if tries > 1 else ""
+        explained = RewardError(f"{type(error).__name__}: {error}{tried}")
+        explained.__cause__ = error
+        return explained
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardComponent:
+    """A reward function, its arguments bound, and what it is given. One without a name is the whole reward."""
+
+    function: RewardFunction
+    takes_group: bool
+    takes_facts: bool
+    is_async: bool
+    num_threads: int
+    """Of a function that is no coroutine."""
+    name: str = ""
+    weight: float = 1.0
+
+    def calls(
+        self, prompt: Prompt, completions: Sequence[str], facts: Sequence[RolloutFacts] | None
+    ) -> Iterator[RewardCall]:
+        """The calls that score a group. facts: of each completion; None only if they are not taken."""
+        if self.takes_group:
+            known = {"facts": list(facts or ())} if self.takes_facts else {}
+            function = functools.partial(self.function, prompt, list(completions), **known)
+            yield RewardCall(function=function, completions=completions, is_of_group=True)
+            return
+        for n, completion in enumerate(completions):
+            about = {"facts": facts[n]} if self.takes_facts and facts is not None else {}
+            function = functools.partial(self.function, prompt, completion, **about)
+            yield RewardCall(function=function, completions=(completion,), is_of_group=False)
+
+
+def component(
+    function: RewardFunction,
+    field: str = "reward",
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    name: str = "",
+    weight: float = 1.0,
+) -> RewardComponent:
+    """Reads from the function's signature what it takes. field: of the run file, for messages.
 
     Raises:
-        ConfigError: it cannot be imported, or cannot be called with a prompt and a completion.
+        ConfigError: it cannot be called with a prompt and completions, or see `reward_threads`.
     """
-    if config.reward is None:
-        return environment.reward
-    function = resolve(config.reward, "reward")
+    kwargs = kwargs or {}
     try:
-        inspect.signature(function).bind(None, None, **config.reward.kwargs)
-    except TypeError as error:
+        parameters = inspect.signature(function).parameters
+        takes_facts = "facts" in parameters
+        names = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
+        inspect.signature(function).bind(None, None, **({"facts": None} if takes_facts else {}), **kwargs)
+    except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"reward.path = {config.reward.path!r}: {error}; expected a function (prompt: Prompt, completion: str, "
-            "**kwargs) -> float | Reward"
+            f"{field}: {error}; expected a function (prompt: Prompt, completion: str, **kwargs) -> float | Reward, "
+            "which may take `facts: RolloutFacts`, or for all siblings at once (prompt, completions: list[str], "
+            "**kwargs) -> list, which may take `facts: list[RolloutFacts]`"
         ) from None
-    return functools.partial(function, **config.reward.kwargs)
+    return RewardComponent(
+        function=functools.partial(function, **kwargs),
+        takes_group=names[1:2] == ["completions"],
+        takes_facts=takes_facts,
+        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
+        num_threads=reward_threads(function),
+        name=name,
+        weight=weight,
+    )
 
 
-def reward_threads(reward: RewardFunction) -> int:
+def reward_components(config: RunConfig, environment: Environment) -> tuple[RewardComponent, ...]:
+    """The functions that `[reward]` names; without one the environment's own.
+
+    Raises:
+        ConfigError: one cannot be imported, or does not fit; or limits for coroutines, and none of them is one.
+    """
+    settings = config.reward
+    if settings.components:
+        found = tuple(
+            _component_of(each, f"reward.components[{n}]", environment, name=each.name, weight=each.weight)
+            for n, each in enumerate(settings.components)
+        )
+    else:
+        found = (_component_of(settings, "reward", environment),)
+    for name in ("concurrency", "timeout_s", "retries"):
+        value = getattr(settings, name)
+        if value != getattr(RewardConfig(), name) and not any(each.is_async for each in found):
+            raise ConfigError(f"reward.{name} = {value}: it is for coroutines; expected an `async def` reward")
+    return found
+
+
+def _component_of(plug: Plug, field: str, environment: Environment, **named: Any) -> RewardComponent:
+    function = environment.reward if plug.path == OWN_REWARD else resolve(plug, field)
+    return component(function, f"{field}.path = {plug.path!r}", kwargs=plug.kwargs, **named)
+
+
+def reward_threads(function: RewardFunction) -> int:
     """The attribute `reward_threads` of the environment or of the function itself, else `REWARD_THREADS`.
 
     Raises:
         ConfigError: it is no number from 1.
     """
-    function = reward.func if isinstance(reward, functools.partial) else reward
+    function = function.func if isinstance(function, functools.partial) else function
     owner = getattr(function, "__self__", function)
     threads = getattr(owner, "reward_threads", REWARD_THREADS)
     if not isinstance(threads, int) or threads < 1:
@@ -60,116 +167,19 @@ def reward_threads(reward: RewardFunction) -> int:
     return threads
 
 
-class _Group:
-    """The completions of one group that are being scored."""
-
-    def __init__(self, prompt: Prompt, completions: Sequence[str], done: "asyncio.Future[tuple[Reward, ...]]") -> None:
-        self.prompt = prompt
-        self.done = done
-        self.waiting = deque(enumerate(completions))
-        self.rewards: dict[int, Reward] = {}
-        self.num_completions = len(completions)
-        self.num_running = 0
-        """Threads inside a call of the reward function for it."""
-        self.is_over = False
-        """All are scored, or one of them cannot be."""
-        self.is_abandoned = False
-
-
-class RewardScorer:
-    """Scores whole groups: a coroutine function on the event loop, all completions at once; any other function on
-    `reward_threads` threads, because a reward may take seconds (a test suite, a judge) and the event loop has claims to
-    refresh.
-
-    The threads take turns over a group's completions, which are handed over together and answered together: a reward
-    may also take a microsecond. A call that never returns is abandoned with its thread.
+def weighted(components: Sequence[RewardComponent], rewards: Sequence[Reward]) -> Reward:
+    """The weighted sum of the components' rewards for one completion. Its parts are each component's value by its name,
+    without the weight, and the parts of that as `name/part`.
 
     Raises:
-        ConfigError: see `reward_threads`.
+        RewardError: more parts than a record holds, or a sum beyond its range.
     """
-
-    def __init__(self, reward: RewardFunction) -> None:
-        self._reward = reward
-        self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[_Group | None] = SimpleQueue()
-        self._lock = Lock()
-        self._is_async = _is_coroutine_function(reward)
-        self._num_threads = 0 if self._is_async else reward_threads(reward)
-        self._start(self._num_threads)
-
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> tuple[Reward, ...]:
-        """The reward of each completion.
-
-        Cancelling the call abandons the threads that are in the middle of it; others take their places.
-
-        Raises:
-            RewardError: one of them has none; the others are given up.
-        """
-        if self._is_async:
-            return await self._await_all(prompt, completions)
-        group = _Group(prompt, completions, self._loop.create_future())
-        for _ in range(min(len(completions), self._num_threads)):
-            self._queue.put(group)
-        try:
-            return await group.done
-        except asyncio.CancelledError:
-            with self._lock:
-                group.is_over = group.is_abandoned = True
-                self._start(group.num_running)
-            raise
-
-    def close(self) -> None:
-        for _ in range(self._num_threads):
-            self._queue.put(None)
-
-    async def _await_all(self, prompt: Prompt, completions: Sequence[str]) -> tuple[Reward, ...]:
-        async def one(completion: str) -> Reward:
-            try:
-                return checked(await self._reward(prompt, completion), _named(completion))  # type: ignore[misc]
-            except Exception as error:  # user code: any exception becomes the group's reason
-                failure = _explained(error, completion)
-            raise failure
-
-        tasks = [asyncio.ensure_future(one(completion)) for completion in completions]
-        try:
-            return tuple(await asyncio.gather(*tasks))
-        finally:
-            await cancel_and_wait(tasks)
-
-    def _start(self, num_threads: int) -> None:
-        for _ in range(num_threads):
-            Thread(target=self._work, name="rewards", daemon=True).start()
-
-    def _work(self) -> None:
-        while (group := self._queue.get()) is not None:
-            try:
-                if not self._share(group):
-                    return
-            except RuntimeError:
-                return  # the loop is closed
-
-    def _share(self, group: _Group) -> bool:
-        """Scores completions of a group until none is left; False if this thread was replaced meanwhile."""
-        while True:
-            with self._lock:
-                if group.is_over or not group.waiting:
-                    return True
-                n, completion = group.waiting.popleft()
-                group.num_running += 1
-            failure = None
-            try:
-                group.rewards[n] = checked(self._reward(group.prompt, completion), _named(completion))
-            except Exception as error:  # user code: any exception becomes the group's reason
-                failure = _explained(error, completion)
-            with self._lock:
-                if group.is_abandoned:
-                    return False
-                group.num_running -= 1
-                over = failure is not None or len(group.rewards) == group.num_completions
-                if group.is_over or not over:
-                    continue
-                group.is_over = True
-            self._loop.call_soon_threadsafe(_resolve, group, failure)
+    parts: dict[str, float] = {}
+    for each, reward in zip(components, rewards, strict=True):
+        parts[each.name] = reward.value
+        parts |= {f"{each.name}/{part}": value for part, value in reward.parts.items()}
+    value = sum(each.weight * reward.value for each, reward in zip(components, rewards, strict=True))
+    return checked(Reward(value=value, parts=parts), "reward.components")
 
 
 def checked(reward: Any, of: str) -> Reward:
@@ -178,9 +188,7 @@ def checked(reward: Any, of: str) -> Reward:
     Raises:
         RewardError: not a number that a record can hold, or parts that `check_part_names` refuses.
     """
-    if inspect.iscoroutine(reward):
-        reward.close()
-        raise RewardError("the function returned a coroutine, which is awaited only if it is an `async def` itself")
+    _refuse_coroutine(reward)
     found = reward
     try:
         if isinstance(found, str | bytes):
@@ -200,28 +208,11 @@ def checked(reward: Any, of: str) -> Reward:
     return found
 
 
+def _refuse_coroutine(found: Any) -> None:
+    if inspect.iscoroutine(found):
+        found.close()
+        raise RewardError("the function returned a coroutine, which is awaited only if it is an `async def` itself")
+
+
 def _named(completion: str) -> str:
     return f"completion {completion[:80]!r}"
-
-
-def _explained(error: Exception, completion: str) -> RewardError:
-    """The error of a group; the user's own is its cause, with a note of the completion that it arose from."""
-    error.add_note(f"while scoring the completion {completion[:200]!r}")
-    if isinstance(error, RewardError):
-        return error
-    explained = RewardError(f"{type(error).__name__}: {error}")
-    explained.__cause__ = error
-    return explained
-
-
-def _is_coroutine_function(function: Any) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
-def _resolve(group: _Group, failure: RewardError | None) -> None:
-    if group.done.done():
-        return
-    if failure is not None:
-        group.done.set_exception(failure)
-    else:
-        group.done.set_result(tuple(group.rewards[n] for n in range(group.num_completions)))

@@ -2,9 +2,22 @@
 
 import importlib
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from penstock.schemas.config import ConfigError, Plug
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def offers(*names: str) -> Callable[[F], F]:
+    """Of a Protocol's method: the keyword arguments that it is given too if it has such parameters."""
+
+    def mark(method: F) -> F:
+        method.offered = frozenset(names)  # type: ignore[attr-defined]
+        return method
+
+    return mark
 
 
 def resolve(plug: Plug, field: str) -> Any:
@@ -60,7 +73,9 @@ def check_protocol(built: object, protocol: type, field: str, path: str) -> None
             raise ConfigError(f"{field}.path = {path!r}: lacks a method; expected {_show(protocol, name, expected)}")
         wanted = [p for p in inspect.signature(expected).parameters.values() if p.name != "self"]
         try:
-            inspect.signature(found).bind(*[None for p in wanted if p.kind is not p.KEYWORD_ONLY])
+            signature = inspect.signature(found)
+            offered = dict.fromkeys(getattr(expected, "offered", frozenset()) & signature.parameters.keys())
+            signature.bind(*[None for p in wanted if p.kind is not p.KEYWORD_ONLY], **offered)
         except TypeError:
             raise ConfigError(
                 f"{field}.path = {path!r}: {name}{inspect.signature(found)} does not fit; "

@@ -17,7 +17,7 @@ from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.interfaces import LossInputs, Objective, check_objective
 from penstock.consumers.learning.objectives.grpo import Grpo
 from penstock.producers.interfaces import Environment
-from penstock.producers.rollout.rewards import reward_function
+from penstock.producers.rollout.rewards import reward_components
 from penstock.schemas.config import AdvantageConfig, Plug, RunConfig, config_of
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt
@@ -69,9 +69,10 @@ def test_the_environment_of_the_readme_poses_other_tasks_than_it_holds_out(lab: 
 def test_the_reward_function_of_its_page_is_called_with_its_arguments(lab: Any) -> None:
     lab("README.md")
     lab("docs/environments.md")
-    [config] = [config for config in configs("docs/environments.md") if config.reward is not None]
+    [config] = [config for config in configs("docs/environments.md") if config.reward.kwargs]
     environment = construct(config.environment, "environment", Environment, seed=0)
-    reward = reward_function(config, environment)(Prompt(text="2+2=", answer="4"), "4")
+    (component,) = reward_components(config, environment)
+    reward = component.function(Prompt(text="2+2=", answer="4"), "4")
     assert reward.value == pytest.approx(0.999)
 
 

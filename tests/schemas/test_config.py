@@ -88,7 +88,22 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("epsilon=0.2", r"epsilon: unknown field \(did you mean objective.kwargs.clip_low\?\)"),
         ("max_completion_length=9", r"max_completion_length: unknown field \(did you mean sampling.max_tokens\?\)"),
         ("trainer.project=1", r"trainer.project: unknown field \(did you mean metrics.wandb.project\?\), expected"),
-        ("reward.kwargs.x=1", r"reward.path: missing field"),
+        ("environment={kwargs={x=1}}", r"environment.path: missing field"),
+        ("reward={kwargs={x=1}}", r"kwargs = {'x': 1} with path = 'environment': expected them in environment.kwargs"),
+        ("reward.path=rloo", r"reward.path = 'rloo': expected package.module:Name"),
+        (
+            "reward.components=[{name='a', path='b'}]",
+            r"reward.components\[0\].path = 'b': expected package.module:Name",
+        ),
+        (
+            "reward.components=[{name='a/b', path='c:d'}]",
+            r"reward.components\[0\].name = 'a/b': Expected `str` matching",
+        ),
+        (
+            "reward.components=[{name='a', path='b:c', weight=0.0}]",
+            r"components have the weights {'a': 0.0}, expected finite numbers whose sum is not 0",
+        ),
+        ("reward_weights=[1.0]", r"unknown field \(did you mean reward.components\?\)"),
         ("colour=1", r"colour: unknown field, expected one of name, "),
         ("checkpoint={every=3, colour=1}", r"checkpoint.colour: unknown field, expected one of every, keep"),
         ("sampling.min_p=0.1", r"sampling.min_p = 0.1: the trainer cannot reproduce the logprobs"),
@@ -107,6 +122,12 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("advantage.leave_one_out=true", r"leave_one_out = True: .* it is now advantage.path = '.*:leave_one_out'"),
         ("advantage.path=rloo", r"advantage.path = 'rloo': expected package.module:Name"),
         ("advantage.kl_coefficient=-0.1", r"advantage.kl_coefficient = -0.1: Expected `float` >= 0"),
+        ("advantage.truncated=drop", r"advantage.truncated = 'drop': expected one of 'train', 'mask', 'penalize'"),
+        ("advantage.truncated=penalize", r"truncated_reward = None with truncated = 'penalize': expected a number"),
+        (
+            "advantage.truncated_reward=-1.0",
+            r"truncated_reward = -1.0 with truncated = 'train': expected it to be",
+        ),
         ("trainer.decay=wsd", r"trainer.decay = 'wsd': expected one of 'constant', 'linear', 'cosine'"),
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
@@ -220,7 +241,7 @@ def test_a_plug_is_built_with_its_arguments_and_the_context(lab):
 
 
 def test_fields_by_their_names_elsewhere_lead_to_fields_that_are_there():
-    config = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), reward=Plug(path="a:b"))
+    config = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"))
     objective = set(inspect.signature(resolve(Plug(path=DEFAULT_OBJECTIVE), "objective")).parameters)
     for path in NAMES_IN_TRL.values():
         *sections, field = path.removeprefix("objective.kwargs.").split(".")

@@ -141,7 +141,7 @@ def test_rewards_are_in_the_order_of_the_groups_with_0_for_a_part_that_is_not_th
     first, second = random_group(4, 0, siblings=2, rewards=[0.25, 1.0]), random_group(9, 0, siblings=3)
     with_part = replace(first.rollouts[1], reward=Reward(value=1.0, parts={"exact": 0.5}))
     first = replace(first, rollouts=(first.rollouts[0], with_part))
-    found = batch_rewards([first, second])
+    found = batch_rewards([first, second], AdvantageConfig())
     assert found.indexes.tolist() == [4, 4, 9, 9, 9]
     assert found.values[:2].tolist() == [0.25, 1.0]
     assert found.num_tokens.tolist() == [each.num_sampled_tokens for g in (first, second) for each in g.rollouts]
@@ -200,6 +200,13 @@ def test_a_function_that_does_not_fit_is_refused_before_the_start(monkeypatch, p
 def test_what_ships_passes_the_check(name) -> None:
     kl = 0.0 if name == "per_component" else 0.1
     check_advantage(AdvantageConfig(path=f"{HERE}:{name}", kwargs=EVERY[name], kl_coefficient=kl))
+
+
+def test_a_reward_of_truncated_rollouts_that_the_function_does_not_read_is_refused() -> None:
+    fields = {"truncated": "penalize", "truncated_reward": -1.0}
+    check_advantage(AdvantageConfig(**fields))
+    with pytest.raises(ConfigError, match=r"advantage.truncated_reward = -1.0 with advantage.path = .* does not read"):
+        check_advantage(AdvantageConfig(path=f"{HERE}:per_component", kwargs=EVERY["per_component"], **fields))
 
 
 def test_a_component_that_no_reward_of_a_batch_has_is_named_with_those_it_has() -> None:

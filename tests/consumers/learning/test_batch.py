@@ -7,7 +7,7 @@ import torch
 from penstock.consumers.learning.batch import MicroBatch, Support
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.trainable import check_trainable
-from penstock.schemas.config import TrainerConfig
+from penstock.schemas.config import AdvantageConfig, RunConfig, TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment
@@ -322,6 +322,55 @@ def test_a_tile_of_a_support_is_that_of_its_tokens_and_ids() -> None:
             assert torch.equal(support.mask(tokens, ids), whole[tokens, ids])
     for target in range(5):
         assert torch.equal(support.holds(torch.full((4,), target)), whole[:, target])
+
+
+def _two_groups() -> list[RolloutGroup]:
+    """Rewards 1, 0, 0 and 1, 0: the second rollout of the first group and all of the second group are truncated."""
+    one = segment([1, 2, 3], [(2, 3)], [7])
+    cut = msgspec.structs.replace(segment([1, 2, 4, 5, 6], [(2, 5)], [7, 7, 7]), finish_reason="length")
+    turns = [msgspec.structs.replace(one, finish_reason="length"), segment([9, 8], [(1, 2)], [7])]
+    return [group_of(1, [[one], [cut], turns], [1.0, 0.0, 0.0]), group_of(2, [[cut], [cut]], [1.0, 0.0])]
+
+
+def _truncated(setting: str, **fields) -> RunConfig:
+    plain = AdvantageConfig(truncated=setting, kwargs={"normalize_std": False}, **fields)  # type: ignore[arg-type]
+    return configuration("none", max_lag=2, advantage=plain)
+
+
+def test_truncated_rollouts_are_trained_on_as_they_are_unless_the_run_file_says_otherwise() -> None:
+    batch = pack(_two_groups(), lag_from(7), _truncated("train"))
+    assert (batch.minibatches[0].num_tokens, batch.minibatches[0].num_rollouts, batch.num_tokens_trained) == (12, 5, 12)
+    assert batch.outcome["truncated_rollouts"] == 3, "a turn that ended at the limit before the last does not count"
+    assert batch.group_advantages[2] == (0.5, -0.5)
+
+
+def test_truncated_rollouts_that_are_masked_leave_the_loss_and_its_denominators_but_not_their_siblings_mean() -> None:
+    batch = pack(_two_groups(), lag_from(7), _truncated("mask"))
+    (microbatch,) = batch.microbatches
+    assert (batch.minibatches[0].num_tokens, batch.minibatches[0].num_rollouts, batch.num_tokens_trained) == (3, 2, 3)
+    assert sorted(microbatch.targets.tolist()) == [3, 3, 8] and microbatch.loss_mask.all()
+    assert batch.group_advantages[1] == pytest.approx((2 / 3, -1 / 3, -1 / 3))
+    assert batch.outcome["truncated_rollouts"] == 3 and batch.outcome["truncated_frac"] == 0.6
+
+
+def test_a_batch_of_truncated_rollouts_that_are_masked_trains_nothing() -> None:
+    batch = pack(_two_groups()[1:], lag_from(7), _truncated("mask"))
+    assert batch.microbatches == () and batch.num_tokens_trained == 0
+
+
+def test_with_kl_in_the_reward_masked_rollouts_keep_their_rows_without_a_token_in_the_loss() -> None:
+    batch = pack(_two_groups(), lag_from(7), _truncated("mask", kl_coefficient=0.1))
+    (microbatch,) = batch.microbatches
+    assert len(microbatch.targets) == 12 and int(microbatch.loss_mask.sum()) == batch.num_tokens_trained == 3
+    assert set(microbatch.targets[microbatch.loss_mask].tolist()) == {3, 8}
+
+
+def test_truncated_rollouts_that_are_penalized_have_the_advantages_of_that_reward() -> None:
+    batch = pack(_two_groups(), lag_from(7), _truncated("penalize", truncated_reward=-2.0))
+    assert batch.group_advantages[1] == pytest.approx((4 / 3, -5 / 3, 1 / 3))
+    assert batch.group_advantages[2] == (0.0, 0.0), "both have the same reward now"
+    assert batch.outcome["reward"] == pytest.approx(0.4), "what they earned"
+    assert batch.minibatches[0].num_tokens == 12 and batch.num_tokens_trained == 6
 
 
 def test_a_row_without_context_never_packs() -> None:

@@ -33,6 +33,7 @@ def test_reward_parts_spread_length_and_truncation_are_those_of_the_rollouts() -
             "reward_std": statistics.stdev([0.5, 1.5]) / 2,
             "completion_tokens": 3.0,
             "truncated_frac": 0.25,
+            "truncated_rollouts": 1.0,
         }
     )
     assert outcome([]) == {}

@@ -23,6 +23,7 @@ from penstock.schemas.config import (
     ModelConfig,
     Plug,
     RedisConfig,
+    RewardConfig,
     RunConfig,
     SamplingConfig,
     TrainerConfig,
@@ -123,7 +124,7 @@ def test_an_environment_that_does_not_fit_is_refused(config, plug, message):
 
 def test_a_reward_must_be_a_function(config):
     with pytest.raises(ConfigError, match=r"reward\.path = 'math:pi': .* expected a function"):
-        check(changed(config, reward=Plug(path="math:pi")))
+        check(changed(config, reward=RewardConfig(path="math:pi")))
 
 
 def test_an_objective_must_exist(config):

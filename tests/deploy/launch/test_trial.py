@@ -8,6 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.deploy import cli
 from penstock.deploy.demo.char_tokenizer import build_tokenizer
+from penstock.producers.interfaces import RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 
@@ -120,6 +121,29 @@ def test_a_run_file_shows_prompts_as_the_model_gets_them_and_scored_completions(
     assert len(lengths) == 3 * 3 and max(lengths) <= 5
     again = tried(capsys, str(file), "-n", "2")[1]
     assert again == out, "the same seed samples the same"
+
+
+class Compared(Sums):
+    """All siblings at once, by their facts."""
+
+    def reward(  # type: ignore[override]
+        self, prompt: Prompt, completions: list[str], *, facts: list[RolloutFacts]
+    ) -> list[Reward]:
+        parts = [{"of": len(facts), "tokens": each.num_tokens, "cut": float(each.is_truncated)} for each in facts]
+        return [Reward(value=1.0, parts=each) for each in parts]
+
+
+def test_a_reward_of_siblings_and_facts_is_tried_with_a_model(capsys, model) -> None:
+    arguments = ("--set", f"model.path={model}", "--set", "sampling.max_tokens=5", "--set", "group_size=3")
+    status, out = tried(capsys, f"{__name__}:Compared", "-n", "1", *arguments)
+    assert status == 0 and "as a completion 1  (of 1, tokens 2, cut 0)" in out
+    sampled = re.findall(r"^reward       1  \(of 3, tokens (\d), cut (\d)\)", out, re.M)
+    assert len(sampled) == 2 * 3 and {n for n, cut in sampled if cut == "1"} <= {"5"} and ("5", "1") in sampled
+
+
+def test_a_reward_of_facts_is_not_tried_without_a_model(capsys) -> None:
+    status, out = tried(capsys, f"{__name__}:Compared", "-n", "1")
+    assert status == 0 and "not scored: the reward takes `facts`, which need a model" in out and "\nreward" not in out
 
 
 def test_a_model_that_is_not_there_yet_hides_no_prompt(capsys, tmp_path) -> None:

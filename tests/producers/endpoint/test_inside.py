@@ -9,7 +9,7 @@ import pytest
 
 from agent_client import tool_user
 from penstock.producers.endpoint.chat.errors import ApiError
-from penstock.producers.interfaces import EngineError
+from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.sampling import request_seed
 from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
 from penstock.schemas.keys import Field, Kind
@@ -38,6 +38,33 @@ async def test_an_environment_s_conversations_become_groups(serve) -> None:
     await until(lambda: one.server.client.xlen(KEYS.prompts) == 0)
     one.trainer.release(13, 13)
     assert (await one.groups(1))[0].index == 13
+
+
+async def test_a_conversation_knows_its_turns_tokens_and_limit(serve) -> None:
+    known: list[RolloutFacts] = []
+
+    class Knowing(ToolCaller):
+        async def converse(self, prompt, conversation):
+            with pytest.raises(LookupError, match="without an answered call"):
+                _ = conversation.facts
+            reward = await super().converse(prompt, conversation)
+            known.append(conversation.facts)
+            return reward
+
+    one = await serve(environment=Knowing(), group_size=2)
+    one.trainer.release(1, 1)
+    (group,) = await one.groups(1)
+    expected = [
+        RolloutFacts(
+            num_prompt_tokens=rollout.segments[0].loss_mask[0][0],
+            num_tokens=rollout.num_sampled_tokens,
+            max_tokens=group.sampling.max_tokens,
+            finish_reason=rollout.segments[0].finish_reason,
+            num_turns=3,
+        )
+        for rollout in group.rollouts
+    ]
+    assert sorted(known, key=repr) == sorted(expected, key=repr)
 
 
 async def test_calls_of_a_synchronous_run_are_seeded_by_their_place_in_the_run(serve) -> None:

@@ -1,16 +1,25 @@
 """From a claim to a group, or to a reason why there is none."""
 
+import asyncio
 import math
 import time
 
 import pytest
 
-from penstock.producers.interfaces import EngineError
+from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
-from penstock.producers.rollout.rewards import RewardScorer
+from penstock.producers.rollout.rewards import component
+from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
-from penstock.schemas.config import ConfigError, EvaluationConfig, ModelConfig, ProducersConfig, SamplingConfig
+from penstock.schemas.config import (
+    ConfigError,
+    EvaluationConfig,
+    ModelConfig,
+    ProducersConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.rollout import (
@@ -51,15 +60,15 @@ SUM = Prompt(text="12+34=", answer="46")
 def episodes(make_config, metrics, tmp_path):
     """`episodes(environment, engine, **config)`, with the test's tokenizer."""
 
-    def build(environment=None, engine=None, reward=None, **changes) -> Episodes:
-        config = make_config(**{"group_size": 2, **changes})
+    def build(environment=None, engine=None, reward=None, limits=None, **changes) -> Episodes:
+        config = make_config(**{"group_size": 2, "reward": limits or RewardConfig(), **changes})
         environment = environment or OneTask(SUM)
         return Episodes(
             ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
             environment=environment,
             tokenizer=load_tokenizer(config),
             engine=engine or ScriptedEngine(),
-            scorer=RewardScorer(reward or environment.reward),
+            scorer=RewardScorer([component(reward or environment.reward)], config.reward),
         )
 
     return build
@@ -95,8 +104,6 @@ async def test_a_group_holds_prompt_and_answers_as_the_engine_saw_them(episodes)
 
 
 async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp_path) -> None:
-    import asyncio
-
     (tmp_path / "v1").write_bytes(b"")
     manifest = WeightManifest(version=1, parent_version=0, total_bytes=0, tensors=())
     engine = ScriptedEngine(token_s=0.02, num_tokens=8)
@@ -182,6 +189,35 @@ async def test_a_reward_that_is_none_is_dead_and_counted(episodes, metrics, rewa
     outcome = await episodes(reward=reward).run(claim())
     assert isinstance(outcome, Dead) and outcome.reason.startswith(reason)
     assert metrics.registry.get_sample_value("penstock_reward_errors_total") == 1
+
+
+async def test_a_judge_that_hangs_is_a_dead_group_with_its_reason_and_no_reward_of_zero(episodes, metrics) -> None:
+    async def reward(prompt: Prompt, completion: str) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    outcome = await episodes(reward=reward, limits=RewardConfig(timeout_s=0.01)).run(claim())
+    assert isinstance(outcome, Dead) and outcome.group is not None
+    assert outcome.reason == "reward: TimeoutError: no answer within 0.01 s (reward.timeout_s)"
+    assert all(math.isnan(rollout.reward.value) for rollout in outcome.group.rollouts)
+    assert metrics.registry.get_sample_value("penstock_reward_errors_total") == 1
+
+
+async def test_a_reward_is_told_lengths_limit_and_end_of_each_completion(episodes) -> None:
+    told: list[RolloutFacts] = []
+
+    def reward(prompt: Prompt, completions: list[str], facts: list[RolloutFacts]) -> list[float]:
+        told.extend(facts)
+        return [float(each.is_truncated) for each in facts]
+
+    engine = text_engine("46", "4", max_model_len=10, finish_reasons={1: "length"})
+    group = await episodes(engine=engine, reward=reward).run(claim())
+    assert isinstance(group, RolloutGroup)
+    assert told == [
+        RolloutFacts(num_prompt_tokens=6, num_tokens=n, max_tokens=4, finish_reason=reason)
+        for n, reason in ((3, "stop"), (2, "length"))
+    ]
+    assert [rollout.reward.value for rollout in group.rollouts] == [0.0, 1.0]
 
 
 async def test_a_reward_that_raises_keeps_its_traceback_and_the_completions(episodes) -> None:

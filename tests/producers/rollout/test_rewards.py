@@ -6,25 +6,33 @@ import math
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from penstock.producers.interfaces import Environment, RolloutFacts
 from penstock.producers.rollout.rewards import (
     REWARD_THREADS,
     RewardError,
-    RewardScorer,
-    reward_function,
+    component,
+    reward_components,
     reward_threads,
 )
-from penstock.schemas.config import ConfigError, Plug
+from penstock.producers.rollout.scoring import RewardScorer
+from penstock.schemas.config import ConfigError, Plug, RewardConfig, RunConfig, WeightedReward
+from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import shown_traceback
+from penstock.schemas.rollout import FinishReason, shown_traceback
 
 PROMPT = Prompt(text="1+1=", answer="2")
 
 
 def length_reward(prompt: Prompt, completion: str, *, scale: float = 1.0) -> float:
     return scale * len(completion)
+
+
+def scorer_of(function: Any, **limits: Any) -> RewardScorer:
+    return RewardScorer([component(function)], RewardConfig(**limits))
 
 
 def no_reward(prompt: Prompt) -> float:
@@ -39,9 +47,10 @@ class PosesNothing:
 
 
 async def test_numbers_and_rewards_are_both_accepted_in_the_order_of_the_completions() -> None:
-    scorer = RewardScorer(
-        lambda prompt, completion: Reward(value=2.0) if completion == "2" else completion == prompt.answer
-    )
+    def reward(prompt: Prompt, completion: str) -> Reward | bool:
+        return Reward(value=2.0) if completion == "2" else completion == prompt.answer
+
+    scorer = scorer_of(reward)
     assert await scorer.score(PROMPT, ["2", "3"]) == (Reward(value=2.0), Reward(value=0.0))
     scorer.close()
 
@@ -55,7 +64,7 @@ async def test_rewards_run_side_by_side_outside_the_event_loops_thread() -> None
         threads.add(threading.current_thread())
         return float(completion)
 
-    scorer = RewardScorer(reward)
+    scorer = scorer_of(reward)
     groups = [[str(8 * group + n) for n in range(8)] for group in range(REWARD_THREADS // 8)]
     scored = await asyncio.gather(*(scorer.score(PROMPT, group) for group in groups))
     assert [[reward.value for reward in group] for group in scored] == [[float(c) for c in group] for group in groups]
@@ -81,7 +90,7 @@ class OneAtATime:
 
 async def test_an_environment_that_is_not_thread_safe_is_never_called_twice_at_a_time() -> None:
     environment = OneAtATime()
-    scorer = RewardScorer(environment.reward)
+    scorer = scorer_of(environment.reward)
     await asyncio.gather(*(scorer.score(PROMPT, ["a"] * 4) for _ in range(4)))
     assert environment.most == 1
     scorer.close()
@@ -113,7 +122,7 @@ async def test_coroutine_rewards_are_awaited_side_by_side_on_the_event_loop() ->
         return Reward(value=scale * float(completion))
 
     for function, scale in ((Judge(), 1.0), (functools.partial(reward, scale=2.0), 2.0)):
-        scorer = RewardScorer(function)
+        scorer = scorer_of(function)
         scored = await scorer.score(PROMPT, ["1", "2", "3", "4"])
         assert [reward.value for reward in scored] == [scale * n for n in (1, 2, 3, 4)]
         scorer.close()
@@ -129,7 +138,7 @@ async def test_a_coroutine_reward_that_raises_ends_its_siblings_and_shows_its_co
         finally:
             ended.append(completion)
 
-    scorer = RewardScorer(reward)
+    scorer = scorer_of(reward)
     with pytest.raises(RewardError, match="ZeroDivisionError: no") as raised:
         await scorer.score(PROMPT, ["slow", "bad"])
     assert "while scoring the completion 'bad'" in shown_traceback(raised.value.__cause__)
@@ -142,7 +151,7 @@ async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
     async def late() -> float:
         return 1.0
 
-    scorer = RewardScorer(lambda prompt, completion: late())
+    scorer = scorer_of(lambda prompt, completion: late())
     with pytest.raises(RewardError, match="a coroutine, which is awaited only if it is an `async def` itself"):
         await scorer.score(PROMPT, ["x"])
     scorer.close()
@@ -152,7 +161,7 @@ async def test_a_coroutine_from_a_function_that_is_none_is_told_so() -> None:
     "value", [math.nan, math.inf, -1e10, None, "much", "0.5", b"1", Reward(value=1.0, parts={"a": math.nan})]
 )
 async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completion(value: float) -> None:
-    scorer = RewardScorer(lambda prompt, completion: value)
+    scorer = scorer_of(lambda prompt, completion: value)
     message = re.escape(repr(value)[:80]) + " for completion 'x', expected a finite number of at most 1e\\+09"
     with pytest.raises(RewardError, match=message):
         await scorer.score(PROMPT, ["x"])
@@ -169,7 +178,7 @@ async def test_a_reward_that_no_record_holds_is_an_error_that_shows_the_completi
     ],
 )
 async def test_parts_that_no_line_shows_are_an_error_that_shows_the_completion(names: list[str], message: str) -> None:
-    scorer = RewardScorer(lambda prompt, completion: Reward(value=1.0, parts=dict.fromkeys(names, 1.0)))
+    scorer = scorer_of(lambda prompt, completion: Reward(value=1.0, parts=dict.fromkeys(names, 1.0)))
     with pytest.raises(RewardError, match=re.escape(message) + ".*, in the reward of completion 'x'"):
         await scorer.score(PROMPT, ["x"])
     scorer.close()
@@ -177,7 +186,7 @@ async def test_parts_that_no_line_shows_are_an_error_that_shows_the_completion(n
 
 async def test_a_reward_may_have_as_many_and_as_long_parts_as_a_line_shows() -> None:
     most = Reward(value=1.0, parts={f"{n:064}": 1.0 for n in range(32)})
-    scorer = RewardScorer(lambda prompt, completion: most)
+    scorer = scorer_of(lambda prompt, completion: most)
     assert await scorer.score(PROMPT, ["x"]) == (most,)
     scorer.close()
 
@@ -186,7 +195,7 @@ async def test_a_reward_that_raises_names_its_error_and_the_scorer_lives_on() ->
     def reward(prompt: Prompt, completion: str) -> float:
         return 1 / len(completion)
 
-    scorer = RewardScorer(reward)
+    scorer = scorer_of(reward)
     with pytest.raises(RewardError, match="ZeroDivisionError: division by zero"):
         await scorer.score(PROMPT, ["ab", ""])
     assert await scorer.score(PROMPT, ["ab"]) == (Reward(value=0.5),)
@@ -204,7 +213,7 @@ async def test_a_reward_that_never_returns_holds_up_its_own_group_only(threads) 
 
     if threads is not None:
         reward.reward_threads = threads  # type: ignore[attr-defined]
-    scorer = RewardScorer(reward)
+    scorer = scorer_of(reward)
     stuck = asyncio.create_task(scorer.score(PROMPT, ["stuck"] * 3))
     waiting = asyncio.create_task(scorer.score(PROMPT, ["waiting"]))
     with pytest.raises(TimeoutError):
@@ -216,21 +225,160 @@ async def test_a_reward_that_never_returns_holds_up_its_own_group_only(threads) 
     scorer.close()
 
 
-def test_the_run_files_reward_replaces_the_environments(make_config) -> None:
-    environment = PosesNothing()
-    assert reward_function(make_config(), environment)(PROMPT, "abc") == 7.0  # type: ignore[arg-type]
-    config = make_config(reward=Plug(path=f"{__name__}:length_reward", kwargs={"scale": 2.0}))
-    assert reward_function(config, environment)(PROMPT, "abc") == 6.0  # type: ignore[arg-type]
+async def score(config: RunConfig, *completions: str, environment: object = None, **facts: int) -> list[Reward]:
+    """What the rewards of a run file make of one group's completions."""
+    components = reward_components(config, environment or PosesNothing())  # type: ignore[arg-type]
+    scorer = RewardScorer(components, config.reward)
+    try:
+        return list(await scorer.score(PROMPT, completions, [known(len(text), **facts) for text in completions]))
+    finally:
+        scorer.close()
+
+
+def known(num_tokens: int, max_tokens: int = 9) -> RolloutFacts:
+    reason: FinishReason = "length" if num_tokens == max_tokens else "stop"
+    return RolloutFacts(num_prompt_tokens=4, num_tokens=num_tokens, max_tokens=max_tokens, finish_reason=reason)
+
+
+def own(name: str, **fields: object) -> dict[str, object]:
+    return {"path": f"{__name__}:{name}", **fields}
+
+
+def values(rewards: list[Reward]) -> list[float]:
+    return [reward.value for reward in rewards]
+
+
+async def test_the_run_files_reward_replaces_the_environments(make_config) -> None:
+    assert values(await score(make_config(), "abc")) == [7.0]
+    config = make_config(reward=RewardConfig(**own("length_reward", kwargs={"scale": 2.0})))  # type: ignore[arg-type]
+    assert values(await score(config, "abc")) == [6.0]
 
 
 @pytest.mark.parametrize(
     ("plug", "message"),
     [
-        (Plug(path=f"{__name__}:no_reward"), "too many positional arguments; expected a function"),
-        (Plug(path=f"{__name__}:length_reward", kwargs={"base": 1}), "unexpected keyword argument 'base'"),
-        (Plug(path="no.such.module:reward"), "cannot import 'no.such.module'"),
+        (own("no_reward"), "too many positional arguments; expected a function"),
+        (own("length_reward", kwargs={"base": 1}), "unexpected keyword argument 'base'"),
+        (own("cost_of_facts", kwargs={"facts": 1}), "multiple values for keyword argument 'facts'"),
+        ({"path": "builtins:max"}, "no signature found for builtin .*; expected a function"),
+        ({"path": "no.such.module:reward"}, "cannot import 'no.such.module'"),
+        (own("length_reward", retries=2), "reward.retries = 2: it is for coroutines; expected an `async def` reward"),
+        (
+            {"components": (WeightedReward(name="a", path=f"{__name__}:no_reward"),)},
+            r"reward.components\[0\].path = .*no_reward': too many positional arguments",
+        ),
     ],
 )
-def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config, plug: Plug, message: str) -> None:
+def test_a_reward_that_cannot_be_called_is_refused_at_start(make_config, plug: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        reward_function(make_config(reward=plug), PosesNothing())  # type: ignore[arg-type]
+        reward_components(make_config(reward=RewardConfig(**plug)), PosesNothing())  # type: ignore[arg-type]
+
+
+def cost_of_facts(prompt: Prompt, completion: str, *, facts: RolloutFacts, cost: float = 1.0) -> float:
+    return -cost * facts.num_tokens - 100 * facts.is_truncated
+
+
+async def relative(prompt: Prompt, completions: list[str], facts: list[RolloutFacts]) -> list[float]:
+    longest = max(each.num_tokens for each in facts)
+    return [
+        each.num_tokens - longest + 0.5 * (text == prompt.answer) for text, each in zip(completions, facts, strict=True)
+    ]
+
+
+def rank(prompt: Prompt, completions: list[str]) -> list[float]:
+    return [float(sorted(completions).index(completion)) for completion in completions]
+
+
+class Knowing(PosesNothing):
+    """Takes facts, as a method of an environment."""
+
+    def prompt(self, index: int) -> Prompt:
+        return PROMPT
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        return PROMPT
+
+    def reward(self, prompt: Prompt, completion: str, *, facts: RolloutFacts) -> float:  # type: ignore[override]
+        return facts.num_tokens / facts.max_tokens
+
+
+def knowing(*, seed: int) -> Knowing:
+    return Knowing()
+
+
+async def test_a_function_with_a_parameter_facts_gets_those_of_its_completion(make_config) -> None:
+    plug = RewardConfig(**own("cost_of_facts", kwargs={"cost": 2.0}))  # type: ignore[arg-type]
+    assert values(await score(make_config(reward=plug), "ab", "abc", max_tokens=3)) == [-4.0, -106.0]
+
+
+async def test_an_environments_reward_may_take_facts_too(make_config) -> None:
+    environment = construct(Plug(path=f"{__name__}:knowing"), "environment", Environment, seed=0)
+    assert values(await score(make_config(), "ab", "abc", environment=environment, max_tokens=4)) == [0.5, 0.75]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("relative", [-1.5, -2.0, 0.0]), ("rank", [1.0, 0.0, 2.0])])
+async def test_a_function_of_completions_scores_all_siblings_at_once(make_config, name: str, expected) -> None:
+    config = make_config(reward=RewardConfig(**own(name)))  # type: ignore[arg-type]
+    assert values(await score(config, "2", "1", "222")) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([1.0], "1 rewards for a group, expected 2, one for each completion"),
+        (1.0, "1.0 for a group, expected a list of 2 rewards"),
+        ([1.0, math.nan], "nan for completion 'b', expected a finite number"),
+    ],
+)
+async def test_a_group_of_another_number_of_rewards_is_an_error(found: object, message: str) -> None:
+    scorer = scorer_of(lambda prompt, completions: found)
+    with pytest.raises(RewardError, match=message):
+        await scorer.score(PROMPT, ["a", "b"])
+    scorer.close()
+
+
+def exact(prompt: Prompt, completion: str) -> Reward:
+    return Reward(value=float(completion == prompt.answer), parts={"seen": 1.0})
+
+
+def weights(**of: float) -> RewardConfig:
+    paths = {"right": f"{__name__}:exact", "rank": f"{__name__}:rank", "own": "environment"}
+    return RewardConfig(components=tuple(WeightedReward(name=n, path=paths[n], weight=w) for n, w in of.items()))
+
+
+async def test_components_are_summed_by_weight_and_each_is_a_part_without_its_weight(make_config) -> None:
+    config = make_config(reward=weights(right=2.0, rank=-0.5, own=0.0))
+    assert await score(config, "2", "1") == [
+        Reward(value=1.5, parts={"right": 1.0, "right/seen": 1.0, "rank": 1.0, "own": 7.0}),
+        Reward(value=0.0, parts={"right": 0.0, "right/seen": 1.0, "rank": 0.0, "own": 7.0}),
+    ]
+
+
+async def test_a_component_that_fails_is_named(make_config) -> None:
+    class Broken(PosesNothing):
+        def reward(self, prompt: Prompt, completion: str) -> float:
+            return 1 / 0
+
+    config = make_config(reward=weights(right=1.0, own=1.0))
+    with pytest.raises(RewardError, match=r"^own: ZeroDivisionError: division by zero") as raised:
+        await score(config, "2", environment=Broken())
+    assert "while scoring the completion '2'" in shown_traceback(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"components": weights(right=1.0).components * 2}, "the names .*, expected different ones"),
+        ({"components": weights(right=1.0).components, "path": "a:b"}, "path = 'a:b' with components: expected one of"),
+        ({"kwargs": {"a": 1}}, "path = 'environment': expected them in environment.kwargs"),
+    ],
+)
+def test_components_that_contradict_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**fields)
+
+
+@pytest.mark.parametrize("of", [{"right": 1.0, "rank": -1.0}, {"own": 0.0}, {"own": math.inf}])
+def test_weights_without_a_sum_are_refused(of: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"components have the weights .*, expected finite numbers whose sum is not 0"):
+        weights(**of)

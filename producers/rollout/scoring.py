@@ -1,0 +1,193 @@
+"""Groups are scored: coroutine rewards on the event loop, others on threads."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from penstock.producers.interfaces import RolloutFacts
+from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, weighted
+from penstock.schemas.config import RewardConfig
+from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.prompt import Prompt, Reward
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.25
+"""Before the first retry of a coroutine; each further one waits twice as long."""
+
+Scores = tuple[Reward, ...]
+
+
+class RewardScorer:
+    """Scores whole groups, by every component at once.
+
+    A coroutine function is awaited on the event loop, at most `reward.concurrency` calls at a time. Any other function
+    runs on `RewardComponent.num_threads` threads, because a reward may take seconds (a test suite, a judge) and the
+    event loop has claims to refresh. The threads take turns over a group's calls, which are handed over together and
+    answered together: a reward may also take a microsecond. A call that never returns is abandoned with its thread.
+    """
+
+    def __init__(self, components: Sequence[RewardComponent], limits: RewardConfig) -> None:
+        self._components = components
+        slots = asyncio.Semaphore(limits.concurrency)
+        self._scorers = [_Awaited(limits, slots) if each.is_async else _Threads(each) for each in components]
+
+    async def score(
+        self, prompt: Prompt, completions: Sequence[str], facts: Sequence[RolloutFacts] | None = None
+    ) -> Scores:
+        """The reward of each completion. facts: of each completion, if a component takes them.
+
+        Cancelling the call abandons the threads that are in the middle of it; others take their places.
+
+        Raises:
+            RewardError: one of them has none; the others are given up.
+        """
+        works = [
+            self._one(each, scorer, list(each.calls(prompt, completions, facts)))
+            for each, scorer in zip(self._components, self._scorers, strict=True)
+        ]
+        if not self._components[0].name:
+            return await works[0]
+        tasks = list(map(asyncio.ensure_future, works))
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            await cancel_and_wait(tasks)
+        return tuple(weighted(self._components, rewards) for rewards in zip(*found, strict=True))
+
+    def close(self) -> None:
+        for scorer in self._scorers:
+            scorer.close()
+
+    async def _one(self, component: RewardComponent, scorer: "_Awaited | _Threads", calls: list[RewardCall]) -> Scores:
+        try:
+            return await scorer.score(calls)
+        except RewardError as error:
+            if component.name:
+                error.args = (f"{component.name}: {error}",)
+            raise
+
+
+class _Awaited:
+    """Awaits coroutines. slots: calls at once, of all such components together."""
+
+    def __init__(self, limits: RewardConfig, slots: asyncio.Semaphore) -> None:
+        self._limits = limits
+        self._slots = slots
+
+    async def score(self, calls: Sequence[RewardCall]) -> Scores:
+        tasks = [asyncio.ensure_future(self._await(call)) for call in calls]
+        try:
+            return tuple(reward for rewards in await asyncio.gather(*tasks) for reward in rewards)
+        finally:
+            await cancel_and_wait(tasks)
+
+    def close(self) -> None:
+        """Nothing is left: each call is awaited or cancelled by the one who scores."""
+
+    async def _await(self, call: RewardCall) -> Scores:
+        tries, num_tries = 0, 1 + self._limits.retries
+        while True:
+            tries += 1
+            limit = asyncio.timeout(self._limits.timeout_s)
+            try:
+                async with self._slots, limit:
+                    found = await call.function()
+                return call.checked(found)
+            except Exception as error:  # user code: any exception becomes the group's reason
+                late = TimeoutError(f"no answer within {self._limits.timeout_s} s (reward.timeout_s)")
+                failure = call.failure(late if limit.expired() else error, tries)
+                if isinstance(error, RewardError) or tries == num_tries:
+                    break
+            log.warning("reward: try %d of %d: %s", tries, num_tries, failure)
+            await asyncio.sleep(RETRY_PAUSE_S * 2 ** (tries - 1))
+        raise failure
+
+
+class _Group:
+    """The calls for one group that are being made."""
+
+    def __init__(self, calls: Sequence[RewardCall], done: "asyncio.Future[Scores]") -> None:
+        self.done = done
+        self.waiting = deque(enumerate(calls))
+        self.rewards: dict[int, Scores] = {}
+        self.num_calls = len(calls)
+        self.num_running = 0
+        """Threads inside a call of the reward function for it."""
+        self.is_over = False
+        """All are scored, or one of them cannot be."""
+        self.is_abandoned = False
+
+
+class _Threads:
+    """Threads that call one component's function."""
+
+    def __init__(self, component: RewardComponent) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: SimpleQueue[_Group | None] = SimpleQueue()
+        self._lock = Lock()
+        self._num_threads = component.num_threads
+        self._start(self._num_threads)
+
+    async def score(self, calls: Sequence[RewardCall]) -> Scores:
+        group = _Group(calls, self._loop.create_future())
+        for _ in range(min(len(calls), self._num_threads)):
+            self._queue.put(group)
+        try:
+            return await group.done
+        except asyncio.CancelledError:
+            with self._lock:
+                group.is_over = group.is_abandoned = True
+                self._start(group.num_running)
+            raise
+
+    def close(self) -> None:
+        for _ in range(self._num_threads):
+            self._queue.put(None)
+
+    def _start(self, num_threads: int) -> None:
+        for _ in range(num_threads):
+            Thread(target=self._work, name="rewards", daemon=True).start()
+
+    def _work(self) -> None:
+        while (group := self._queue.get()) is not None:
+            try:
+                if not self._share(group):
+                    return
+            except RuntimeError:
+                return  # the loop is closed
+
+    def _share(self, group: _Group) -> bool:
+        """Makes calls of a group until none is left; False if this thread was replaced meanwhile."""
+        while True:
+            with self._lock:
+                if group.is_over or not group.waiting:
+                    return True
+                n, call = group.waiting.popleft()
+                group.num_running += 1
+            failure = None
+            try:
+                group.rewards[n] = call.checked(call.function())
+            except Exception as error:  # user code: any exception becomes the group's reason
+                failure = call.failure(error)
+            with self._lock:
+                if group.is_abandoned:
+                    return False
+                group.num_running -= 1
+                over = failure is not None or len(group.rewards) == group.num_calls
+                if group.is_over or not over:
+                    continue
+                group.is_over = True
+            self._loop.call_soon_threadsafe(_resolve, group, failure)
+
+
+def _resolve(group: _Group, failure: RewardError | None) -> None:
+    if group.done.done():
+        return
+    if failure is not None:
+        group.done.set_exception(failure)
+    else:
+        group.done.set_result(tuple(reward for n in range(group.num_calls) for reward in group.rewards[n]))
