@@ -214,3 +214,7 @@ def _pop_unset(table: dict[str, Any], prefix: str) -> Iterator[str]:
             yield prefix + name
         elif isinstance(value, dict):
             yield from _pop_unset(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            for n, item in enumerate(value):
+                if isinstance(item, dict):
+                    yield from _pop_unset(item, f"{prefix}{name}[{n}].")
