@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import uuid
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -167,3 +168,29 @@ def demo_model(make_model_once: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def calculator_model(make_model_once: Callable[[str], Path]) -> Path:
     return make_model_once("calculator")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of a server that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket, which this process has the credentials for."""
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "penstock")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = uuid.uuid4().hex
+    fsspec.filesystem("s3").mkdir(bucket)
+    return f"s3://{bucket}"

@@ -15,7 +15,7 @@ from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field
 from penstock.schemas.policy import make_version
 from penstock.schemas.weights.log import decode_manifest
-from penstock.schemas.weights.stores import REDIS, ChunkStoreError, FolderChunks, RedisChunks
+from penstock.schemas.weights.stores import REDIS, ChunkStoreError, FolderChunks, FsspecChunks, RedisChunks
 from publishing import Publishing, WalkingMasters
 from waiting import wait_for
 
@@ -69,6 +69,25 @@ def test_every_version_kept_is_read_bit_for_bit_along_a_walk_of_hundreds(start, 
     assert kinds == {True, False}
     assert sum(each.is_whole and each.changed_frac is None for each in one.publications) > 1, "anchors were written"
     assert redis_client.hlen(one.keys.chunks) == 0 or not elsewhere
+
+
+@pytest.mark.parametrize("has_deltas", [False, True])
+def test_policies_in_a_bucket_are_read_bit_for_bit_and_what_is_old_is_gone(
+    start, redis_client, s3_bucket: str, has_deltas: bool
+) -> None:
+    """A real S3 API server."""
+    one = start(keep=3, anchors=f"{s3_bucket}/anchors", **({"deltas": f"{s3_bucket}/deltas"} if has_deltas else {}))
+    one.publish()
+    for number in range(12):
+        one.masters.walk(1.0 if number == 6 else 0.02)
+        one.publish()
+    one.settle()
+    log = one.reader.log()
+    for version in sorted(log.announced)[-3:]:
+        one.check(version)
+    places = [f"{s3_bucket}/anchors", *([f"{s3_bucket}/deltas"] if has_deltas else [])]
+    stored = {key for place in places for key in FsspecChunks(place).keys()}  # noqa: SIM118
+    assert stored | one.chunks(redis_client) == one.named() and (redis_client.hlen(one.keys.chunks) == 0) == has_deltas
 
 
 def test_a_delta_is_announced_with_what_it_changes_and_an_epoch_begins_with_an_anchor(start, redis_client):

@@ -72,24 +72,17 @@ def test_any_error_of_a_file_system_names_the_place(monkeypatch: pytest.MonkeyPa
         store.put("3-d", b"1234")
 
 
-def test_an_s3_bucket_keeps_chunks_with_credentials_from_the_environment(
-    s3_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_s3_bucket_keeps_chunks_with_credentials_from_the_environment(s3_bucket: str) -> None:
     """Against a real S3 API server."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "penstock")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-a-secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    bucket = uuid.uuid4().hex
-    store = open_store(f"s3://{bucket}/runs/one", KEYS, lambda command: command(None))
-    with pytest.raises(ChunkStoreError, match=rf"s3://{bucket}/runs/one does not take 1-a"):
-        store.put("1-a", b"no bucket yet")
-    fsspec.filesystem("s3").mkdir(bucket)
+    nowhere = open_store("s3://no-such-bucket/runs", KEYS, lambda command: command(None))
+    with pytest.raises(ChunkStoreError, match="s3://no-such-bucket/runs does not take 1-a"):
+        nowhere.put("1-a", b"data")
+    store = open_store(f"{s3_bucket}/runs/one", KEYS, lambda command: command(None))
     data = bytes(range(256)) * 40_000
     store.put("1-a", data)
     store.put("2-b", b"two")
     assert store.get("1-a") == data and sorted(store.keys()) == ["1-a", "2-b"]
-    other = open_store(f"s3://{bucket}/runs/one", KEYS, lambda command: command(None))
+    other = open_store(f"{s3_bucket}/runs/one", KEYS, lambda command: command(None))
     other.put("3-c", b"three")
     assert sorted(store.keys()) == ["1-a", "2-b", "3-c"]
     store.delete(["1-a", "2-b", "3-c", "never-there"])
