@@ -100,12 +100,14 @@ def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]
     deadline, is_told = time.monotonic() + WAIT_S, False
     while True:
         fields: dict[bytes, bytes] = client.hgetall(keys.description)  # type: ignore[assignment]
-        if fields or time.monotonic() >= deadline:
+        if fields:
             return fields
         if not is_told:
             is_told = True
             waits = f"waiting for its trainer to begin, {WAIT_S:g} s at most"
             print(f"penstock: --run {keys.run!r}: {place} holds no such run yet; {waits}", file=sys.stderr, flush=True)
+        if time.monotonic() >= deadline:
+            return {}
         time.sleep(_LOOK_S)
 
 

@@ -126,7 +126,8 @@ def test_a_policy_to_which_no_anchor_leads_is_named(run, redis_client, capsys):
     assert "joining  not possible: no anchor leads to" in run.command(capsys, "weights", "test")[1]
 
 
-def test_who_holds_what_is_told_by_version_and_host(run, redis_client, capsys):
+def test_who_holds_what_is_told_by_version_and_host(run, redis_client, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     written(redis_client, run)
     for number in range(7):
         beat(redis_client, run, f"p{number}", 3, f"host-{number % 6}")
