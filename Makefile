@@ -8,7 +8,7 @@ export VENV
 # Tests and runs start hundreds of interpreters; each would compile torch and vLLM anew if no bytecode may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers study venv venv-dev venv-peers clean clean-venv
+.PHONY: demo agent-demo test chaos compose-check lint bench bench-peers gpu-check study venv venv-dev venv-peers clean clean-venv
 
 demo: venv
 	$(VENV)/bin/python -m penstock.deploy.cli make-model $(MODEL)
@@ -45,6 +45,10 @@ bench: venv venv-peers
 
 bench-peers: venv-peers
 	$(VENV)-peers/bin/python -m bench.peers
+
+# On a machine with an NVIDIA GPU: some twenty minutes; docs/benchmarks.md says what, and how without a network.
+gpu-check: venv-dev
+	$(VENV)/bin/python -m bench.gpu
 
 # Continues where it was stopped; finished cells are kept under bench/study/results.
 study: venv

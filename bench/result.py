@@ -140,14 +140,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] = ()) -> Path:
-    """Writes `<section>-<YYYY-MM-DD>.json`; a run of some rows only has their names after the section's.
+def write_result(result: Result, folder: Path = RESULTS, *, rows: Sequence[str] = (), device: str = "") -> Path:
+    """Writes `<section>-<YYYY-MM-DD>.json`; a run of some rows only has their names after the section's, one on a
+    `device` that is to be told apart has that after the date.
 
     Raises:
         ValueError: a figure is NaN or infinite.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / ("-".join([result.section, *rows, result.date[:10]]) + ".json")
+    file = folder / ("-".join(filter(None, [result.section, *rows, result.date[:10], device])) + ".json")
     data = msgspec.to_builtins(result)
     _check_finite(data, "result")
     write_whole(file, msgspec.json.format(msgspec.json.encode(data), indent=2) + b"\n")
@@ -206,7 +207,7 @@ def _first_value(file: str, key: str) -> str | None:
 
 
 def print_result(result: Result, console: Console | None = None) -> None:
-    """One table of the figures, one for each breakdown."""
+    """One table of the figures, why some could not be measured, and one table for each breakdown."""
     console = console or Console()
     machine = result.machine
     console.print(
@@ -222,6 +223,9 @@ def print_result(result: Result, console: Console | None = None) -> None:
     for figure in result.figures:
         table.add_row(*_cells(figure))
     console.print(table)
+    for figure in result.figures:
+        if figure.measured is None and "reason" in figure.details:
+            console.print(f"{figure.name}: {figure.details['reason']}", markup=False, highlight=False)
     for breakdown in result.breakdowns:
         console.print(_breakdown_table(breakdown))
 

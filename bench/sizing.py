@@ -17,7 +17,8 @@ from typing import Literal
 import msgspec
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from msgspec.structs import astuple
+from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from bench.result import RESULTS, now
@@ -26,6 +27,7 @@ from penstock.consumers.distributed.world import World
 from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
+from penstock.deploy.launch.memory import ModelShape
 from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 
@@ -175,19 +177,29 @@ class Rank:
 
 
 def save_model(model: MemoryModel, folder: Path) -> None:
+    save_random(ModelShape(*astuple(model), head_dim=64, tied=True), folder)
+
+
+def save_random(
+    shape: ModelShape, folder: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **more: int
+) -> None:
+    """A Qwen3 of this shape with random weights, made on `device`, in one file. more: fields of its config.json."""
     disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=model.vocabulary,
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=64,
-        tie_word_embeddings=True,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        **more,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder, max_shard_size="1TB")
 
 
 def status_bytes(field: str) -> int:

@@ -7,12 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, rank_bytes, total_gb
-from penstock.deploy.report import drawing
-from penstock.deploy.report.figures import STYLE
 
 PAGE = Path(__file__).with_name("sizing.md")
 PICTURE = Path(__file__).with_name("sizing.svg")
@@ -126,6 +121,12 @@ def page(text: str) -> str:
 
 def draw(file: Path) -> None:
     """A bar for each model and number of ranks, by what the memory is for."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from penstock.deploy.report import drawing
+    from penstock.deploy.report.figures import STYLE
+
     shapes = [each for each in SHAPES if each.name in ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")]
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "sizing"}):
         canvas = Figure(figsize=(10.5, 3.6), layout="constrained")
