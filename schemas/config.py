@@ -133,12 +133,14 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     cache_salt: Literal["version", "none"] = "version"
     """With prefix_caching: `version` keeps each policy version's prefixes apart; `none`, as vLLM does by itself, serves
     a new request what older weights computed of its prompt."""
+    tensor_parallel_size: Positive = 1
+    """Devices, on CPU processes, among which one engine divides every layer. It divides the model's attention heads."""
     max_model_len: Positive | None = None
     """Longest prompt plus completion in tokens; None takes the model's own limit."""
     max_num_seqs: Positive = 256
     """Sequences decoded at once."""
     kv_cache_gib: PositiveFloat = 1.0
-    """CPU build only: memory for the KV cache."""
+    """CPU build only: memory for the KV cache, of each of tensor_parallel_size processes."""
     gpu_memory_utilization: AboveZero | None = None
     """GPU only: share of the device memory the engine may take. None: 0.9, and on a GPU that `penstock run` gives to
     several, an equal share of what the trainer leaves of those 0.9."""
@@ -152,10 +154,10 @@ class ProducersConfig(Section, frozen=True, kw_only=True):
     groups_in_flight: Positive = 32
     """Prompt groups that one producer generates at once."""
     num_threads: Positive = 1
-    """Compute threads of one engine on CPU."""
+    """Compute threads of one engine on CPU, of each of its processes."""
     devices: tuple[NonNegative, ...] | None = None
-    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each takes the next, or as many as its
-    `tensor_parallel_size`, and starts over at the end. None: those that the trainer leaves, else all."""
+    """GPUs of the engines that `penstock run` starts, by nvidia-smi's numbers: each takes the next, or as many as
+    engine.tensor_parallel_size, and starts over at the end. None: those that the trainer leaves, else all."""
     generation_deadline_s: PositiveFloat = 600.0
     """A group that takes longer is given up and settled as dead."""
     claim_idle_s: PositiveFloat = 30.0

@@ -1,7 +1,7 @@
 """Which process of a run gets which GPU of this machine, and whether its memory suffices.
 
-The trainer's ranks come first, a GPU each. Producers take those left in turn, `tensor_parallel_size` each; if too few
-are left, all of them, beside the trainer. Engines that share a GPU divide what the trainer leaves of it.
+The trainer's ranks come first, a GPU each. Producers take those left in turn, `engine.tensor_parallel_size` each; if
+too few are left, all of them, beside the trainer. Engines that share a GPU divide what the trainer leaves of it.
 """
 
 import math
@@ -14,7 +14,7 @@ from penstock.schemas.config import ConfigError, RunConfig
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
 """By major version of CUDA the oldest driver that runs it: NVIDIA, "CUDA Toolkit Release Notes", table 2."""
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+_PIPELINE = "pipeline_parallel_size"
 
 
 class DeviceShare(NamedTuple):
@@ -84,8 +84,7 @@ def place(config: RunConfig, machine: Machine, shape: ModelShape | None) -> Plac
         ranks = _ranks(config, machine)
     elif trainer_asked is not None:
         raise ConfigError(f"trainer.devices = {list(trainer_asked)} with trainer.device = 'cpu': expected one of them")
-    size = math.prod(_parallel(config, name) for name in _PARALLEL)
-    engines = _engines(config, machine, size, ranks, producers_asked)
+    engines = _engines(config, machine, ranks, producers_asked)
     return _with_memory(config, shape, ranks, engines)
 
 
@@ -101,13 +100,6 @@ def _refuse_without_gpus(config: RunConfig, machine: Machine) -> None:
             f"the installed vLLM is built for GPUs: none to use here ({here}); expected an NVIDIA GPU that "
             "CUDA_VISIBLE_DEVICES does not hide, or the extra [cpu]"
         )
-
-
-def _parallel(config: RunConfig, name: str) -> int:
-    size = config.engine.args.get(name, 1)
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"engine.args.{name} = {size!r}: expected 1 or more")
-    return size
 
 
 def _check_drivers(machine: Machine) -> None:
@@ -138,23 +130,27 @@ def _ranks(config: RunConfig, machine: Machine) -> list[Gpu]:
 
 
 def _engines(
-    config: RunConfig, machine: Machine, size: int, ranks: Sequence[Gpu], asked: Sequence[int] | None
+    config: RunConfig, machine: Machine, ranks: Sequence[Gpu], asked: Sequence[int] | None
 ) -> list[Sequence[Gpu]]:
     """The GPUs of each producer's engine."""
+    stages, setting = config.engine.args.get(_PIPELINE, 1), f"engine.args.{_PIPELINE}"
+    if not isinstance(stages, int) or stages < 1:
+        raise ConfigError(f"{setting} = {stages!r}: expected 1 or more")
+    size = config.engine.tensor_parallel_size * stages
+    sizes = f"engine.tensor_parallel_size = {config.engine.tensor_parallel_size}"
+    sizes += f" times {setting} = {stages}" * (stages > 1)
     if asked is not None:
         pool = _found("producers", asked, machine)
         if len(pool) % size or not pool:
             raise ConfigError(
-                f"producers.devices = {list(asked)}: expected a multiple of the {size} that one engine takes "
-                f"({' times '.join(_PARALLEL)} of engine.args)"
+                f"producers.devices = {list(asked)}: expected a multiple of the {size} that one engine takes ({sizes})"
             )
     else:
         left = [gpu for gpu in machine.gpus if gpu not in ranks]
         pool = left if len(left) >= size else list(machine.gpus)
         if len(pool) < size:
             raise ConfigError(
-                f"engine.args.{_PARALLEL[0]}: an engine takes {size} GPUs, and {_listed(machine.gpus)} here; expected "
-                "at most that"
+                f"{sizes}: an engine takes {size} GPUs, and {_listed(machine.gpus)} here; expected at most that"
             )
     chunks = [pool[first : first + size] for first in range(0, len(pool) - size + 1, size)]
     return [chunks[number % len(chunks)] for number in range(config.producers.count)]

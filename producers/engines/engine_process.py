@@ -23,7 +23,7 @@ from penstock.producers.engines.weight_transfer import BIND_VARIABLE
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
 
-MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "tensor_parallel_size", "pipeline_parallel_size"}
+MULTIPROCESS_ARGUMENTS = {"distributed_executor_backend", "pipeline_parallel_size"}
 
 
 def set_environment(config: RunConfig) -> None:
@@ -47,7 +47,8 @@ async def boot(arguments: dict[str, Any]) -> AsyncLLM:
     Raises:
         EngineError: vLLM refuses.
     """
-    if current_platform.is_cpu() and not MULTIPROCESS_ARGUMENTS & set(arguments):
+    is_alone = arguments["tensor_parallel_size"] == 1 and not MULTIPROCESS_ARGUMENTS & set(arguments)
+    if current_platform.is_cpu() and is_alone:
         # On CPU vLLM runs the worker in a separate process, which costs a small model a third of its throughput.
         arguments = arguments | {"distributed_executor_backend": UniProcExecutor}
     booting: Future[AsyncLLM] = Future()
@@ -85,8 +86,9 @@ async def shut_down(llm: AsyncLLM) -> None:
     if llm.output_handler is not None:
         llm.output_handler.cancel()
     llm.output_processor.propagate_error(EngineDeadError())
-    # It warns that it had to kill the process, which is intended.
-    logging.getLogger("vllm.v1.utils").setLevel(logging.ERROR)
+    # They warn that a process had to be killed, which is intended.
+    for name in ("vllm.v1.utils", "vllm.utils.system_utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     resources: Any = llm.engine_core.resources
     await asyncio.to_thread(llm.shutdown, timeout=0)
     for process in resources.engine_manager.processes:

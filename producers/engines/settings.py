@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.producers.interfaces import EngineError
@@ -18,6 +19,7 @@ FIELDS = {
     "head_dtype": "engine.head_dtype",
     "max_model_len": "engine.max_model_len",
     "max_num_seqs": "engine.max_num_seqs",
+    "tensor_parallel_size": "engine.tensor_parallel_size",
     "kv_cache_memory_bytes": "engine.kv_cache_gib",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "num_threads": "producers.num_threads",
@@ -37,18 +39,28 @@ MATMUL_PRECISION = "highest"
 """The float32 matmul precision that the trainer computes with: no TF32."""
 
 
-def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, extension: str) -> dict[str, Any]:
+def engine_arguments(
+    config: RunConfig, seed: int, *, cpu: bool, backend: str, extension: str, num_gpus: int | None = None
+) -> dict[str, Any]:
     """Arguments for vLLM's AsyncEngineArgs.
 
+    num_gpus: those that this process can use; None leaves them uncounted.
+
     Raises:
-        EngineError: `engine.args` sets something that has its own field in the run file, or vLLM cannot sample groups
-            at this temperature.
+        EngineError: `engine.args` sets something that has its own field in the run file, vLLM cannot sample groups at
+            this temperature, or `engine.tensor_parallel_size` does not divide the model or exceeds `num_gpus`.
     """
     engine, temperature = config.engine, config.sampling.temperature
     if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise EngineError(
             f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {LOWEST_TEMPERATURE} to "
             f"{HIGHEST_TEMPERATURE}"
+        )
+    if engine.tensor_parallel_size > 1:
+        _check_divides(engine.tensor_parallel_size, Path(config.model.path))
+    if num_gpus is not None and engine.tensor_parallel_size > num_gpus:
+        raise EngineError(
+            f"engine.tensor_parallel_size = {engine.tensor_parallel_size}: {num_gpus} GPUs here; expected at most that"
         )
     arguments = {
         "model": config.model.path,
@@ -58,6 +70,7 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
         "enable_prefix_caching": engine.prefix_caching,
         "async_scheduling": engine.async_scheduling,
         "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": extension,
         "disable_log_stats": True,
@@ -87,6 +100,22 @@ def engine_arguments(config: RunConfig, seed: int, *, cpu: bool, backend: str, e
     if not isinstance(overrides, Mapping) or "head_dtype" in overrides:
         raise EngineError(f"engine.args.hf_overrides = {overrides!r}: expected a table without head_dtype")
     return arguments | engine.args | {"hf_overrides": {**overrides, "head_dtype": engine.head_dtype}}
+
+
+def _check_divides(size: int, model: Path) -> None:
+    """Raises EngineError unless a model's layers can be divided among `size` ranks; reads its config.json."""
+    where = f"engine.tensor_parallel_size = {size}: "
+    try:
+        shape = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        shape |= shape.get("text_config") or {}
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{where}model.path = {str(model)!r}: {error}; expected a transformers model") from None
+    for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
+        if (total := shape.get(name) or 0) % size:
+            raise EngineError(f"{where}expected a divisor of the model's {name} = {total}")
+    heads = shape.get("num_key_value_heads") or size
+    if heads % size and size % heads:  # vLLM repeats a head on several ranks where there are fewer heads than ranks
+        raise EngineError(f"{where}expected a divisor or a multiple of the model's num_key_value_heads = {heads}")
 
 
 def engine_environment(config: RunConfig, *, cpu: bool) -> dict[str, str]:
@@ -131,7 +160,7 @@ def verify(arguments: Mapping[str, Any], config: RunConfig, reports: Sequence[Ma
 def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> EngineFingerprint:
     """The engine as it reports itself; `other` holds `engine.args` and Penstock's settings off their defaults."""
     other = {name: json.dumps(value, sort_keys=True, default=str) for name, value in config.engine.args.items()}
-    for name, usual in (("update", "in_flight"), ("cache_salt", "version")):
+    for name, usual in (("update", "in_flight"), ("cache_salt", "version"), ("tensor_parallel_size", 1)):
         if (value := getattr(config.engine, name)) != usual:
             other[f"engine.{name}"] = json.dumps(value)
     return EngineFingerprint(

@@ -5,6 +5,7 @@ machine gets round to the next.
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -14,6 +15,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
 UPDATE = "penstock_update"
+TRY = "penstock_try"
+"""The worker's method that calls another one and returns what it raises."""
 
 
 def install() -> None:
@@ -54,16 +57,26 @@ def _load(core: Any, paths: list[str], version: str, forget_prefixes: bool, drai
     began = time.perf_counter()
     try:
         restarted = 0 if drained else _drop_stale_kv(core, forget_prefixes)
-        run = core.model_executor.collective_rpc
-        run("start_weight_update")
-        run("update_weights", kwargs={"update_info": {"paths": paths}})
-        run("finish_weight_update")
+        results_of(core.model_executor.collective_rpc(TRY, args=("penstock_load", paths)))
         core.set_weight_version(version)
         core.resume_scheduler()
     except Exception as error:
         done.set_exception(error)
     else:
         done.set_result((time.perf_counter() - began, restarted))
+
+
+def results_of(replies: Sequence[tuple[Any, str | None]]) -> list[Any]:
+    """What every rank returned of a call through `TRY`.
+
+    Raises:
+        RuntimeError: names the ranks that failed, and with what.
+    """
+    several = len(replies) > 1
+    failures = [f"rank {rank}: " * several + error for rank, (_, error) in enumerate(replies) if error is not None]
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return [result for result, _ in replies]
 
 
 def _drop_stale_kv(core: Any, forget_prefixes: bool) -> int:

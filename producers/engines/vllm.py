@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams, __version__
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -18,7 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from penstock.producers.engines.completions import pack
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
-from penstock.producers.engines.update import UPDATE
+from penstock.producers.engines.update import TRY, UPDATE, results_of
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.producers.engines.weight_transfer import BACKEND, EngineReport
 from penstock.producers.interfaces import CaptureError, Completion, EngineError, Restore, WeightLoadError
@@ -64,12 +65,14 @@ class VllmEngine:
             EngineError: vLLM refuses the model or a setting, or reports another value than the one asked for.
         """
         base = BaseModel(config.model.path)
+        cpu = current_platform.is_cpu()
         arguments = engine_arguments(
             config,
             config.seed if seed is None else seed,
-            cpu=current_platform.is_cpu(),
+            cpu=cpu,
             backend=BACKEND,
             extension=f"{EngineReport.__module__}.{EngineReport.__qualname__}",
+            num_gpus=None if cpu else current_platform.device_count(),
         )
         if not base.files:  # nothing is served before an announced policy is loaded
             arguments["load_format"] = "dummy"
@@ -81,6 +84,7 @@ class VllmEngine:
             reports = await llm.collective_rpc("penstock_report")
             verify(arguments, config, reports)
             engine = cls(llm, fingerprint(config, reports[0], __version__), config, base)
+            await engine._on_ranks("penstock_unlink_memory")
             await engine._warm_up(config.engine.max_num_seqs)
         except BaseException:
             await shut_down(llm)
@@ -166,11 +170,11 @@ class VllmEngine:
             if running := self._llm.get_num_unfinished_requests():
                 raise CaptureError(f"hidden states: {running} requests in flight, expected an idle engine")
             try:
-                await self._llm.collective_rpc("penstock_begin_capture", args=(token_ids,))
+                await self._on_ranks("penstock_begin_capture", token_ids)
                 await self._replay(token_ids)
-                await self._llm.collective_rpc("penstock_capture_as_served")
+                await self._on_ranks("penstock_capture_as_served")
                 await self._replay(token_ids)
-                await self._llm.collective_rpc("penstock_end_capture", args=(path, self.policy_version))
+                await self._on_ranks("penstock_end_capture", path, self.policy_version)
             except EngineDeadError as error:
                 raise EngineError(DEAD) from error
             except (ValueError, EngineError):
@@ -179,7 +183,11 @@ class VllmEngine:
                 raise CaptureError(f"hidden states: {error}") from error
             finally:
                 if not self._llm.errored:
-                    await self._llm.collective_rpc("penstock_end_capture", args=(None, 0))
+                    await self._on_ranks("penstock_end_capture", None, 0)
+
+    async def _on_ranks(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every worker; raises RuntimeError once all have answered if one failed."""
+        results_of(await self._llm.collective_rpc(TRY, args=(method, *arguments)))
 
     async def _replay(self, token_ids: list[int]) -> None:
         """Has the engine compute a sequence anew, bypassing its prefix cache."""

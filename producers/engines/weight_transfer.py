@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,7 +111,32 @@ def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class EngineReport(HiddenStateCapture):
-    """Mixed into vLLM's worker: reports the settings of the running engine."""
+    """Mixed into vLLM's worker: what Penstock calls on every rank of the running engine."""
+
+    def penstock_try(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
+        """Calls a method of this worker; returns what it returns and None, or None and what it raises.
+
+        vLLM raises at the first rank that does, while those after it still work, and leaves their replies unread for
+        the next call to take for its own.
+        """
+        try:
+            return getattr(self, method)(*arguments), None
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    def penstock_unlink_memory(self) -> None:
+        """Removes the names of the memory that the CPU build's ranks share, which processes that are killed would leave
+        behind in /dev/shm. To be called once all ranks have it."""
+        if ranks := os.environ.get("VLLM_DIST_IDENT"):
+            for shared in Path("/dev/shm").glob(f"{ranks}-*"):
+                shared.unlink(missing_ok=True)
+
+    def penstock_load(self, paths: list[str]) -> None:
+        """Loads this rank's part of the safetensors files `paths`."""
+        worker: Any = self
+        worker.start_weight_update()
+        worker.update_weights({"paths": paths})
+        worker.finish_weight_update()
 
     def penstock_report(self) -> dict[str, Any]:
         """Plain settings of this process under vLLM's names, and the types that model and sampler compute with."""

@@ -1,6 +1,7 @@
-"""A vLLM worker whose layers can be changed on request, for tests of the parity check."""
+"""A vLLM worker that can be broken on request: its layers, for tests of the parity check, or its next load."""
 
 import copy
+import itertools
 from typing import Any
 
 from penstock.producers.engines.weight_transfer import EngineReport
@@ -8,6 +9,19 @@ from penstock.producers.engines.weight_transfer import EngineReport
 
 class FaultyWorker(EngineReport):
     """Mixed into vLLM's worker in place of EngineReport. Only an eager engine minds: compiled graphs hold constants."""
+
+    def penstock_break_load(self, rank: int) -> None:
+        """The next load of one rank fails half way."""
+        worker: Any = self
+        model = worker.get_model()
+
+        def load_weights(tensors: Any) -> None:
+            del model.load_weights
+            model.load_weights(itertools.islice(tensors, 9))
+            raise OSError("the file ends here")
+
+        if worker.rank == rank:
+            model.load_weights = load_weights
 
     def penstock_break_rope(self, layer: int, factor: float) -> None:
         """One layer's rotary embedding gets another base."""

@@ -1,8 +1,11 @@
 """Engine processes forked from a server process that has imported vLLM, which is half of what a boot takes."""
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -11,7 +14,12 @@ from unittest import mock
 from penstock.producers.engines.parent_death import set_parent_death_signal
 from penstock.schemas.process import logs
 
-PRELOADED = ["penstock.producers.engines.vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+PRELOADED = [
+    "penstock.producers.engines.vllm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+]
 
 
 class EngineProcess(ForkServerProcess):
@@ -32,6 +40,9 @@ def begin(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
 def _begin_engine(kind: type[BaseProcess], environment: dict[str, str]) -> BaseProcess:
     process = begin(kind, environment)
     logs.inherit("engine")
+    # The ranks of an engine of several are forked from it in turn.
+    multiproc_executor: Any = importlib.import_module("vllm.v1.executor.multiproc_executor")
+    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     return process
 
 

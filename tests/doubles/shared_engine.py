@@ -147,9 +147,10 @@ class EngineHost:
             follower._copy.close()
 
 
-async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool) -> SharedEngine:
+async def boot_shared(vllm_engine: Any, folder: Path, *, tied: bool, **engine: Any) -> SharedEngine:
+    """`engine` are further settings of the run file's section."""
     base = qwen3(tied=tied, seed=0)
     base.save_pretrained(folder / "model")
-    shared = SharedEngine(await vllm_engine.start(run_config(folder / "model")), base, folder)
+    shared = SharedEngine(await vllm_engine.start(run_config(folder / "model", engine=engine)), base, folder)
     shared.boot_completions = await shared.engine.generate(PROMPT, SamplingSettings(max_tokens=32), 16, "boot")
     return shared

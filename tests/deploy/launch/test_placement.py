@@ -18,7 +18,7 @@ KUBERNETES = Path(__file__).parents[3] / "deploy" / "kubernetes"
 # Qwen3-1.7B's shape.
 SHAPE = ModelShape("m", 2048, 6144, 28, 16, 8, 128, 151936, tied=True, max_model_len=40960)
 GB = 10**9
-PAIRS = {"args": {"tensor_parallel_size": 2}}
+PAIRS = {"tensor_parallel_size": 2}
 
 
 def gpu(index: int, total_gb: float = 80, free_gb: float | None = None, driver: str = "580.65") -> Gpu:
@@ -131,17 +131,22 @@ def test_the_table_says_who_has_what_for_what():
         (
             {"producers": {"devices": [0, 1, 2]}, "engine": PAIRS},
             machine(3),
-            r"producers\.devices = \[0, 1, 2\]: expected a multiple of the 2",
+            r"producers\.devices = \[0, 1, 2\]: expected a multiple of the 2 .* \(engine\.tensor_parallel_size = 2\)",
         ),
         (
-            {"engine": {"args": {"tensor_parallel_size": 4}}},
+            {"engine": {"tensor_parallel_size": 4}},
             machine(2),
-            r"tensor_parallel_size: an engine takes 4 GPUs, and 2 GPUs",
+            r"engine\.tensor_parallel_size = 4: an engine takes 4 GPUs, and 2 GPUs \(0, 1\) here; expected at most",
         ),
         (
-            {"engine": {"args": {"tensor_parallel_size": "x"}}},
+            {"engine": PAIRS | {"args": {"pipeline_parallel_size": 2}}},
             machine(2),
-            r"engine\.args\.tensor_parallel_size = 'x': expected 1 or more",
+            r"size = 2 times engine\.args\.pipeline_parallel_size = 2: an engine takes 4 GPUs",
+        ),
+        (
+            {"engine": {"args": {"pipeline_parallel_size": "x"}}},
+            machine(2),
+            r"engine\.args\.pipeline_parallel_size = 'x': expected 1 or more",
         ),
         ({"trainer": {"device": "cuda"}}, Machine((), "13.0"), r"trainer\.device = 'cuda': torch finds no CUDA device"),
         (

@@ -216,6 +216,13 @@ def test_what_the_engine_would_refuse_is_said_before_it_starts(config, fields, m
         check(changed(config, **fields))
 
 
+def test_a_tensor_parallel_size_that_does_not_divide_the_model_is_refused(config, model_folder) -> None:
+    (model_folder / "config.json").write_text('{"num_attention_heads": 6}')
+    check(changed(config, engine=EngineConfig(tensor_parallel_size=3)))
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size = 4: expected a divisor .*_heads = 6"):
+        check(changed(config, engine=EngineConfig(tensor_parallel_size=4)))
+
+
 def test_an_objective_that_forms_the_correction_itself_is_refused_beside_one(config) -> None:
     kwargs = {"proximal": "loglinear", "total_weight_cap": 5.0}
     objective = Plug(path="penstock.consumers.learning.objectives.decoupled_ppo:DecoupledPpo", kwargs=kwargs)

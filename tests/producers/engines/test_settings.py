@@ -1,5 +1,8 @@
 """Settings asked of vLLM, and the comparison with what it reports."""
 
+import json
+
+import msgspec
 import pytest
 
 from penstock.producers.engines.settings import engine_arguments, engine_environment, fingerprint, verify
@@ -124,3 +127,43 @@ def test_a_parity_setting_that_is_not_reported_counts_as_wrong():
 def test_the_head_may_be_left_at_the_models_dtype():
     run = config(engine=EngineConfig(head_dtype="model"))
     verify(arguments_of(run), run, [report(run, head_dtype="float32")])
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {}, r"tensor_parallel_size = 3: expected a divisor of the model's num_attention_heads = 8"),
+        (8, {"intermediate_size": 12}, r"= 8: expected a divisor of the model's intermediate_size = 12"),
+        (4, {"moe_intermediate_size": 6}, r"= 4: expected a divisor of the model's moe_intermediate_size = 6"),
+        (4, {"num_key_value_heads": 6}, r"= 4: expected a divisor or a multiple of .* num_key_value_heads = 6"),
+        (2, {"text_config": {"num_attention_heads": 5}}, r"divisor of the model's num_attention_heads = 5"),
+        (2, None, r"tensor_parallel_size = 2: model\.path = .*config\.json"),
+    ],
+)
+def test_a_tensor_parallel_size_that_does_not_divide_the_model_is_refused(size, changes, message, tmp_path):
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 16}
+    if changes is not None:
+        (tmp_path / "config.json").write_text(json.dumps(shape | changes))
+    run = config(engine=EngineConfig(tensor_parallel_size=size))
+    run = msgspec.structs.replace(run, model=ModelConfig(path=str(tmp_path)))
+    with pytest.raises(EngineError, match=message):
+        arguments_of(run)
+
+
+def test_heads_are_divided_among_ranks_or_repeated_on_them(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8, "num_key_value_heads": 2}))
+    for size in (2, 4, 8):
+        run = config(engine=EngineConfig(tensor_parallel_size=size))
+        run = msgspec.structs.replace(run, model=ModelConfig(path=str(tmp_path)))
+        assert arguments_of(run)["tensor_parallel_size"] == size
+    assert fingerprint(run, report(run), "0.32").other == {"engine.tensor_parallel_size": "8"}
+
+
+def test_an_engine_over_more_gpus_than_there_are_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8}))
+    run = config(engine=EngineConfig(tensor_parallel_size=4))
+    run = msgspec.structs.replace(run, model=ModelConfig(path=str(tmp_path)))
+    given = {"cpu": False, "backend": "files", "extension": "some.Class"}
+    with pytest.raises(EngineError, match=r"engine\.tensor_parallel_size = 4: 2 GPUs here; expected at most that"):
+        engine_arguments(run, 5, num_gpus=2, **given)
+    assert engine_arguments(run, 5, num_gpus=4, **given)["tensor_parallel_size"] == 4

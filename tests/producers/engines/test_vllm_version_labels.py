@@ -3,58 +3,16 @@ copy that is patched while they load."""
 
 import asyncio
 import itertools
-import random
 
 import pytest
 import torch
 
-from penstock.schemas.rollout import SamplingSettings, unpack_ids
 from shared_engine import EngineHost
+from telling_weights import count_mislabelled, label_of, sample_throughout, telling, versions_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_UPDATES = 16
-FIRST_TOKEN = 8
-
-
-def telling(base, token: int):
-    """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins, tied to
-    the embedding or not."""
-    weights = {name: tensor.clone() for name, tensor in base.items()}
-    for name, tensor in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-        elif name == "model.embed_tokens.weight" or name == "lm_head.weight":
-            tensor.fill_(0.1)
-        elif name == "model.norm.weight":
-            tensor.fill_(1.0)
-    for name in {"lm_head.weight", "model.embed_tokens.weight"} & weights.keys():
-        weights[name][token] = 1.0
-    return weights
-
-
-def label_of(version: int) -> int:
-    return FIRST_TOKEN + version % 50
-
-
-async def sample_throughout(shared, stop: asyncio.Event, seed: int):
-    """Completions of requests that come and go, of all lengths, until `stop`."""
-    rng = random.Random(seed)
-    done = []
-
-    async def requests(name: int) -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 20))]
-            # vLLM samples one greedy completion per request; siblings come from a distribution just as sharp.
-            num_siblings = rng.choice([1, 4])
-            temperature = 0.0 if num_siblings == 1 else 0.01
-            sampling = SamplingSettings(temperature=temperature, max_tokens=rng.choice([1, 5, 40, 480]))
-            done.extend(await shared.engine.generate(prompt, sampling, num_siblings, f"{name}-{number}"))
-
-    await asyncio.gather(*(requests(n) for n in range(8)))
-    return done
 
 
 async def update_all_along(host, follower, base, stop: asyncio.Event):
@@ -83,23 +41,17 @@ async def test_no_token_is_mislabelled_on_two_engines_of_one_host_updated_while_
         await load_telling(host, follower, base)
     stops = [asyncio.Event() for _ in engines]
     sampling = [
-        sample_throughout(shared, stop, seed) for seed, (shared, stop) in enumerate(zip(engines, stops, strict=True))
+        sample_throughout(shared.engine, stop, seed)
+        for seed, (shared, stop) in enumerate(zip(engines, stops, strict=True))
     ]
     updating = [update_all_along(host, each, base, stop) for each, stop in zip(followers, stops, strict=True)]
     *sampled, _, _ = await asyncio.gather(*sampling, *updating)
     host.close()
     for completions in sampled:
         assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
-        assert len({span.version for c in completions for span in c.version_spans}) > NUM_UPDATES
+        assert len(versions_of(completions)) > NUM_UPDATES
 
-    num_tokens = num_wrong = 0
-    for completion in itertools.chain(*sampled):
-        ids = unpack_ids(completion.token_ids)
-        assert [s.start for s in completion.version_spans] == [0, *(s.end for s in completion.version_spans[:-1])]
-        assert completion.version_spans[-1].end == len(ids)
-        for span in completion.version_spans:
-            num_tokens += span.end - span.start
-            num_wrong += sum(token != label_of(span.version) for token in ids[span.start : span.end])
+    num_tokens, num_wrong = count_mislabelled(itertools.chain(*sampled))
     print(f"{num_tokens} tokens")
     assert num_tokens > 5000
     assert num_wrong == 0

@@ -1,0 +1,73 @@
+"""Weights that name their version, and requests that come and go while they are updated."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from penstock.producers.interfaces import Completion
+from penstock.schemas.rollout import SamplingSettings, unpack_ids
+from shared_engine import StateDict
+
+FIRST_TOKEN = 8
+
+
+def telling(base: Mapping[str, torch.Tensor], token: int) -> StateDict:
+    """Weights whose greedy token is `token` after any context: blocks add nothing, one row of the head wins, tied to
+    the embedding or not."""
+    weights = {name: tensor.clone() for name, tensor in base.items()}
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name == "model.embed_tokens.weight" or name == "lm_head.weight":
+            tensor.fill_(0.1)
+        elif name == "model.norm.weight":
+            tensor.fill_(1.0)
+    for name in {"lm_head.weight", "model.embed_tokens.weight"} & weights.keys():
+        weights[name][token] = 1.0
+    return weights
+
+
+def label_of(version: int) -> int:
+    """The token that the weights of `version` name themselves by."""
+    return FIRST_TOKEN + version % 50
+
+
+async def sample_throughout(engine: Any, stop: asyncio.Event, seed: int, longest: int = 480) -> list[Completion]:
+    """Completions of requests that come and go, of all lengths, until `stop`."""
+    rng = random.Random(seed)
+    done: list[Completion] = []
+
+    async def requests(name: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(1, 20))]
+            # vLLM samples one greedy completion per request; siblings come from a distribution just as sharp.
+            num_siblings = rng.choice([1, 4])
+            temperature = 0.0 if num_siblings == 1 else 0.01
+            sampling = SamplingSettings(temperature=temperature, max_tokens=rng.choice([1, 5, 40, longest]))
+            done.extend(await engine.generate(prompt, sampling, num_siblings, f"{name}-{number}"))
+
+    await asyncio.gather(*(requests(n) for n in range(8)))
+    return done
+
+
+def count_mislabelled(completions: Iterable[Completion]) -> tuple[int, int]:
+    """All tokens, and those whose label is not the version that they name. Checks that the labels tile them."""
+    num_tokens = num_wrong = 0
+    for completion in completions:
+        ids = unpack_ids(completion.token_ids)
+        ends = [0, *(span.end for span in completion.version_spans)]
+        assert [span.start for span in completion.version_spans] == ends[:-1] and ends[-1] == len(ids)
+        num_tokens += len(ids)
+        for span in completion.version_spans:
+            num_wrong += sum(token != label_of(span.version) for token in ids[span.start : span.end])
+    return num_tokens, num_wrong
+
+
+def versions_of(completions: Iterable[Completion]) -> set[int]:
+    return set(itertools.chain(*({span.version for span in c.version_spans} for c in completions)))
