@@ -123,7 +123,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     prefix_caching: bool = False
     """Reuse the KV cache of prompts that begin alike."""
     async_scheduling: bool = False
-    """vLLM's scheduling of a step while the one before it runs; the CPU build has none."""
+    """vLLM computes a step while it looks at the output of the one before; an update waits for both, and labels stay
+    exact. GPU only: the CPU build turns it off."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Type of the language-model head; `model` leaves it at model.dtype."""
     update: Literal["in_flight", "drained"] = "in_flight"

@@ -177,8 +177,6 @@ def _departures(engine: EngineFingerprint, config: RunConfig) -> Iterator[str]:
         yield f"the engine reports head_dtype = {engine.head_dtype!r}, the trainer's head is 'float32'"
     if engine.prefix_caching:
         yield "the engine reports prefix_caching = true: a hit may reuse keys and values of older weights"
-    if engine.async_scheduling:
-        yield "the engine reports async_scheduling = true"
 
 
 def _lags(sample: Sample, lag_of: Callable[[int], int] | None) -> np.ndarray:

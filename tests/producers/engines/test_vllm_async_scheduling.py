@@ -1,0 +1,51 @@
+"""Version labels under asynchronous scheduling: an update waits for the step that is computed ahead."""
+
+import asyncio
+
+import pytest
+
+from shared_engine import EngineHost, boot_shared
+from telling_weights import count_mislabelled, label_of, sample_throughout, telling, versions_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+NUM_UPDATES = 8
+
+
+async def test_no_token_is_mislabelled_by_an_engine_that_computes_a_step_ahead(
+    vllm_engine, parameters, monkeypatch, tmp_path
+):
+    from async_worker import AsyncWorker, async_scheduling_kept
+    from penstock.producers.engines import vllm
+
+    monkeypatch.setattr(vllm, "EngineReport", AsyncWorker)
+    settings = {"async_scheduling": True, "args": {"enforce_eager": True}}
+    with async_scheduling_kept():
+        shared = await boot_shared(vllm_engine, tmp_path, tied=True, **settings)
+    assert shared.engine.fingerprint.async_scheduling
+    host, base, stop = EngineHost(tmp_path), parameters(shared.base), asyncio.Event()
+    follower = host.follower(shared.engine)
+
+    async def update() -> None:
+        await follower._load(host.announce(lambda version: telling(base, label_of(version))))
+
+    async def update_all_along() -> None:
+        for _ in range(NUM_UPDATES):
+            await asyncio.sleep(0.05)
+            await update()
+        stop.set()
+
+    try:
+        await update()
+        completions, _ = await asyncio.gather(
+            sample_throughout(shared.engine, stop, 0, longest=160), update_all_along()
+        )
+    finally:
+        host.close()
+        await shared.engine.close()
+    assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
+    assert len(versions_of(completions)) > NUM_UPDATES / 2
+    num_tokens, num_wrong = count_mislabelled(completions)
+    print(f"{num_tokens} tokens")
+    assert num_tokens > 1000
+    assert num_wrong == 0
