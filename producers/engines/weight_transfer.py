@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from penstock.producers.engines import update
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
+from penstock.producers.engines.pinned_files import PinnedFiles
 
 BACKEND = "penstock_safetensors"
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
@@ -52,6 +54,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         # At every update it warns about layers that have nothing to load: rotary embeddings, tied heads.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._files = PinnedFiles(_tensors) if self.device.type == "cuda" else None
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -65,7 +68,9 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         try:
             model: Any = self.model
-            model.load_weights(_tensors(update_info.paths))
+            paths = update_info.paths
+            with nullcontext(_tensors(paths)) if self._files is None else self._files.reading(paths) as tensors:
+                model.load_weights(tensors)
         except BaseException:
             self._abandon()
             raise
