@@ -212,6 +212,7 @@ class Trainer:
         try:
             self._complete_commit(wait=False)
             if self.commits.is_due(busy=busy):
+                self.leadership.check()  # one that slept through its replacement writes nothing more
                 self.commits.begin()
         except CheckpointWriteError as error:
             log.error("%s; training goes on, next try in %.0f s", error, self.commits.schedule.failed())

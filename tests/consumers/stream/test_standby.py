@@ -90,6 +90,23 @@ def test_a_trainer_that_sleeps_through_its_replacement_wakes_up_fenced(bench, re
     assert_settled_once(bench, redis_client, dead={7, 17})
 
 
+def test_a_trainer_that_wakes_up_replaced_and_with_a_checkpoint_due_writes_none(bench, redis_client, monkeypatch):
+    bench.hardy_producer()
+    with bench.proxy() as proxy:
+        asleep = proxy.hold("XREAD", 5, "before")
+        sleeper = bench.trainer(url=proxy.url)
+        first = TrainerThread(sleeper)
+        asleep.wait()
+        assert bench.trainer(resume=True).run()
+        before = files(bench)
+        monkeypatch.setattr(sleeper.commits.schedule, "is_due", lambda *counts, busy: True)
+        wait_for(lambda: time.monotonic() - sleeper.leadership._checked_at > CHECK_S)
+        asleep.release()
+        first.join(60)
+    assert isinstance(first.outcome, FencedError), first.outcome
+    assert {*files(bench)} <= {*before}, "it adds no file"
+
+
 def test_a_trainer_asleep_while_it_writes_a_checkpoint_takes_none_of_its_successors(bench, redis_client, monkeypatch):
     bench.hardy_producer()
     first = bench.trainer()
