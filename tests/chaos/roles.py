@@ -18,6 +18,7 @@ import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
 import penstock.producers.weights.host_copy as host_copy
 from penstock.consumers.learning.batch import MiniBatch
+from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
@@ -95,12 +96,22 @@ class ChaosEngine(ScriptedEngine):
 
 
 def _without_deduplication() -> None:
-    """Every record that arrives is taken into hand, settled before or not, and booked as often as it is trained."""
-    receive, settle = Reader._receive, Ledger.settle
+    """Every record that arrives is taken into hand, settled before or not, and booked as often as it is trained.
+
+    Which records come twice, and soon enough not to be stale, is a matter of chance: so a trainer that waits reads the
+    stream from its start every time, and nothing counts as stale.
+    """
+    read, receive, settle = Reader.read, Reader._receive, Ledger.settle
 
     class Nothing:
         def __contains__(self, index: int) -> bool:
             return False
+
+    @functools.wraps(read)
+    def read_again(self, lag_of, *, block):
+        if block:
+            self.rewind()
+        return read(self, lag_of, block=block)
 
     @functools.wraps(receive)
     def receive_all(self, entry_id, fields, lag_of):
@@ -115,6 +126,8 @@ def _without_deduplication() -> None:
         if index not in self.settled:
             settle(self, index, outcome, reason)
 
+    Intake._postpone_stale = lambda self: None  # type: ignore[method-assign]
+    Reader.read = read_again  # type: ignore[method-assign]
     Reader._receive = receive_all  # type: ignore[method-assign]
     Ledger.settle = settle_again  # type: ignore[method-assign]
 
