@@ -19,9 +19,9 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.producers.engines.weight_files import DTYPES
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
+from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.process.redis_url import redis_url
-from penstock.schemas.weights.codec import dense, digest, pack
+from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import element_bytes
 from penstock.schemas.weights.stores import ChunkStore, RedisChunks
 
@@ -76,17 +76,9 @@ def make_manifest(file: Path, store: ChunkStore) -> WeightManifest:
         elements = np.frombuffer(found["data"], f"u{element_bytes(tensor)}")
         for start in range(0, len(elements), _PIECE):
             piece = elements[start : start + _PIECE]
-            data = pack([dense(number, start, piece)])
-            chunks.append(
-                Chunk(
-                    key=f"0-whole-0-{len(chunks)}",
-                    num_bytes=len(data),
-                    digest=digest(data),
-                    num_changed=len(piece),
-                    pieces=(Piece(number, start, len(piece), digest(piece)),),
-                )
-            )
-            store.put(chunks[-1].key, data)
+            chunk, data = encode_chunk(f"0-whole-0-{len(chunks)}", [Slice(number, start, None, piece)], whole=True)
+            chunks.append(chunk)
+            store.put(chunk.key, data)
     return WeightManifest(
         version=0,
         parent_version=-1,

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.snapshots import Snapshots
 from penstock.schemas.keys import Keys
-from penstock.schemas.policy import Chunk, Piece, TensorSpec
-from penstock.schemas.weights.codec import changed, dense, digest, pack
+from penstock.schemas.policy import Chunk, TensorSpec
+from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import Array
 from penstock.schemas.weights.stores import Call, ChunkStore, open_store
 
@@ -51,7 +49,7 @@ class Written(NamedTuple):
     failure: Exception | None = None
 
 
-class _Slice(NamedTuple):
+class _Extent(NamedTuple):
     """Elements of a buffer: [begin, end) of tensor `tensor`'s."""
 
     tensor: int
@@ -114,47 +112,32 @@ class PolicyShard:
         num_bytes = sum(chunk.num_bytes for chunk in self._chunks)
         groups = _groups(new)
         self._num_groups = len(groups)
-        for slices in groups[len(self._chunks) :]:
-            data, pieces, num_changed = self._encode(slices, new, old, whole=task.whole)
+        for extents in groups[len(self._chunks) :]:
+            kind = "whole" if task.whole else "delta"
+            chunk, data = encode_chunk(
+                f"{task.version}-{kind}-{self._rank}-{len(self._chunks)}",
+                [self._slice(extent, old, new) for extent in extents],
+                whole=task.whole,
+            )
             num_bytes += len(data)
             if not task.whole and 2 * num_bytes >= self._whole_bytes:
                 raise DenseError
             if num_bytes > task.room:
                 raise NoRoomError
-            kind = "whole" if task.whole else "delta"
-            key = f"{task.version}-{kind}-{self._rank}-{len(self._chunks)}"
-            self.store(task.place).put(key, data)
-            chunk = Chunk(
-                key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=tuple(pieces)
-            )
+            self.store(task.place).put(chunk.key, data)
             self._chunks.append(chunk)
         if task.whole:
             self._whole_bytes = num_bytes
 
-    def _encode(
-        self, slices: list[_Slice], new: list[Array], old: list[Array] | None, *, whole: bool
-    ) -> tuple[bytes, list[Piece], int]:
-        """The chunk of these pieces, their digests, and how many elements differ: all, where nothing is compared."""
-        parts, pieces, num_changed = [], [], 0
-        for tensor, begin, end in slices:
-            start = self.snapshots.starts[tensor] + begin
-            after = new[tensor][begin:end]
-            before = None if old is None else old[tensor][begin:end]
-            if whole or before is None:
-                parts.append(dense(tensor, start, after))
-                num_changed += len(after) if before is None else int(np.count_nonzero(before != after))
-            else:
-                part, count = changed(tensor, start, before, after)
-                num_changed += count
-                if part is not None:
-                    parts.append(part)
-            pieces.append(Piece(tensor, start, end - begin, digest(after)))
-        return pack(parts), pieces, num_changed
+    def _slice(self, extent: _Extent, old: list[Array] | None, new: list[Array]) -> Slice:
+        tensor, begin, end = extent
+        before = None if old is None else old[tensor][begin:end]
+        return Slice(tensor, self.snapshots.starts[tensor] + begin, before, new[tensor][begin:end])
 
 
-def _groups(buffers: list[Array]) -> list[list[_Slice]]:
+def _groups(buffers: list[Array]) -> list[list[_Extent]]:
     """The pieces of each chunk, the same for each version."""
-    groups: list[list[_Slice]] = []
+    groups: list[list[_Extent]] = []
     room = 0
     for tensor, buffer in enumerate(buffers):
         step = MAX_PIECE_BYTES // buffer.itemsize
@@ -164,6 +147,6 @@ def _groups(buffers: list[Array]) -> list[list[_Slice]]:
             if num_bytes > room:
                 groups.append([])
                 room = MAX_CHUNK_BYTES
-            groups[-1].append(_Slice(tensor, begin, end))
+            groups[-1].append(_Extent(tensor, begin, end))
             room -= num_bytes
     return groups

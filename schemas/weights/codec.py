@@ -10,13 +10,14 @@ unchanged elements, a smaller one for so many and the changed element behind the
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 import zstandard
 
+from penstock.schemas.policy import Chunk, Piece
 from penstock.schemas.weights.layout import Array, Layout, LayoutError
 
 LEVEL = 1
@@ -36,6 +37,15 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     count: int
     positions: bytes | None
     values: bytes
+
+
+class Slice(NamedTuple):
+    """Elements of a tensor from `start` on, [count] as unsigned integers. old: None where nothing is compared."""
+
+    tensor: int
+    start: int
+    old: Array | None
+    new: Array
 
 
 _decoder = msgspec.msgpack.Decoder(list[Part])
@@ -69,6 +79,24 @@ def changed(tensor: int, start: int, old: Array, new: Array) -> tuple[Part | Non
 
 def pack(parts: Sequence[Part]) -> bytes:
     return zstandard.ZstdCompressor(LEVEL).compress(msgspec.msgpack.encode(parts))
+
+
+def encode_chunk(key: str, slices: Sequence[Slice], *, whole: bool) -> tuple[Chunk, bytes]:
+    """The chunk that holds these pieces, all of their elements if it is `whole`, as its manifest names it and as its
+    store keeps it. Where nothing is compared all elements count as changed."""
+    parts, pieces, num_changed = [], [], 0
+    for tensor, start, old, new in slices:
+        part: Part | None
+        if whole or old is None:
+            part, count = dense(tensor, start, new), len(new) if old is None else int(np.count_nonzero(old != new))
+        else:
+            part, count = changed(tensor, start, old, new)
+        parts += [part] if part is not None else []
+        pieces.append(Piece(tensor, start, len(new), digest(new)))
+        num_changed += count
+    data = pack(parts)
+    chunk = Chunk(key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=tuple(pieces))
+    return chunk, data
 
 
 def unpack(data: bytes) -> list[Part]:

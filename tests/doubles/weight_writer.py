@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from penstock.schemas.keys import Field, Keys
-from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
-from penstock.schemas.weights.codec import Part, changed, dense, digest, pack
+from penstock.schemas.policy import Chunk, TensorSpec, WeightManifest
+from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import element_bytes
 from penstock.schemas.weights.stores import ChunkStore, RedisChunks
 
@@ -70,18 +70,11 @@ class WeightWriter:
             assert new.dtype == f"u{element_bytes(tensor)}"
             old = None if of is None else self.policies[of][tensor.name].reshape(-1)
             for start in range(0, len(new), self._piece):
-                piece = new[start : start + self._piece]
-                part: Part | None = dense(number, start, piece)
-                num_changed = len(piece)
-                if old is not None:
-                    part, num_changed = changed(number, start, old[start : start + self._piece], piece)
-                data = pack([] if part is None else [part])
-                key = f"{version}-{kind}-0-{len(chunks)}"
-                self.store.put(key, data)
-                pieces = (Piece(number, start, len(piece), digest(piece)),)
-                chunks.append(
-                    Chunk(key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=pieces)
-                )
+                end = start + self._piece
+                slices = [Slice(number, start, None if old is None else old[start:end], new[start:end])]
+                chunk, data = encode_chunk(f"{version}-{kind}-0-{len(chunks)}", slices, whole=old is None)
+                self.store.put(chunk.key, data)
+                chunks.append(chunk)
         self.policies[version] = {name: array.copy() for name, array in bits.items()}
         return WeightManifest(
             version=version,

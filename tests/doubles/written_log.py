@@ -8,8 +8,8 @@ import redis
 import torch
 
 from penstock.schemas.keys import Field, Keys
-from penstock.schemas.policy import Chunk, Piece, TensorSpec, WeightManifest
-from penstock.schemas.weights.codec import changed, dense, digest, pack
+from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import as_bits
 from penstock.schemas.weights.log import read_log
 from penstock.schemas.weights.stores import REDIS, open_store
@@ -55,21 +55,13 @@ class WrittenLog:
 
     def _manifest(self, version: int, before: int | None) -> WeightManifest:
         policy = self._policies[version]
-        parts, pieces, num_changed = [], [], 0
-        for number, (name, tensor) in enumerate(policy.items()):
-            bits = _bits(tensor)
-            part, count = (
-                (dense(number, 0, bits), len(bits))
-                if before is None
-                else changed(number, 0, _bits(self._policies[before][name]), bits)
-            )
-            parts += [part] if part is not None else []
-            pieces.append(Piece(number, 0, len(bits), digest(bits)))
-            num_changed += count
-        data = pack(parts)
-        key = f"{version}-{'whole' if before is None else 'delta'}-0-0"
-        place = self._anchors if before is None else self._deltas
-        self.store(place).put(key, data)
+        slices = [
+            Slice(number, 0, None if before is None else _bits(self._policies[before][name]), _bits(tensor))
+            for number, (name, tensor) in enumerate(policy.items())
+        ]
+        kind, place = ("whole", self._anchors) if before is None else ("delta", self._deltas)
+        chunk, data = encode_chunk(f"{version}-{kind}-0-0", slices, whole=before is None)
+        self.store(place).put(chunk.key, data)
         return WeightManifest(
             version=version,
             parent_version=version - 1,
@@ -79,9 +71,7 @@ class WrittenLog:
                 for name, tensor in policy.items()
             ),
             delta_of=before,
-            chunks=(
-                Chunk(key=key, num_bytes=len(data), digest=digest(data), num_changed=num_changed, pieces=tuple(pieces)),
-            ),
+            chunks=(chunk,),
             store=place,
         )
 
