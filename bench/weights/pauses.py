@@ -16,7 +16,7 @@ from bench.pipeline.bare import BareEngine
 from penstock.producers.engines.weight_files import read_header
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.weights.layout import Layout
+from penstock.schemas.weights.layout import tensor_bytes
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine
@@ -67,7 +67,7 @@ async def _measure(config: RunConfig, settings: PauseSettings, engine: "VllmEngi
     bare = BareEngine(engine, sampling, 1)
     path = str(Path(config.model.path) / "model.safetensors")
     tensors = tuple(read_header(path).values())
-    manifest = WeightManifest(version=0, parent_version=-1, total_bytes=Layout(tensors).tensor_bytes, tensors=tensors)
+    manifest = WeightManifest(version=0, parent_version=-1, total_bytes=tensor_bytes(tensors), tensors=tensors)
     pauses: list[tuple[float, float, float]] = []
     bare_loads: list[float] = []
     arrivals: list[float] = []

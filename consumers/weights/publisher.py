@@ -32,7 +32,7 @@ from penstock.schemas.config import ConfigError, WeightsConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, WeightManifest
 from penstock.schemas.weights.codec import ChunkError
-from penstock.schemas.weights.layout import Layout
+from penstock.schemas.weights.layout import tensor_bytes
 from penstock.schemas.weights.reading import WeightReader
 from penstock.schemas.weights.stores import REDIS, ChunkStoreError, RedisFullError
 
@@ -121,8 +121,6 @@ class Publisher:
         """By place the keys of chunks that nobody needs and that could not be deleted."""
         self._compared = -1
         """The version of which the chunks were read back."""
-        self._policy_bytes = 0
-        """Of the tensors of the policy written last."""
         self._num_attempts = 0
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
@@ -208,7 +206,7 @@ class Publisher:
             target=self._run, args=(before, self._under_way, work, arguments), name="publisher", daemon=True
         )
         self._thread.start()
-        if self._policy_bytes <= SMALL_BYTES:
+        if tensor_bytes(self._shard.snapshots.tensors) <= SMALL_BYTES:
             with contextlib.suppress(TimeoutError):
                 self._under_way.exception(HEAD_START_S)
 
@@ -241,7 +239,6 @@ class Publisher:
         self._shard.snapshots.wait()
         before = self._newest[0] if self._newest is not None else None
         manifest = self._write(version, parent, before, whole=is_first)
-        self._policy_bytes = manifest.total_bytes
         self._announce(manifest, fork=fork)
         self._newest = version, parent, fork
         done.set_result(None)
@@ -336,7 +333,7 @@ class Publisher:
                 return WeightManifest(
                     version=version,
                     parent_version=parent,
-                    total_bytes=Layout(found[0].tensors).tensor_bytes,
+                    total_bytes=tensor_bytes(found[0].tensors),
                     tensors=found[0].tensors,
                     delta_of=None if whole else before,
                     chunks=tuple(chunks),
@@ -384,7 +381,7 @@ class Publisher:
         """Where whole policies are put."""
         if self._places.anchors is not None:
             return self._places.anchors
-        num_bytes = ANCHORS_IN_REDIS * Layout(self._shard.snapshots.tensors).tensor_bytes
+        num_bytes = ANCHORS_IN_REDIS * tensor_bytes(self._shard.snapshots.tensors)
         return REDIS if num_bytes <= self._places.redis_bytes else self._places.own
 
     def _make_room(self, version: int, before: int | None) -> bool:
@@ -415,7 +412,7 @@ class Publisher:
 
     def _no_room(self, *, whole: bool) -> str:
         used, most = self._kept.bytes_in_redis, self._places.redis_bytes
-        needed = Layout(self._shard.snapshots.tensors).tensor_bytes
+        needed = tensor_bytes(self._shard.snapshots.tensors)
         return (
             f"Redis has no room for {'' if whole else 'what has changed in '}a policy of {needed:,} bytes beside the "
             f"{used:,} bytes of chunks there: weights.redis_mb = {most >> 20}, expected "

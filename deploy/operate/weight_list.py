@@ -1,16 +1,14 @@
 """`penstock weights`: what a run's weight log holds, version by version, and which producers hold which of them."""
 
 from collections import Counter
-from typing import Any
 
 import msgspec
 
 from penstock.deploy.operate.producer_list import Producers, list_producers
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.schemas.config import ConfigError
-from penstock.schemas.keys import Field
 from penstock.schemas.policy import WeightManifest
-from penstock.schemas.weights.log import ManifestError, VersionGoneError, WeightLog, decode_manifest, read_log
+from penstock.schemas.weights.log import VersionGoneError, WeightLog, read_log
 from penstock.schemas.weights.stores import ChunkStoreError, open_store
 
 
@@ -87,11 +85,11 @@ def list_weights(run: OpenRun) -> LogContent:
         ConfigError: there is no log, or none that can be read.
         ServerError: the run's Redis cannot be reached.
     """
-    log, unreadable = read_log(run.redis, run.keys), _unreadable(run)
+    log = read_log(run.redis, run.keys)
     newest = max(log.announced, default=None)
     if newest is None:
         why = "none has been announced yet, or Redis has lost them"
-        raise ConfigError(f"run {run.name}: no policy on its policy stream: {'; '.join(unreadable) or why}")
+        raise ConfigError(f"run {run.name}: no policy on its policy stream: {'; '.join(log.unreadable) or why}")
     producers = list_producers(run)
     way = _way(log, newest)
     return LogContent(
@@ -105,23 +103,8 @@ def list_weights(run: OpenRun) -> LogContent:
         stores=_stores(run, log),
         holders=_holders(producers),
         num_unreadable=len(producers.unreadable),
-        unreadable=unreadable,
+        unreadable=log.unreadable,
     )
-
-
-def _unreadable(run: OpenRun) -> tuple[str, ...]:
-    """What is wrong with entries that are no manifests."""
-    keys, found = run.keys, []
-    entries: Any = run.redis.xrange(keys.policy)
-    anchors: Any = run.redis.hgetall(keys.anchors)
-    places = [(f"{keys.policy} {name.decode()}", fields.get(Field.MANIFEST)) for name, fields in entries]
-    places += [(f"{keys.anchors} {ascii(name)[1:]}", data) for name, data in anchors.items()]
-    for where, data in places:
-        try:
-            decode_manifest(data, where)
-        except ManifestError as error:
-            found.append(str(error))
-    return tuple(found)
 
 
 def _manifests(log: WeightLog) -> list[WeightManifest]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,11 @@ def element_bytes(tensor: TensorSpec) -> int:
 def as_bits(data: Array) -> Array:
     """The elements as unsigned integers of their size, in the same memory: equal bits are equal values there."""
     return data.view(_UNSIGNED[data.dtype.itemsize])
+
+
+def tensor_bytes(tensors: Iterable[TensorSpec]) -> int:
+    """Of all elements. Raises LayoutError for a type that is not known."""
+    return sum(math.prod(tensor.shape) * element_bytes(tensor) for tensor in tensors)
 
 
 class Layout:

@@ -5,7 +5,6 @@ policies, are in a hash of their own; an epoch's first policy is one, and a poli
 version of the chain applies what follows it; any other one begins with an anchor.
 """
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -26,10 +25,12 @@ class VersionGoneError(LookupError):
 
 
 class WeightLog(NamedTuple):
-    """announced: by version, those still on the policy stream. anchors: by version, whole ones."""
+    """announced: by version, those still on the policy stream. anchors: by version, whole ones. unreadable: what is
+    wrong with entries that are no manifests."""
 
     announced: Mapping[int, WeightManifest]
     anchors: Mapping[int, WeightManifest]
+    unreadable: tuple[str, ...] = ()
 
     def way(self, version: int, held: int | None = None) -> list[WeightManifest]:
         """What to apply, in order, to get the weights of `version`: onto those of `held`, or, if the first manifest is
@@ -65,21 +66,25 @@ class WeightLog(NamedTuple):
 
 
 def read_log(client: Any, keys: Keys) -> WeightLog:
-    """Reads the whole log with a synchronous client; an entry that is no manifest is left out."""
+    """Reads the whole log with a synchronous client."""
     with client.pipeline(transaction=False) as both:  # at its memory limit Redis refuses a MULTI, even of reads
         both.xrange(keys.policy)
         both.hgetall(keys.anchors)
         entries, anchors = both.execute()
-    announced = _manifests(fields.get(Field.MANIFEST) for _, fields in entries)
-    return WeightLog(announced, _manifests(anchors.values()))
+    unreadable: list[str] = []
+    on_stream = ((f"{keys.policy} {name.decode()}", fields.get(Field.MANIFEST)) for name, fields in entries)
+    in_hash = ((f"{keys.anchors} {ascii(name)[1:]}", data) for name, data in anchors.items())
+    return WeightLog(_manifests(on_stream, unreadable), _manifests(in_hash, unreadable), tuple(unreadable))
 
 
-def _manifests(found: Iterable[bytes | None]) -> dict[int, WeightManifest]:
+def _manifests(found: Iterable[tuple[str, bytes | None]], unreadable: list[str]) -> dict[int, WeightManifest]:
     by_version = {}
-    for data in found:
-        with contextlib.suppress(ManifestError):
-            manifest = decode_manifest(data, "an entry")
+    for where, data in found:
+        try:
+            manifest = decode_manifest(data, where)
             by_version[manifest.version] = manifest
+        except ManifestError as error:
+            unreadable.append(str(error))
     return by_version
 
 
