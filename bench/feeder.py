@@ -19,7 +19,7 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.producers.engines.weight_files import DTYPES
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-from penstock.schemas.policy import TensorSpec, WeightManifest
+from penstock.schemas.policy import Chunk, TensorSpec, WeightManifest
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.weights.codec import Slice, encode_chunk
 from penstock.schemas.weights.layout import element_bytes
@@ -68,7 +68,8 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
 
 def make_manifest(file: Path, store: ChunkStore) -> WeightManifest:
     """Puts a safetensors file into a chunk store as one whole policy; returns its announcement as version 0."""
-    tensors, chunks, total_bytes = [], [], 0
+    tensors, total_bytes = [], 0
+    chunks: list[Chunk] = []
     for number, (name, found) in enumerate(deserialize(file.read_bytes())):
         tensor = TensorSpec(name=name, dtype=DTYPES[found["dtype"]], shape=tuple(found["shape"]))
         tensors.append(tensor)

@@ -109,12 +109,28 @@ def measure_apart(
     Raises:
         BenchError: it failed, or took longer than `PART_LIMIT_S`.
     """
-    job_file, result_file = folder / f"{name}-job.json", folder / f"{name}-result.json"
+    wait_for([start_apart(name, module, job, folder, python=python, environment=environment)])
+    return found_apart(name, result_type, folder)
+
+
+def start_apart(
+    name: str,
+    module: str,
+    job: Any,
+    folder: Path,
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Child:
+    """Starts what `measure_apart` runs; `wait_for` must follow, and then `found_apart` gives what it found."""
+    job_file = folder / f"{name}-job.json"
     job_file.write_bytes(msgspec.json.encode(job))
-    command = [python, "-m", module, str(job_file), str(result_file)]
-    child = Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
-    wait_for([child])
-    return msgspec.json.decode(result_file.read_bytes(), type=result_type)
+    command = [python, "-m", module, str(job_file), str(folder / f"{name}-result.json")]
+    return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD | dict(environment or {}))
+
+
+def found_apart(name: str, result_type: Any, folder: Path) -> Any:
+    return msgspec.json.decode((folder / f"{name}-result.json").read_bytes(), type=result_type)
 
 
 def wait_for(children: Sequence[Child]) -> None:

@@ -1,24 +1,22 @@
 """The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
 from bench.pipeline.modes import ModeRun, paused_share, run_mode
 from bench.pipeline.section import random_model, run_config, save
 from bench.result import Figure, Goal, compare
-from bench.section import ONE_THREAD, Bench, BenchSection, make_model, measure_apart, wait_for
+from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, start_apart, wait_for
 from bench.weights.changes import Changes, ChangesJob, qwen_508m
 from bench.weights.holding import Held, HoldingJob
 from bench.weights.pauses import Paused, PauseSettings
 from bench.weights.publishing import Published, PublishingJob
-from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.producers.weights.host_copy import default_folder
 
@@ -200,9 +198,9 @@ def measure_late(bench: Bench) -> list[Figure]:
     settings = bench.settings
 
     def joined_s(name: str, num_versions: int) -> Held:
-        with _Server(bench, name) as server:
-            _publish(bench, server, name, settings.late_mb, num_versions)
-            return _hold(bench, server, name, num_versions, "late")
+        with _server(bench, name) as url:
+            _publish(bench, url, name, settings.late_mb, num_versions)
+            return _hold(bench, url, name, num_versions, "late")
 
     anchor, late = joined_s("anchor", 0), joined_s("late", settings.late_versions)
     return [late_figure(settings.late_mb, settings.late_versions, late, anchor)]
@@ -273,18 +271,14 @@ def demo_figure(run: ModeRun) -> Figure:
     )
 
 
-class _Server:
-    """A Redis of a row's own."""
-
-    def __init__(self, bench: Bench, name: str) -> None:
-        self._server = RedisServer(bench.folder / f"redis-{name}", maxmemory_mb=8000)
-        self.url = self._server.url
-
-    def __enter__(self) -> "_Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.stop()
+@contextmanager
+def _server(bench: Bench, name: str) -> Iterator[str]:
+    """A Redis of a row's own, by its URL."""
+    server = RedisServer(bench.folder / f"redis-{name}", maxmemory_mb=8000)
+    try:
+        yield server.url
+    finally:
+        server.stop()
 
 
 def _run(
@@ -300,45 +294,45 @@ def _run(
     """A trainer that publishes, and producers that hold what it publishes, beside it."""
     scratch = _scratch(name)
     try:
-        with _Server(bench, name) as server:
+        with _server(bench, name) as url:
             jobs = {
-                f"{name}-holder-{n}": HoldingJob(url=server.url, run=name, host_folder=str(scratch), last=num_versions)
+                f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
                 for n in range(holders)
             }
-            children = [_start(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
+            children = [start_apart(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
             job = _publishing(
-                bench, server, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
+                bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
             )
-            children.append(_start(name, "bench.weights.publishing", job, bench.folder))
+            children.append(start_apart(name, "bench.weights.publishing", job, bench.folder))
             wait_for(children)
-        return _result(name, Published, bench.folder), [_result(each, Held, bench.folder) for each in jobs]
+        return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
     finally:
         shutil.rmtree(scratch)
 
 
-def _publish(bench: Bench, server: _Server, name: str, size_mb: float, num_versions: int) -> None:
+def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: int) -> None:
     # Anchors of a policy of this size would be files.
     job = _publishing(
-        bench, server, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
+        bench, url, name, size_mb, num_versions, bench.folder, anchors=str(bench.folder / f"{name}-anchors")
     )
-    wait_for([_start(f"{name}-trainer", "bench.weights.publishing", job, bench.folder)])
+    wait_for([start_apart(f"{name}-trainer", "bench.weights.publishing", job, bench.folder)])
 
 
-def _hold(bench: Bench, server: _Server, run: str, last: int, name: str) -> Held:
+def _hold(bench: Bench, url: str, run: str, last: int, name: str) -> Held:
     scratch = _scratch(name)
     try:
-        job = HoldingJob(url=server.url, run=run, host_folder=str(scratch), last=last)
-        wait_for([_start(f"{run}-holder", "bench.weights.holding", job, bench.folder)])
-        return _result(f"{run}-holder", Held, bench.folder)
+        job = HoldingJob(url=url, run=run, host_folder=str(scratch), last=last)
+        wait_for([start_apart(f"{run}-holder", "bench.weights.holding", job, bench.folder)])
+        return found_apart(f"{run}-holder", Held, bench.folder)
     finally:
         shutil.rmtree(scratch)
 
 
 def _publishing(
-    bench: Bench, server: _Server, name: str, size_mb: float, num_versions: int, folder: Path, **more: object
+    bench: Bench, url: str, name: str, size_mb: float, num_versions: int, folder: Path, **more: object
 ) -> PublishingJob:
     return PublishingJob(
-        url=server.url,
+        url=url,
         run=name,
         num_bytes=int(size_mb * MB) // 2 * 2,
         changed=bench.settings.changed,
@@ -346,16 +340,6 @@ def _publishing(
         folder=str(folder),
         **more,  # type: ignore[arg-type]
     )
-
-
-def _start(name: str, module: str, job: object, folder: Path) -> Child:
-    (folder / f"{name}-job.json").write_bytes(msgspec.json.encode(job))
-    command = [sys.executable, "-m", module, str(folder / f"{name}-job.json"), str(folder / f"{name}-result.json")]
-    return Child(name, command, log=folder / f"{name}.log", environment=ONE_THREAD)
-
-
-def _result(name: str, kind: type, folder: Path) -> Any:
-    return msgspec.json.decode((folder / f"{name}-result.json").read_bytes(), type=kind)
 
 
 def _scratch(name: str) -> Path:
