@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import deserialize
 
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
 from penstock.producers.engines.weight_files import DTYPES
 from penstock.schemas.config import RunConfig, load_config
@@ -49,6 +50,7 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
     scripts.open_epoch(0, uuid.uuid4().hex)
     manifest = make_manifest(weights, RedisChunks(connection.call, keys))
     version = released = 0
+    (name,) = config.every_environment
     next_update = next_trim = time.monotonic()
     while True:
         now = time.monotonic()
@@ -59,7 +61,8 @@ def feed(config: RunConfig, weights: Path, updates_per_s: float) -> None:
             next_update += 1 / updates_per_s
         num_open = connection.client.xlen(keys.prompts)
         if num_open < config.credit:
-            released = scripts.release(0, released + config.credit - num_open, released, version - 1)
+            tasks = [ReleasedTask(name, released + n) for n in range(1, config.credit - num_open + 1)]
+            released = scripts.release(0, released, tasks, version - 1)
         if now >= next_trim:
             connection.client.xtrim(keys.rollouts, maxlen=0, approximate=False)
             next_trim += _TRIM_S

@@ -28,7 +28,7 @@ from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.process.files import write_whole
 
 ROW_TOKENS = 512
@@ -138,7 +138,7 @@ class Rank:
         self._config = RunConfig(
             name="sizing",
             model=ModelConfig(path=str(folder), dtype=case.dtype),
-            environment=Plug(path="none:None"),
+            environment=EnvironmentConfig(path="none:None"),
             trainer=trainer,
         )
 

@@ -24,11 +24,12 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
 from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher, WeightPlaces
@@ -154,7 +155,7 @@ def open_trainer(
         CheckpointError: no checkpoint is whole.
         FencedError: a newer trainer has taken the run over meanwhile.
     """
-    if config.evaluation.num_prompts is None:
+    if None in config.num_evaluation_prompts.values():
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
     keys = Keys(config.name)
     connection.restarted()  # from here on a restart of Redis is one
@@ -197,7 +198,8 @@ def _open(
     if epoch:
         state.forks[epoch] = state.policy_version
     ledger = Ledger.from_state(state.ledger) if state.ledger else Ledger()
-    ledger.num_released = max(ledger.num_released, int(commit.get(Commit.RELEASED, 0)))
+    released = connection.call(lambda client: client.hgetall(leadership.keys.tasks))
+    TaskPlan(config, ledger).catch_up(int(commit.get(Commit.RELEASED, 0)), released)
     return _assemble(config, runs, learner, metrics, leadership, ledger, state)
 
 
@@ -220,7 +222,9 @@ def _assemble(
     intake = Intake(
         config, leadership, ledger, lag_of, progress, lambda group: check_trainable(group, learner.vocabulary)
     )
-    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.evaluation.num_prompts or 0)
+    sizes = config.num_evaluation_prompts.items()
+    held_out = [ReleasedTask(name, n + 1) for name, size in sizes for n in range(size or 0)]
+    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, held_out)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
     recorder = None

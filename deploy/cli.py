@@ -393,7 +393,7 @@ def _lead(
     from penstock.deploy.launch.start_checks import check, check_server
 
     place = f"Redis at {place_of(redis_url(config, arguments.runs))}"
-    if config.evaluation.num_prompts is None:  # not the run file that `penstock run` completed
+    if None in config.num_evaluation_prompts.values():  # not the run file that `penstock run` completed
         config = check(config).config
     from penstock.consumers.__main__ import main as train
     from penstock.deploy.launch.run_folder import save_run_file

@@ -15,11 +15,11 @@ from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.access import api_key
 from penstock.producers.endpoint.chat.answers import AnswerParser
-from penstock.producers.interfaces import Engine, EngineError, Environment
+from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.producers.rollout.rewards import reward_components
+from penstock.producers.rollout.run_environments import open_environments
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
@@ -28,7 +28,6 @@ from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
-from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import redis_url
 
 log = logging.getLogger(__name__)
@@ -82,8 +81,7 @@ async def _build(
     closing: AsyncExitStack,
 ) -> Producer:
     """Builds the producer, the cheap checks first; `closing` closes what was opened."""
-    environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    rewards = reward_components(config, environment)
+    environments = open_environments(config)
     tokenizer = load_tokenizer(config)
     folder_of_copies(config.weights.host_folder)  # raises before the engine boots
     metrics = ProducerMetrics(run=config.name, producer=producer_id)
@@ -100,7 +98,7 @@ async def _build(
     context = ProducerContext(
         config, runs=runs, producer_id=producer_id, connection=connection, metrics=metrics, metrics_port=port
     )
-    producer = Producer(context, engine, environment, tokenizer, rewards=rewards, answer_parser=parser, stop=stop)
+    producer = Producer(context, engine, environments, tokenizer, answer_parser=parser, stop=stop)
     await producer.open()
     return producer
 

@@ -6,14 +6,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.producers.endpoint.chat.answers import AnswerParser
-from penstock.producers.interfaces import Engine, EngineError, Environment
+from penstock.producers.interfaces import Engine, EngineError
 from penstock.producers.rollout.episode import Episodes
-from penstock.producers.rollout.rewards import RewardComponent, component
-from penstock.producers.rollout.scoring import RewardScorer
+from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
@@ -21,7 +19,6 @@ from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import LoadReport, WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
-from penstock.schemas.config import ConfigError
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.weights.reading import WeightReader
@@ -56,7 +53,6 @@ class Producer:
     5. The caller closes engine, metrics and connection.
 
     answer_parser: of reasoning and tool calls in the answers to agents, if the run has an endpoint for them.
-    reward: None takes the environment's.
     stop: set from outside (a signal) to end `serve`; also set when the run is finished.
     """
 
@@ -64,19 +60,14 @@ class Producer:
         self,
         context: ProducerContext,
         engine: Engine,
-        environment: Environment,
+        environments: RunEnvironments,
         tokenizer: Any,
         *,
-        rewards: Sequence[RewardComponent] | None = None,
         answer_parser: AnswerParser | None = None,
         stop: asyncio.Event | None = None,
     ) -> None:
         config, connection, keys = context.config, context.connection, context.keys
-        if config.endpoint is None and hasattr(environment, "converse"):
-            raise ConfigError(
-                f"environment.path = {config.environment.path!r}: it converses, which goes through the endpoint; "
-                "expected an [endpoint] table in the run file"
-            )
+        environments.check_endpoint(config)
         self.stop = stop or asyncio.Event()
         self._config = config
         self._context = context
@@ -88,10 +79,7 @@ class Producer:
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
-        self._scorer = RewardScorer(rewards or [component(environment.reward)], config.reward)
-        self._episodes = Episodes(
-            context, environment=environment, tokenizer=tokenizer, engine=engine, scorer=self._scorer
-        )
+        self._episodes = Episodes(context, environments=environments, tokenizer=tokenizer, engine=engine)
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
@@ -108,7 +96,7 @@ class Producer:
                 weights=self.weights,
                 writer=self.writer,
                 engine=engine,
-                environment=environment,
+                environments=environments,
                 tokenizer=tokenizer,
                 parser=answer_parser,
             )
@@ -154,7 +142,7 @@ class Producer:
         finally:
             if self.endpoint is not None:
                 await self.endpoint.close(append=False)
-            self._scorer.close()
+            self._episodes.close()
             self._context.events.close()
 
     async def _work_until_stopped(self) -> None:

@@ -47,6 +47,21 @@ class Plug(Section, frozen=True, kw_only=True):
     """Keyword arguments it is called with."""
 
 
+class EnvironmentConfig(Plug, frozen=True, kw_only=True):
+    """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$", max_length=64)] = "main"
+    """What metrics, report and inspector call it. Of several, each has its own."""
+    weight: NonNegativeFloat = 1.0
+    """Of several: its share of the released prompts is its weight over the sum of all. 0 evaluates it and no more."""
+    max_tokens: Positive | None = None
+    """The most tokens of one completion; None takes sampling.max_tokens."""
+    num_evaluation_prompts: NonNegative | None = None
+    """Held-out prompts per evaluation, at most what it has; None takes evaluation.num_prompts."""
+    evaluation_max_tokens: Positive | None = None
+    """None takes evaluation.max_tokens, else `max_tokens`."""
+
+
 class ObjectivePlug(Plug, frozen=True, kw_only=True):
     path: str = DEFAULT_OBJECTIVE
     """`package.module:Name`."""
@@ -432,9 +447,9 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Positive = 25
     """Updates between evaluations; one more happens at the start and at the end."""
     num_prompts: NonNegative | None = None
-    """Held-out prompts per evaluation, at most what the environment has. None takes all, 0 evaluates nothing."""
+    """Held-out prompts per evaluation of each environment, at most what it has. None takes all, 0 evaluates nothing."""
     max_tokens: Positive | None = None
-    """None takes sampling.max_tokens."""
+    """None takes that of the training prompts."""
     goal: GoalConfig | None = None
 
     @property
@@ -541,8 +556,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Tokens older than this many optimizer steps are masked."""
 
     model: ModelConfig
-    environment: Plug
-    """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
+    environment: EnvironmentConfig | None = None
+    """The environment of a run that has one."""
+    environments: tuple[EnvironmentConfig, ...] = ()
+    """In place of `[environment]`, several in one run."""
     reward: RewardConfig = RewardConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
@@ -565,6 +582,24 @@ class RunConfig(Section, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     endpoint: EndpointConfig | None = None
     """None: prompts of the environment are answered in one turn each, inside the producer."""
+
+    @property
+    def every_environment(self) -> dict[str, EnvironmentConfig]:
+        """By name: those of `environments`, or `environment` alone."""
+        return {each.name: each for each in self.environments or filter(None, (self.environment,))}
+
+    @property
+    def num_evaluation_prompts(self) -> dict[str, int | None]:
+        """Held-out prompts per evaluation by environment; None for all that it has."""
+        return {
+            name: self.evaluation.num_prompts if each.num_evaluation_prompts is None else each.num_evaluation_prompts
+            for name, each in self.every_environment.items()
+        }
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a completion of any environment may have."""
+        return max(each.max_tokens or self.sampling.max_tokens for each in self.every_environment.values())
 
     @property
     def lag_bound(self) -> int:
@@ -809,6 +844,7 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: engine.args.hf_token holds a key, and every producer reads the run file in Redis; expected it in "
             "the environment variable HF_TOKEN"
         )
+    _check_environments(config, file)
     _check_steps(config, file)
     if config.parity.gate != "off":
         _check_parity(config, file)
@@ -817,9 +853,11 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: recording.max_mb = {config.recording.max_mb}: expected at least twice recording.segment_mb = "
             f"{config.recording.segment_mb}"
         )
-    plugs = {name: getattr(config, name) for name in ("environment", "objective", "advantage")}
+    plugs: dict[str, Plug] = dict(environment_fields(config))
+    plugs |= {name: getattr(config, name) for name in ("objective", "advantage")}
     rewards = {"reward": config.reward} | {f"reward.components[{n}]": r for n, r in enumerate(config.reward.components)}
-    for name, plug in (plugs | {name: each for name, each in rewards.items() if each.path != OWN_REWARD}).items():
+    plugs |= {name: each for name, each in rewards.items() if each.path != OWN_REWARD}
+    for name, plug in plugs.items():
         if plug.path.count(":") != 1:
             raise ConfigError(f"{file}: {name}.path = {plug.path!r}: expected package.module:Name")
     if config.producers.claim_refresh_s >= config.producers.claim_idle_s:
@@ -827,6 +865,25 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{file}: producers.claim_refresh_s = {config.producers.claim_refresh_s}: expected less than "
             f"claim_idle_s = {config.producers.claim_idle_s}"
         )
+
+
+def environment_fields(config: RunConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
+    """Each environment after its field in the run file: `environment`, or `environments[0]` and so on."""
+    if config.environment is not None:
+        yield "environment", config.environment
+    yield from ((f"environments[{n}]", each) for n, each in enumerate(config.environments))
+
+
+def _check_environments(config: RunConfig, file: Path) -> None:
+    if (config.environment is None) == (not config.environments):
+        found = "neither is there" if config.environment is None else "both are there"
+        raise ConfigError(f"{file}: environment, environments: {found}; expected [environment], or [[environments]]")
+    names = [each.name for each in config.environments]
+    if len(config.every_environment) < len(names):
+        raise ConfigError(f"{file}: environments have the names {names}, expected different ones")
+    weights = {name: each.weight for name, each in config.every_environment.items()}
+    if not 0 < math.fsum(weights.values()) < math.inf:
+        raise ConfigError(f"{file}: environments have the weights {weights}, expected a finite sum above 0")
 
 
 def _check_parity(config: RunConfig, file: Path) -> None:

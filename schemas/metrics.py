@@ -186,6 +186,29 @@ class TrainerMetric:
     EVALUATION_REWARD_PART = Metric(
         "penstock_evaluation_reward_part", "Mean of a part of the reward on held-out prompts", ("part",), unit="none"
     )
+    ENVIRONMENT_REWARD = Metric(
+        "penstock_environment_reward",
+        "Mean reward of the batch's groups of an environment",
+        ("environment",),
+        unit="none",
+    )
+    ENVIRONMENT_TOKENS = Metric(
+        "penstock_environment_completion_tokens",
+        "Sampled tokens of a rollout of an environment, mean over the batch",
+        ("environment",),
+        unit="tokens",
+    )
+    ENVIRONMENT_GROUPS = Metric(
+        "penstock_environment_groups_total",
+        "Groups of an environment in batches, by outcome",
+        ("environment", "outcome"),
+    )
+    ENVIRONMENT_EVALUATION_REWARD = Metric(
+        "penstock_environment_evaluation_reward",
+        "Mean greedy reward on an environment's held-out prompts",
+        ("environment",),
+        unit="none",
+    )
     GROUPS_ABANDONED = Metric("penstock_abandoned_groups", "Groups that agents have abandoned since the last good one")
     PROMPTS = Metric("penstock_prompts_open", "Released prompts not yet appended", unit="groups")
     OBJECTIVE = Metric(

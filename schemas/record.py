@@ -22,7 +22,7 @@ from penstock.schemas.rollout import RecordError, RolloutGroup, Segment, decode_
 S = TypeVar("S", bound=msgspec.Struct)
 
 FOLDER = "record"
-FORMAT = 1
+FORMAT = 2
 """SQLite's `user_version` of each file."""
 SCHEMA = """
 CREATE TABLE trainer (run TEXT, epoch INTEGER, header BLOB);
@@ -34,6 +34,7 @@ CREATE TABLE groups (
     position INTEGER, place INTEGER, group_index INTEGER, outcome TEXT, reason TEXT, producer_id TEXT,
     min_version INTEGER, max_version INTEGER, min_lag INTEGER, max_lag INTEGER, num_masked INTEGER, ess_fraction REAL,
     max_weight REAL, rewards TEXT, advantages TEXT, finish_reasons TEXT, num_sampled_tokens TEXT,
+    environment TEXT, task INTEGER,
     PRIMARY KEY (position, place)
 ) WITHOUT ROWID;
 CREATE TABLE contents (position INTEGER, place INTEGER, payload BLOB, findings BLOB, PRIMARY KEY (position, place));
@@ -122,6 +123,7 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     max_weight: the largest importance weight applied. Both are None without a scored token and if they are not finite.
     rewards, advantages, finish_reasons, num_sampled_tokens: by rollout; the finish reason is its last segment's. No
         rewards of a group that died before it was scored.
+    environment, task: the name of the environment and the number of its task.
     """
 
     index: int
@@ -139,6 +141,8 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     advantages: tuple[float, ...] = ()
     finish_reasons: tuple[str, ...] = ()
     num_sampled_tokens: tuple[int, ...] = ()
+    environment: str = ""
+    task: int = 0
 
 
 def group_entry(group: RolloutGroup, findings: Findings, outcome: Outcome, **fields: Any) -> GroupEntry:
@@ -158,6 +162,8 @@ def group_entry(group: RolloutGroup, findings: Findings, outcome: Outcome, **fie
         rewards=tuple(rollout.reward.value for rollout in group.rollouts),
         finish_reasons=tuple(rollout.segments[-1].finish_reason for rollout in group.rollouts),
         num_sampled_tokens=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
+        environment=group.environment,
+        task=group.task,
         **fields,
     )
 

@@ -189,6 +189,10 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     missing: str = ""
     """The reason why there are fewer siblings than `group_size`; empty for a complete group."""
+    environment: str = ""
+    """Name of the environment that posed the prompt; empty in records of earlier releases."""
+    task: int = 0
+    """Number of the prompt among the tasks of its environment; 0 in records of earlier releases."""
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])

@@ -19,7 +19,7 @@ from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.in_flight import Claim
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids
 
@@ -150,7 +150,7 @@ async def hold_conversation(settings: EncodingSettings) -> TimedConversation:
         weights=weights,
         prompts=prompts,
         answers=Answers(tokenizer, PlainText()),
-        config=RunConfig(name="encoding", model=ModelConfig(path=""), environment=Plug(path="")),
+        config=RunConfig(name="encoding", model=ModelConfig(path=""), environment=EnvironmentConfig(path="")),
         metrics=ProducerMetrics(),
         count=lambda num_tokens: None,
     )

@@ -17,9 +17,9 @@ from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import (
     EndpointConfig,
     EngineConfig,
+    EnvironmentConfig,
     MetricsConfig,
     ModelConfig,
-    Plug,
     ProducersConfig,
     RunConfig,
     SamplingConfig,
@@ -106,7 +106,7 @@ def gateway_config(model: Path, max_model_len: int) -> RunConfig:
         name="bench-endpoint",
         groups_per_batch=4,
         model=ModelConfig(path=str(model)),
-        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic"),
+        environment=EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic"),
         sampling=SamplingConfig(max_tokens=MAX_ANSWER_TOKENS),
         engine=EngineConfig(
             prefix_caching=True, max_model_len=max_model_len, args={"max_num_batched_tokens": BATCHED_TOKENS}

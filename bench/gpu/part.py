@@ -17,7 +17,7 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.weights.shard import PolicyShard, Task
 from penstock.deploy.launch.memory import ModelShape
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.keys import Keys
 
 HEAD_MATMULS = {"recompute": 4, "in forward": 3}
@@ -178,7 +178,7 @@ def _trainer_config(job: TrainerJob) -> RunConfig:
         gradient_checkpointing=True,
     )
     model = ModelConfig(path=job.folder, dtype="bfloat16")
-    return RunConfig(name="gpu", model=model, environment=Plug(path="none:None"), trainer=trainer)
+    return RunConfig(name="gpu", model=model, environment=EnvironmentConfig(path="none:None"), trainer=trainer)
 
 
 def measure_weights(job: WeightsJob) -> WeightsFound:

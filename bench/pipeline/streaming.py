@@ -17,16 +17,14 @@ from bench.pipeline.bare import BareEngine, Meter, tokens_between
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.redis_server import connect
 from penstock.deploy.launch.start_checks import resolved_toml
-from penstock.producers.interfaces import Environment
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.producers.rollout.rewards import reward_components
+from penstock.producers.rollout.run_environments import open_environments
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
-from penstock.schemas.process.plugins import construct
 
 if TYPE_CHECKING:
     from penstock.producers.engines.vllm import VllmEngine
@@ -106,9 +104,10 @@ class _Windows:
         self._load = load
         self._engine = engine
         self._bare = BareEngine(engine, sampling, config.group_size)
-        self._environment = construct(config.environment, "environment", Environment, seed=config.seed)
+        self._environments = open_environments(config)
+        (only,) = self._environments
         self._tokenizer = load_tokenizer(config)
-        texts = [self._environment.prompt(index).text for index in range(1, NUM_PROMPTS + 1)]
+        texts = [only.environment.prompt(index).text for index in range(1, NUM_PROMPTS + 1)]
         self._prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         self._run_folders = Path(settings.runs)
         self._numbers = itertools.count()
@@ -144,8 +143,7 @@ class _Windows:
             context = ProducerContext(
                 config, runs=self._run_folders, producer_id=PRODUCER_ID, connection=connection, metrics=metrics
             )
-            rewards = reward_components(config, self._environment)
-            producer = Producer(context, meter, self._environment, self._tokenizer, rewards=rewards)
+            producer = Producer(context, meter, self._environments, self._tokenizer)
             await producer.open()
             serving = asyncio.create_task(producer.serve(), name="producer")
             await self._wait_for_first_request(meter, serving, feeder)

@@ -150,10 +150,11 @@ def grid() -> list[StudyCell]:
 def settings(cell: StudyCell, config: RunConfig) -> dict[str, Any]:
     """See `Experiment.settings`."""
     everything = msgspec.to_builtins(config)
-    named = ("seed", "num_updates", "group_size", "groups_per_batch", "max_lag", "environment", "advantage")
+    named = ("seed", "num_updates", "group_size", "groups_per_batch", "max_lag", "advantage")
     of_trainer = ("learning_rate", "betas", "weight_decay", "warmup_steps", "decay", "max_grad_norm")
     chosen = {
         **{name: everything[name] for name in named},
+        "environment": {name: everything["environment"][name] for name in ("path", "kwargs")},
         "trainer": {name: everything["trainer"][name] for name in of_trainer},
         "sampling": {name: everything["sampling"][name] for name in ("temperature", "max_tokens")},
         # As they are written, not as they are read: a field added to the schema does not make old results stale.

@@ -20,7 +20,7 @@ from penstock.consumers.learning.batch import Batch
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.ranks import Ranks
 from penstock.deploy.launch.child import Child
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 
 RANKS_TIMEOUT_S = 300.0
 LEARNING_RATE = 1e-4
@@ -175,7 +175,9 @@ def _config(model: str, work: Work) -> RunConfig:
     trainer = TrainerConfig(
         device="cpu", num_threads=1, learning_rate=LEARNING_RATE, tokens_per_microbatch=work.tokens_per_pass
     )
-    return RunConfig(name="bench", model=ModelConfig(path=model), environment=Plug(path="none:None"), trainer=trainer)
+    return RunConfig(
+        name="bench", model=ModelConfig(path=model), environment=EnvironmentConfig(path="none:None"), trainer=trainer
+    )
 
 
 def _batch(learner: Learner, work: Work) -> Batch:

@@ -14,10 +14,10 @@ from bench.section import make_model, measure_apart
 from bench.trainer.peer_job import PeerUpdates, TrlJob
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import (
+    EnvironmentConfig,
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
-    Plug,
     ProducersConfig,
     RunConfig,
     SamplingConfig,
@@ -74,7 +74,7 @@ def _config(settings: PeerSettings, model: Path) -> RunConfig:
         group_size=settings.group_size,
         groups_per_batch=settings.groups,
         model=ModelConfig(path=str(model)),
-        environment=Plug(path="bench.trainer.long_answers:LongAnswers"),
+        environment=EnvironmentConfig(path="bench.trainer.long_answers:LongAnswers"),
         sampling=SamplingConfig(temperature=1.0, max_tokens=settings.max_tokens),
         producers=ProducersConfig(count=1, groups_in_flight=settings.groups),
         # So small a learning rate moves no weight: every update meets answers of the same lengths.

@@ -58,6 +58,10 @@ class TrainerMetrics:
         self._evaluation_reward = make(Gauge, M.EVALUATION_REWARD)
         self._evaluation_reward.set(math.nan)
         self._evaluation_parts = make(Gauge, M.EVALUATION_REWARD_PART)
+        self._environment_reward = make(Gauge, M.ENVIRONMENT_REWARD)
+        self._environment_tokens = make(Gauge, M.ENVIRONMENT_TOKENS)
+        self._environment_groups = make(Counter, M.ENVIRONMENT_GROUPS)
+        self._environment_evaluation = make(Gauge, M.ENVIRONMENT_EVALUATION_REWARD)
         self._groups_settled = make(Counter, M.GROUPS_SETTLED)
         self._groups_released = make(Counter, M.GROUPS_RELEASED)
         self.groups_open = make(Gauge, M.GROUPS_OPEN)
@@ -121,6 +125,14 @@ class TrainerMetrics:
         self._optimizer_steps.inc(line["num_optimizer_steps"])
         for reason, num_steps in line["steps_skipped"].items():
             self._steps_skipped.labels(reason).inc(num_steps)
+        environments = line["environments"]
+        _set_labelled(self._environment_reward, {name: found["reward"] for name, found in environments.items()})
+        _set_labelled(
+            self._environment_tokens, {name: found["completion_tokens"] for name, found in environments.items()}
+        )
+        for name, found in environments.items():
+            for outcome in ("trained", "skipped"):
+                self._environment_groups.labels(name, outcome).inc(found[f"num_groups_{outcome}"])
         for phase in _SECONDS:
             self._seconds.labels(phase.removesuffix("_s")).observe(line[phase])
 
@@ -143,8 +155,9 @@ class TrainerMetrics:
             {key: value for key, value in line.items() if isinstance(value, float) and key not in known},
         )
 
-    def evaluate(self, rewards: Mapping[str, float]) -> None:
-        """Sets the metrics of the last evaluation. rewards: `reward` and `reward/<part>`."""
+    def evaluate(self, rewards: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> None:
+        """Sets the metrics of the last evaluation. rewards: `reward` and `reward/<part>`; the same by environment."""
+        _set_labelled(self._environment_evaluation, {name: own[REWARD] for name, own in environments.items()})
         self._evaluation_reward.set(rewards[REWARD])
         _set_labelled(self._evaluation_parts, parts_of(rewards))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.observe.metrics import TrainerMetrics
@@ -24,6 +25,21 @@ from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
+
+
+def by_environment(groups: Sequence[RolloutGroup], report: StepReport) -> dict[str, dict[str, float]]:
+    """Of each environment with groups in the batch: their `outcome`, and how many of them taught something."""
+    own: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        own.setdefault(group.environment, []).append(group)
+    found: dict[str, dict[str, float]] = {}
+    for name, of_it in sorted(own.items()):
+        num_trained = sum(report.teaches(group.index) for group in of_it)
+        found[name] = outcome(of_it) | {
+            "num_groups_trained": num_trained,
+            "num_groups_skipped": len(of_it) - num_trained,
+        }
+    return found
 
 
 class RunLog:
@@ -85,6 +101,7 @@ class RunLog:
             "steps_skipped": report.steps_skipped,
             "num_groups_trained": len(report.advantages) - report.num_groups_skipped,
             "num_groups_skipped": report.num_groups_skipped,
+            "environments": by_environment(groups, report),
             "queue_depth": num_ready,
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,
@@ -113,7 +130,7 @@ class RunLog:
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Logs a complete evaluation."""
-        self.metrics.evaluate(result.rewards)
+        self.metrics.evaluate(result.rewards, result.environments)
         fields = result._asdict()
         line = {"time_s": time.time(), **fields.pop("rewards"), **fields}
         self._evaluations.write(**line)

@@ -22,6 +22,7 @@ class Snapshot(NamedTuple):
     writing: Future[str]
     num_batches: int
     num_settled: int
+    num_released: int
     keep_rollouts: bytes
     keep_results: bytes
     began_s: float
@@ -68,6 +69,8 @@ class Commits:
         self._progress = progress
         self._sync_record = sync_record
         self._snapshot: Snapshot | None = None
+        self._num_released = 0
+        """Up to the checkpoint before: one that turns out to be torn gives way to it."""
 
     def is_due(self, *, busy: bool) -> bool:
         """See `CommitSchedule.is_due`. Never while a checkpoint is being written."""
@@ -90,6 +93,7 @@ class Commits:
             writing=self._leadership.checkpoints.begin(self._learner, self._state()),
             num_batches=self._progress.num_batches,
             num_settled=len(self._intake.ledger.settled),
+            num_released=self._intake.ledger.num_released,
             keep_rollouts=self._intake.reader.first_unsettled(),
             keep_results=self._evaluator.first_needed(),
             began_s=began_s,
@@ -116,8 +120,9 @@ class Commits:
         # If this is fenced, the checkpoint stays: an earlier try, its reply lost, may have committed it, and the
         # successor may continue from it. If it does not, its next commit deletes the checkpoint.
         trimmed = leadership.connection.call(
-            lambda _: leadership.scripts.commit(leadership.epoch, name, keep_rollouts, keep_results)
+            lambda _: leadership.scripts.commit(leadership.epoch, name, keep_rollouts, keep_results, self._num_released)
         )
+        self._num_released = snapshot.num_released
         leadership.checkpoints.committed(name)
         reader.forget_trimmed(keep_rollouts)
         took_s = time.monotonic() - snapshot.began_s

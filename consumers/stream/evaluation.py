@@ -1,11 +1,12 @@
 """Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.consumers.learning.outcome import mean_rewards, reward_table
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
 from penstock.schemas.keys import Field, Keys, Kind, number_in
@@ -25,19 +26,24 @@ class EvaluationResult(NamedTuple):
     """Means of `reward` and of each part, `reward/<part>`. A prompt whose evaluation failed counts as 0."""
     num_prompts: int
     num_failed: int
+    environments: dict[str, dict[str, float]]
+    """The same means by environment."""
 
 
 class Evaluator:
-    """Requests evaluations and collects their results. Never waits."""
+    """Requests evaluations and collects their results. Never waits.
+
+    held_out: the prompts of one evaluation.
+    """
 
     def __init__(
-        self, connection: TrainerConnection, scripts: Scripts, keys: Keys, epoch: int, num_prompts: int
+        self, connection: TrainerConnection, scripts: Scripts, keys: Keys, epoch: int, held_out: Sequence[ReleasedTask]
     ) -> None:
         self._connection = connection
         self._scripts = scripts
         self._stream = keys.evaluation_results
         self._epoch = epoch
-        self._num_prompts = num_prompts
+        self._held_out = held_out
         self._cursor = START
         self._pending: dict[int, dict[int, Mapping[str, float]]] = {}
         """By version and prompt its mean rewards, empty if it failed."""
@@ -46,7 +52,7 @@ class Evaluator:
 
     def request(self, policy_version: int, update: int) -> None:
         """Asks the producers to evaluate the policy published after `update`, unless that was requested before."""
-        if policy_version == self._last_requested or not self._num_prompts:
+        if policy_version == self._last_requested or not self._held_out:
             return
         self._last_requested = policy_version
         self._pending[policy_version] = {}
@@ -70,7 +76,7 @@ class Evaluator:
                 self._cursor = entry_id
             if len(entries) < ENTRIES_PER_READ:
                 break
-        done = [version for version, answers in self._pending.items() if len(answers) == self._num_prompts]
+        done = [version for version, answers in self._pending.items() if len(answers) == len(self._held_out)]
         return [self._result(version) for version in sorted(done)]
 
     @property
@@ -83,7 +89,7 @@ class Evaluator:
         return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
 
     def _ask(self) -> None:
-        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._num_prompts))
+        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._held_out))
 
     def _receive(self, fields: dict[bytes, bytes]) -> None:
         before, _, after = fields.get(Field.EVALUATION, b"").partition(b"-")
@@ -91,7 +97,7 @@ class Evaluator:
         if version is None or n is None:
             return
         answers = self._pending.get(version)
-        if answers is None or not 1 <= n <= self._num_prompts:
+        if answers is None or not 1 <= n <= len(self._held_out):
             return  # of an evaluation that is done, or of a trainer before this one
         rewards: Mapping[str, float] = {}
         if fields.get(Field.KIND) == Kind.GROUP:
@@ -103,10 +109,20 @@ class Evaluator:
         answers.setdefault(n, rewards)
 
     def _result(self, version: int) -> EvaluationResult:
-        answers = list(self._pending.pop(version).values())
-        answered = [rewards for rewards in answers if rewards]
-        num_failed = len(answers) - len(answered)
+        found = self._pending.pop(version)
+        answers = list(found.values())
+        num_failed = sum(not rewards for rewards in answers)
+        by_environment: dict[str, list[Mapping[str, float]]] = {}
+        for n, task in enumerate(self._held_out, start=1):
+            by_environment.setdefault(task.environment, []).append(found[n])
+        environments = {name: _means(own) for name, own in by_environment.items()}
         if num_failed:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(answers))
-        rewards = {REWARD: 0.0, **mean_rewards(answered, num_failed)}
-        return EvaluationResult(self._update_of.pop(version), version, rewards, len(answers), num_failed)
+        return EvaluationResult(
+            self._update_of.pop(version), version, _means(answers), len(answers), num_failed, environments
+        )
+
+
+def _means(answers: Collection[Mapping[str, float]]) -> dict[str, float]:
+    answered = [rewards for rewards in answers if rewards]
+    return {REWARD: 0.0, **mean_rewards(answered, len(answers) - len(answered))}

@@ -109,6 +109,13 @@ class RequeuedIndex(NamedTuple):
     """The last entry of the rollout stream when the index was opened again: what died stands at or before it."""
 
 
+class ReleasedTask(NamedTuple):
+    """What an index stands for: a task of an environment, by its number there, from 1."""
+
+    environment: str
+    number: int
+
+
 class Ledger:
     """Every released index is settled exactly once: trained, skipped or dead.
 
@@ -128,6 +135,16 @@ class Ledger:
         self.num_duplicates_dropped = 0
         self.num_released = 0
         """The release cursor: indexes 1 to this one were released."""
+        self.tasks: dict[int, ReleasedTask] = {}
+        """Of released indexes that are open or dead: whatever becomes of the run file, they keep their tasks."""
+        self.num_tasks: Counter[str] = Counter()
+        """By environment, how many of its tasks were released."""
+
+    def release(self, task: ReleasedTask) -> None:
+        """Books the next index as released."""
+        self.num_released += 1
+        self.tasks[self.num_released] = task
+        self.num_tasks[task.environment] += 1
 
     def settle(self, index: int, outcome: str, reason: str = "") -> None:
         """Books `index`.
@@ -138,7 +155,9 @@ class Ledger:
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.by_outcome[outcome].add(index)
-        if outcome == "dead":
+        if outcome != "dead":
+            self.tasks.pop(index, None)
+        else:
             self.dead_by_reason.setdefault(self._kind(reason), IndexRanges()).add(index)
 
     def may_reopen(self, index: int, letter: str) -> bool:
@@ -188,6 +207,8 @@ class Ledger:
             "postponed": sorted(self.postponed),
             "num_duplicates_dropped": self.num_duplicates_dropped,
             "num_released": self.num_released,
+            "tasks": {str(index): list(task) for index, task in self.tasks.items()},
+            "num_tasks": dict(self.num_tasks),
         }
 
     @classmethod
@@ -201,4 +222,6 @@ class Ledger:
         ledger.requeued = {int(index): RequeuedIndex(*requeued) for index, requeued in state["requeued"].items()}
         ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
         ledger.num_released = state["num_released"]
+        ledger.tasks = {int(index): ReleasedTask(*task) for index, task in state["tasks"].items()}
+        ledger.num_tasks.update(state["num_tasks"])
         return ledger

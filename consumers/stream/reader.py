@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from penstock.consumers.stream.connection import BLOCK_S, TrainerConnection
 from penstock.consumers.stream.ledger import Ledger
 from penstock.schemas.keys import Field, Keys, Kind, number_in
@@ -196,7 +198,8 @@ class Reader:
                 raise RecordError(f"version_spans: {error}") from error
             except UnknownVersionError:
                 continue  # a lag is assumed for it when the batch is packed
-        return group
+        task = self._ledger.tasks.get(index)
+        return group if task is None else structs.replace(group, environment=task.environment, task=task.number)
 
 
 def group_versions(group: RolloutGroup) -> set[int]:

@@ -8,6 +8,7 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
 from penstock.consumers.stream.reader import LagOf, Reader
 from penstock.consumers.stream.scripts import Scripts
+from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Field, Keys, number_in
 
@@ -35,6 +36,7 @@ class Releaser:
         self._prompts = keys.prompts
         self._requests = keys.requeued
         self._ledger = ledger
+        self._plan = TaskPlan(config, ledger)
         self._config = config
         self._epoch = epoch
         self._num_updates_left = num_updates_left
@@ -49,16 +51,18 @@ class Releaser:
         before = ledger.num_released
         if target <= before:
             return 0
-        ledger.num_released = self._connection.call(
-            lambda _: self._scripts.release(self._epoch, target, before, policy_version)
-        )
-        return ledger.num_released - before
+        tasks = self._plan.next(target - before)
+        self._connection.call(lambda _: self._scripts.release(self._epoch, before, tasks, policy_version))
+        for task in tasks:
+            ledger.release(task)
+        return len(tasks)
 
     def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
         """Releases indexes once more that were released and are not settled."""
         if not indexes:
             return
-        self._connection.call(lambda _: self._scripts.release_again(self._epoch, policy_version, sorted(indexes)))
+        tasks = [(index, self._ledger.tasks[index]) for index in sorted(indexes)]
+        self._connection.call(lambda _: self._scripts.release_again(self._epoch, policy_version, tasks))
         self._ledger.released_again[reason] += len(indexes)
 
     def postpone(self, indexes: Iterable[int], reason: str) -> None:

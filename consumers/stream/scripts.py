@@ -5,15 +5,18 @@ Payloads never pass through a script (ARGV is slow at 16 kB and more); dead lett
 it starts, are the rare exceptions.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
 
+from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Keys
 
 MOST_PENDING = 1_000_000
 """More prompts than any credit has open at once."""
+
+INDEXES_PER_CALL = 1000
 
 _HEAD = "#!lua flags=allow-oom\n"
 
@@ -75,30 +78,38 @@ return 1
 
 _LEAVE_LEASE = _HEAD + "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
-# ARGV: epoch, target, floor (the highest index the trainer knows to be released), policy version
+# ARGV: epoch, policy version, index before the first, then environment and number of each index's task. Those released
+# already (after a lost reply) are not released again.
 _RELEASE = (
     _FENCE
     + """
-local cursor = math.max(tonumber(redis.call('HGET', KEYS[1], 'released') or '0'), tonumber(ARGV[3]))
-local target = tonumber(ARGV[2])
-while cursor < target do
-  cursor = cursor + 1
-  redis.call('XADD', KEYS[2], '*', 'index', cursor, 'version', ARGV[4])
+local index = tonumber(ARGV[3])
+local released = tonumber(redis.call('HGET', KEYS[1], 'released') or '0')
+for i = 4, #ARGV, 2 do
+  index = index + 1
+  if index > released then
+    redis.call(
+      'XADD', KEYS[2], '*', 'index', index, 'version', ARGV[2], 'environment', ARGV[i], 'task', ARGV[i + 1])
+    redis.call('HSET', KEYS[3], index, ARGV[i + 1] .. ' ' .. ARGV[i])
+  end
 end
-redis.call('HSET', KEYS[1], 'released', cursor)
-return cursor
+released = math.max(released, index)
+redis.call('HSET', KEYS[1], 'released', released)
+return released
 """
 )
 
-# ARGV: epoch, policy version, index... A letter that a requeue or a rollback has voided makes room for the next one.
+# ARGV: epoch, policy version, then index, environment and number of each task. A letter that a requeue or a rollback
+# has voided makes room for the next one.
 _RELEASE_AGAIN = (
     _FENCE
     + """
-for i = 3, #ARGV do
+for i = 3, #ARGV, 3 do
   redis.call('HDEL', KEYS[3], ARGV[i])
-  redis.call('XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2])
+  redis.call(
+    'XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2], 'environment', ARGV[i + 1], 'task', ARGV[i + 2])
 end
-return #ARGV - 2
+return (#ARGV - 2) / 3
 """
 )
 
@@ -154,15 +165,17 @@ return ARGV[2]
 """
 )
 
-# ARGV: epoch, prompts of each, policy version... (ascending). A prompt asked for twice is there already. All in one
-# script: on a stream that was emptied meanwhile, ids of an older version could not follow those of a newer one.
+# ARGV: epoch, prompts of each, environment and number of each prompt, policy version... (ascending). A prompt asked for
+# twice is there already. All in one script: on a stream that was emptied meanwhile, ids of an older version could not
+# follow those of a newer one.
 _EVALUATE = (
     _FENCE
     + """
-local added = 0
-for i = 3, #ARGV do
-  for n = 1, tonumber(ARGV[2]) do
-    local reply = redis.pcall('XADD', KEYS[2], ARGV[i] .. '-' .. n, 'n', n)
+local added, num_prompts = 0, tonumber(ARGV[2])
+for i = 3 + 2 * num_prompts, #ARGV do
+  for n = 1, num_prompts do
+    local reply = redis.pcall(
+      'XADD', KEYS[2], ARGV[i] .. '-' .. n, 'environment', ARGV[1 + 2 * n], 'task', ARGV[2 + 2 * n])
     if type(reply) ~= 'table' then added = added + 1 end
   end
 end
@@ -188,11 +201,15 @@ return 1
 """
 )
 
-# ARGV: epoch, checkpoint, first rollout entry to keep, first evaluation result to keep
+# ARGV: epoch, checkpoint, first rollout entry to keep, first evaluation result to keep, index up to which the
+# checkpoints hold every task
 _COMMIT = (
     _FENCE
     + """
 redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
+for _, index in ipairs(redis.call('HKEYS', KEYS[4])) do
+  if tonumber(index) <= tonumber(ARGV[5]) then redis.call('HDEL', KEYS[4], index) end
+end
 redis.call('XTRIM', KEYS[3], 'MINID', ARGV[4])
 return redis.call('XTRIM', KEYS[2], 'MINID', ARGV[3])
 """
@@ -273,19 +290,20 @@ class Scripts:
     def leave_lease(self, owner: str) -> None:
         self._run("leave_lease", [self._keys.lease], owner)
 
-    def release(self, epoch: int, target: int, floor: int, version: int) -> int:
-        """Releases indexes up to `target`; returns the release cursor."""
-        return self._run("release", [self._keys.commit, self._keys.prompts], epoch, target, floor, version)
+    def release(self, epoch: int, after: int, tasks: Sequence[ReleasedTask], version: int) -> int:
+        """Releases the indexes that follow `after`, one for each task; returns the release cursor."""
+        keys, cursor = [self._keys.commit, self._keys.prompts, self._keys.tasks], after
+        for start in range(0, len(tasks), INDEXES_PER_CALL):
+            flat = [part for task in tasks[start : start + INDEXES_PER_CALL] for part in task]
+            cursor = self._run("release", keys, epoch, version, after + start, *flat)
+        return cursor
 
-    def release_again(self, epoch: int, version: int, indexes: list[int]) -> None:
-        for start in range(0, len(indexes), 1000):
-            self._run(
-                "release_again",
-                [self._keys.commit, self._keys.prompts, self._keys.dead_index],
-                epoch,
-                version,
-                *indexes[start : start + 1000],
-            )
+    def release_again(self, epoch: int, version: int, tasks: Sequence[tuple[int, ReleasedTask]]) -> None:
+        """Releases indexes once more, each with its task."""
+        keys = [self._keys.commit, self._keys.prompts, self._keys.dead_index]
+        for start in range(0, len(tasks), INDEXES_PER_CALL):
+            part = tasks[start : start + INDEXES_PER_CALL]
+            self._run("release_again", keys, epoch, version, *(each for index, task in part for each in (index, *task)))
 
     def drop_unreachable(self, epoch: int) -> int:
         """Removes prompts that were delivered and that no producer has claimed: none can get them any more. Returns how
@@ -302,10 +320,11 @@ class Scripts:
         fork = "" if parent is None else parent
         self._run("announce", keys, epoch, version, manifest, anchor, floor, fork)
 
-    def evaluate(self, epoch: int, versions: Iterable[int], num_prompts: int) -> int:
-        """Requests prompts 1 to `num_prompts` of each version; returns how many were not requested before."""
+    def evaluate(self, epoch: int, versions: Iterable[int], held_out: Sequence[ReleasedTask]) -> int:
+        """Requests these held-out prompts of each version; returns how many were not requested before."""
         keys = [self._keys.commit, self._keys.evaluations]
-        return self._run("evaluate", keys, epoch, num_prompts, *sorted(versions))
+        flat = [part for task in held_out for part in task]
+        return self._run("evaluate", keys, epoch, len(held_out), *flat, *sorted(versions))
 
     def dead_letter(
         self,
@@ -321,10 +340,13 @@ class Scripts:
         name = "" if index is None else index
         self._run("dead_letter", keys, epoch, name, reason, payload, entry_id, producer, traceback)
 
-    def commit(self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes) -> int:
-        """Points the run at `checkpoint` and trims the streams up to it; returns the rollout entries trimmed."""
-        keys = [self._keys.commit, self._keys.rollouts, self._keys.evaluation_results]
-        return self._run("commit", keys, epoch, checkpoint, keep_rollouts, keep_results)
+    def commit(
+        self, epoch: int, checkpoint: str, keep_rollouts: bytes, keep_results: bytes, forget_tasks: int = 0
+    ) -> int:
+        """Points the run at `checkpoint`, trims the streams up to it, and forgets the tasks of indexes up to
+        `forget_tasks`; returns the rollout entries trimmed."""
+        keys = [self._keys.commit, self._keys.rollouts, self._keys.evaluation_results, self._keys.tasks]
+        return self._run("commit", keys, epoch, checkpoint, keep_rollouts, keep_results, forget_tasks)
 
     def finish(self, epoch: int) -> int:
         """Marks the run finished; returns the prompts still open."""

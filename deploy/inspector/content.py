@@ -27,6 +27,8 @@ def row_fields(row: InspectedRow) -> dict[str, Any]:
         "outcome": row.outcome,
         "reason": entry.reason,
         "producer_id": entry.producer_id,
+        "environment": entry.environment,
+        "task": entry.task or None,
         "rewards": entry.rewards,
         "finish_reasons": entry.finish_reasons,
         "num_sampled_tokens": entry.num_sampled_tokens,

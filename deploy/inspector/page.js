@@ -1,6 +1,6 @@
 // The pages of `penstock inspect`. What comes from a run is text of strangers: it becomes text nodes and nothing else.
 
-const FILTERS = ["outcome", "finish", "producer", "version", "reward_min", "reward_max", "lag_min", "lag_max",
+const FILTERS = ["outcome", "finish", "producer", "environment", "version", "reward_min", "reward_max", "lag_min", "lag_max",
   "ess_min", "ess_max", "q"];
 const COLUMNS = [
   ["Update", "newest", ""], ["Index", "index", ""], ["Prompt", "", "text prompt"], ["Outcome", "", "text"], ["Reward", "reward", ""],
@@ -132,7 +132,7 @@ async function loadRun() {
   $("name").replaceChildren(element("span", "value", run.name));
   $("source").textContent = `${number(run.num_groups)} groups of its ${run.kind === "record" ? "record" : "live stream"}`;
   $("notes").replaceChildren(...run.notes.map((note) => element("li", "", note)));
-  for (const name of ["outcome", "finish", "producer"]) addChoices(field(name), run.facets[name] ?? []);
+  for (const name of ["outcome", "finish", "producer", "environment"]) addChoices(field(name), run.facets[name] ?? []);
 }
 
 function addChoices(select, values) {
@@ -305,7 +305,8 @@ function showPrompt(group) {
 }
 
 function showFacts(group) {
-  const facts = [["reason", group.reason], ["producer", group.producer_id], ["lags", group.remark],
+  const facts = [["reason", group.reason], ["producer", group.producer_id],
+    ["environment", group.task === null ? group.environment : `${group.environment}, task ${group.task}`], ["lags", group.remark],
     ["versions", group.versions ? range(group.versions, version) : ""],
     ["largest weight", number(group.max_weight)], ["masked tokens", number(group.num_masked)]];
   facts.push(...(group.missing ?? []).map((text) => ["missing", text]));

@@ -57,6 +57,7 @@ class RowQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     outcome: str = ""
     finish: str = ""
     producer: str = ""
+    environment: str = ""
     version: str = ""
     q: str = ""
     sort: Sort = "newest"
@@ -101,16 +102,18 @@ def select(rows: Sequence[InspectedRow], query: RowQuery) -> list[InspectedRow]:
 
 
 def facets(rows: Iterable[InspectedRow]) -> dict[str, list[str]]:
-    """Every outcome, finish reason and producer that occurs."""
-    outcomes, finish_reasons, producers = set[str](), set[str](), set[str]()
+    """Every outcome, finish reason, producer and environment that occurs."""
+    outcomes, finish_reasons, producers, environments = set[str](), set[str](), set[str](), set[str]()
     for row in rows:
         outcomes.add(row.outcome)
         finish_reasons.update(row.entry.finish_reasons)
         producers.add(row.entry.producer_id)
+        environments.add(row.entry.environment)
     return {
         "outcome": sorted(outcomes),
         "finish": sorted(finish_reasons),
         "producer": sorted(producers - {""})[:_MAX_CHOICES],
+        "environment": sorted(environments - {""}),
     }
 
 
@@ -140,6 +143,8 @@ def _tests(query: RowQuery) -> list[Callable[[InspectedRow], bool]]:
         tests.append(lambda row: row.outcome == query.outcome)
     if query.producer:
         tests.append(lambda row: row.entry.producer_id == query.producer)
+    if query.environment:
+        tests.append(lambda row: row.entry.environment == query.environment)
     if query.finish:
         tests.append(lambda row: query.finish in row.entry.finish_reasons)
     if query.version:

@@ -12,7 +12,7 @@ import redis
 
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.start_checks import HUB_NAME
-from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RunConfig, config_of
+from penstock.schemas.config import OWN_REWARD, ConfigError, Plug, RunConfig, config_of, environment_fields
 from penstock.schemas.description import DescriptionError, RunDescription, decode_description
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.model_digest import model_digest
@@ -113,7 +113,7 @@ def _wait_for(client: redis.Redis, keys: Keys, place: str) -> dict[bytes, bytes]
 
 def _check_modules(config: RunConfig) -> None:
     """The user's own code comes with no run: it has to be here."""
-    plugs: list[tuple[str, Plug]] = [("environment", config.environment), ("reward", config.reward)]
+    plugs: list[tuple[str, Plug]] = [*environment_fields(config), ("reward", config.reward)]
     plugs += [(f"reward.components[{n}]", each) for n, each in enumerate(config.reward.components)]
     for field, plug in plugs:
         if plug.path == OWN_REWARD:

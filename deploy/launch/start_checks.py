@@ -18,9 +18,8 @@ from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
 from penstock.producers.interfaces import EngineError, Environment
-from penstock.producers.rollout.episode import pose
-from penstock.producers.rollout.rewards import reward_components
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.producers.rollout.run_environments import RunEnvironments, open_environments, pose
+from penstock.schemas.config import ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import configured_url, place_of
@@ -34,7 +33,10 @@ _BYTES_PER_ROLLOUT = 512
 
 
 class Checked(NamedTuple):
-    """A run that can be started. config: with `evaluation.num_prompts` set. warnings: one line each."""
+    """A run that can be started.
+
+    config: with `num_evaluation_prompts` of each environment set. warnings: one line each.
+    """
 
     config: RunConfig
     warnings: list[str]
@@ -49,10 +51,11 @@ def check(config: RunConfig) -> Checked:
     _check_model(config)
     _check_engine(config)
     warnings = check_sinks(config.metrics)
-    environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    config = _with_evaluation_size(config, environment.num_evaluation_prompts)
-    _check_prompts(config, environment)
-    reward_components(config, environment)
+    environments = open_environments(config)
+    environments.check_endpoint(config)
+    config = _with_evaluation_sizes(config, environments)
+    for field, plug in environment_fields(config):
+        _check_prompts(f"{field}.path = {plug.path!r}", environments.named(plug.name).environment)
     return Checked(config, [*warnings, *_check_memory(config)])
 
 
@@ -62,32 +65,36 @@ def place_parts(config: RunConfig) -> Placement:
     return place(config, machine, read_shape(Path(config.model.path)) if machine.gpus else None)
 
 
-def _check_prompts(config: RunConfig, environment: Environment) -> None:
-    """Poses the first task of either kind."""
+def _check_prompts(named: str, environment: Environment) -> None:
+    """Poses the first task of either kind. named: the environment's field and path, for errors."""
     kinds = {"prompt": False} | ({"evaluation_prompt": True} if environment.num_evaluation_prompts else {})
     for name, held_out in kinds.items():
         try:
             pose(environment, 1, held_out=held_out)
         except Exception as error:  # the environment is the user's
             raise ConfigError(
-                f"environment.path = {config.environment.path!r}: {name}(1): {type(error).__name__}: "
-                f"{one_line(str(error))}; `penstock try` shows where"
+                f"{named}: {name}(1): {type(error).__name__}: {one_line(str(error))}; `penstock try` shows where"
             ) from error
 
 
-def _with_evaluation_size(config: RunConfig, available: int) -> RunConfig:
-    if available < 0:
-        raise ConfigError(
-            f"environment.path = {config.environment.path!r}: num_evaluation_prompts = {available}: expected 0 or more"
-        )
-    wanted = config.evaluation.num_prompts
-    if wanted is not None and wanted > available:
-        raise ConfigError(
-            f"evaluation.num_prompts = {wanted}: the environment has {available} held-out prompts; "
-            "expected at most that"
-        )
-    size = available if wanted is None else wanted
-    return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(config.evaluation, num_prompts=size))
+def _with_evaluation_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
+    sized: dict[str, EnvironmentConfig] = {}
+    for field, each in environment_fields(config):
+        available = environments.named(each.name).environment.num_evaluation_prompts
+        if available < 0:
+            raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
+        wanted = config.num_evaluation_prompts[each.name]
+        if wanted is not None and wanted > available:
+            own = each.num_evaluation_prompts is not None
+            raise ConfigError(
+                f"{f'{field}.num_evaluation_prompts' if own else 'evaluation.num_prompts'} = {wanted}: the environment "
+                f"has {available} held-out prompts; expected at most that"
+            )
+        size = available if wanted is None else wanted
+        sized[each.name] = msgspec.structs.replace(each, num_evaluation_prompts=size)
+    if config.environment is not None:
+        return msgspec.structs.replace(config, environment=sized[config.environment.name])
+    return msgspec.structs.replace(config, environments=tuple(sized.values()))
 
 
 def check_objective(config: RunConfig) -> None:
@@ -122,7 +129,7 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
     group_bytes = estimated_group_bytes(config)
     if group_bytes > MAX_ENTRY_BYTES:
         yield (
-            f"group_size = {config.group_size} with sampling.max_tokens = {config.sampling.max_tokens}: a full group "
+            f"group_size = {config.group_size} with sampling.max_tokens = {config.max_tokens}: a full group "
             f"takes {group_bytes / 1e6:.1f} MB, an entry {MAX_ENTRY_BYTES / 1e6:.1f} MB at most; such groups fail"
         )
     if configured_url(config) is None:  # a server of the run's own; `check_server` looks at any other
@@ -192,7 +199,7 @@ def check_server(config: RunConfig, info: Mapping[str, Any], place: str) -> None
 
 def estimated_group_bytes(config: RunConfig) -> int:
     """The size of an encoded group whose completions all reach max_tokens."""
-    sampled = config.sampling.max_tokens
+    sampled = config.max_tokens
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     rollout = _BYTES_PER_SAMPLED_TOKEN * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
     return int(config.group_size * rollout)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.launch.command_line import find_run_file
-from penstock.producers.interfaces import Environment, RolloutFacts
-from penstock.producers.rollout.episode import load_tokenizer, pose, tokenize
-from penstock.producers.rollout.rewards import RewardError, reward_components
+from penstock.producers.interfaces import RolloutFacts
+from penstock.producers.rollout.episode import load_tokenizer, tokenize
+from penstock.producers.rollout.rewards import RewardError
+from penstock.producers.rollout.run_environments import RunEnvironment, open_environments, pose
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.schemas.config import ConfigError, RunConfig, config_of, load_config
-from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import FinishReason
 
@@ -40,37 +40,49 @@ async def try_environment(config: RunConfig, num_prompts: int) -> bool:
     Raises:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
     """
-    trial = _Trial(config)
-    print(f"environment  {config.environment.path}, {trial.environment.num_evaluation_prompts} held-out prompts")
-    print(f"model        {config.model.path if trial.tokenizer else trial.without_model}")
-    if trial.converses:
-        print("note         it converses: completions are those of its first turn, and are not scored")
-    tasks = [(index, False) for index in range(1, num_prompts + 1)]
-    if trial.environment.num_evaluation_prompts:
-        tasks.append((1, True))
-    for index, held_out in tasks:
-        print(f"\n{'held-out task' if held_out else 'task'} {index}")
-        await trial.show(index, held_out)
-    trial.close()
-    return not trial.has_failed
+    model, environments = _TrialModel(config), open_environments(config)
+    trials = [_Trial(config, each, model) for each in environments]
+    for trial in trials:
+        held_out = trial.environment.num_evaluation_prompts
+        print(f"environment  {config.every_environment[trial.name].path}, {held_out} held-out prompts")
+        print(f"model        {config.model.path if model.tokenizer else model.missing}")
+        if trial.converses:
+            print("note         it converses: completions are those of its first turn, and are not scored")
+        for index in range(1, num_prompts + 1):
+            print(f"\ntask {index}")
+            await trial.show(index, held_out=False)
+        if held_out:
+            print("\nheld-out task 1")
+            await trial.show(1, held_out=True)
+        trial.close()
+    return not any(trial.has_failed for trial in trials)
+
+
+class _TrialModel:
+    """missing: why there is none."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.missing = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
+        self.tokenizer: Any = None
+        self.model: Any = None
+        if config.model.path and not Path(config.model.path).is_dir():
+            self.missing = f"no folder {config.model.path!r} yet: prompts are not tokenized, nothing is sampled"
+        elif config.model.path:
+            self.tokenizer = load_tokenizer(config)
+            self.model = _load_model(config)
 
 
 class _Trial:
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, source: RunEnvironment, model: _TrialModel) -> None:
         self._config = config
-        self.environment: Environment = construct(config.environment, "environment", Environment, seed=config.seed)
-        self.converses = hasattr(self.environment, "converse")
-        components = reward_components(config, self.environment)
-        self._takes_facts = any(each.takes_facts for each in components)
-        self._scorer = RewardScorer(components, config.reward)
+        self.name = source.name
+        self.environment = source.environment
+        self.converses = source.converses
+        self._sampling = source.sampling
+        self._takes_facts = any(each.takes_facts for each in source.rewards)
+        self._scorer = RewardScorer(source.rewards, config.reward)
         self._shown_errors: set[str] = set()
-        self.without_model = "none: prompts are not tokenized, and nothing is sampled (--set model.path=FOLDER)"
-        self.tokenizer: Any = None
-        if config.model.path and not Path(config.model.path).is_dir():
-            self.without_model = f"no folder {config.model.path!r} yet: prompts are not tokenized, nothing is sampled"
-        elif config.model.path:
-            self.tokenizer = load_tokenizer(config)
-            self._model = _load_model(config)
+        self.tokenizer, self._model = model.tokenizer, model.model
 
     @property
     def has_failed(self) -> bool:
@@ -136,7 +148,7 @@ class _Trial:
         return RolloutFacts(
             num_prompt_tokens=num_prompt_tokens,
             num_tokens=num_tokens,
-            max_tokens=self._config.sampling.max_tokens,
+            max_tokens=self._sampling.max_tokens,
             finish_reason=finish_reason,
         )
 
@@ -147,7 +159,7 @@ class _Trial:
         import torch
         from transformers import GenerationConfig
 
-        sampling, model = self._config.sampling, self._model
+        sampling, model = self._sampling, self._model
         ends = model.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id, *sampling.stop_token_ids}
         ends.discard(None)

@@ -17,7 +17,7 @@ from penstock.consumers.parity.report import TOLERANCES, ParityError
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.producers.rollout.episode import load_tokenizer
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import WeightManifest, lag
@@ -235,7 +235,7 @@ def from_rollout_file(
     config = RunConfig(
         name=header.run or "rollouts",
         model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
-        environment=Plug(path="nobody:Needed"),
+        environment=EnvironmentConfig(path="nobody:Needed"),
     )
     return ParityInput(
         title=f"rollout file {file.name}" + (f" of run {header.run}" if header.run else ""),

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from penstock.deploy.parity.inputs import ParityInput, WeightVersions
 from penstock.producers.engines.weight_files import BaseModel
-from penstock.producers.interfaces import CaptureError, EngineError, Environment
+from penstock.producers.interfaces import CaptureError, EngineError
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
+from penstock.producers.rollout.run_environments import open_environments
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
-from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
 
 NUM_UPDATES = 3
@@ -48,8 +48,8 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
         ConfigError: a prompt that the model has no room for, or an environment or a model that cannot be used.
         EngineError, WeightLoadError: the engine does not start or serve.
     """
-    environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    prompts = pose(environment, load_tokenizer(config), num_prompts)
+    environments = [each.environment for each in open_environments(config)]
+    prompts = pose(environments, load_tokenizer(config), num_prompts)
     with _output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))
     found = ParityInput(

@@ -116,7 +116,8 @@ def _subtitle(telemetry: RunTelemetry, summary: dict[str, Any]) -> str:
         parts.append(f"{datetime.fromtimestamp(telemetry.start_s, UTC):%Y-%m-%d %H:%M} UTC")
     config = telemetry.config
     if config is not None:
-        parts += [config.mode, config.model.path, config.environment.path, f"seed {config.seed}"]
+        paths = (each.path for each in config.every_environment.values())
+        parts += [config.mode, config.model.path, *paths, f"seed {config.seed}"]
     if not summary["finished"]:
         planned = f" of {config.num_updates}" if config is not None else ""
         parts.append(f"not finished: {summary['num_updates'] or 0}{planned} updates")

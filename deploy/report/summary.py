@@ -88,6 +88,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
         "goal_reached_s": goal_reached_s(points, config, start_s),
         "course": course(telemetry.updates),
+        "environments": by_environment(telemetry.updates, points),
         "wall_s": wall_s,
         "num_updates": telemetry.updates[-1].update if telemetry.updates else None,
         "updates_per_s": _ratio(len(telemetry.updates), wall_s),
@@ -180,6 +181,26 @@ def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
         first, last = _values(updates[:count], name), _values(updates[-count:], name)
         if first and last:
             found[name] = {"first": float(np.mean(first)), "last": float(np.mean(last))}
+    return found
+
+
+def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint]) -> dict[str, dict[str, Any]]:
+    """By environment the groups trained and skipped, the `course` of its rewards, and its `held_out` rewards."""
+    found: dict[str, dict[str, Any]] = {}
+    lines: list[Update | EvaluationPoint] = [*updates, *points]
+    for name in sorted({name for line in lines for name in line.environments}):
+        own = [
+            msgspec.structs.replace(line, metrics=line.environments[name])
+            for line in updates
+            if name in line.environments
+        ]
+        evaluated = [
+            msgspec.structs.replace(point, reward=figures[REWARD], parts=parts_of(figures))
+            for point in points
+            if (figures := point.environments.get(name))
+        ]
+        groups = {each: int(sum(_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
+        found[name] = {**groups, "course": course(own), "held_out": held_out(evaluated)}
     return found
 
 
@@ -323,6 +344,16 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("held-out reward", _rewards(s["held_out"], "initial", "final")),
         *([("goal", _goal(s))] if s["goal"] is not None else []),
         ("reward", _rewards(s["course"], "first", "last")),
+        *(
+            (
+                f"  {name}",
+                f"{_rewards(own['course'], 'first', 'last')}; "
+                f"held-out {_rewards(own['held_out'], 'initial', 'final')}; "
+                f"{own['num_groups_trained']:,} groups trained, {own['num_groups_skipped']:,} skipped",
+            )
+            for name, own in s["environments"].items()
+            if len(s["environments"]) > 1
+        ),
         ("its spread", f"{_change(s, 'reward_std', '.3f')} standard deviation within a group"),
         (
             "completions",

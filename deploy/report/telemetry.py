@@ -42,6 +42,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
+    environments: dict[str, dict[str, float]] = {}
+    """By name: reward, its parts, and what else is measured of an environment's groups."""
     metrics: dict[str, float] = {}
     """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
 
@@ -61,6 +63,8 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts without an answer or a reward: each counts as 0."""
     parts: dict[str, float] = {}
     """Means of the reward's parts by name."""
+    environments: dict[str, dict[str, float]] = {}
+    """`reward` and `reward/<part>` by environment."""
 
     @property
     def figures(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ _TRAINER = (
     Right("*", _READING, read_only=True),
     Right("*", "evalsha"),
     # Whoever may write what a run says of itself names the modules that its producers import.
-    Right("commit dead_index run anchors chunks", "hset hdel"),
+    Right("commit dead_index run anchors chunks tasks", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
     Right("lease", "set del"),

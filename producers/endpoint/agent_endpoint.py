@@ -10,8 +10,8 @@ from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, Plai
 from penstock.producers.endpoint.inside import InsideAgents
 from penstock.producers.endpoint.prompts import Prompts
 from penstock.producers.endpoint.server import EndpointServer
-from penstock.producers.interfaces import Engine, Environment
-from penstock.producers.rollout.sampling import training_sampling
+from penstock.producers.interfaces import Engine
+from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.writer import Writer
@@ -35,7 +35,7 @@ class AgentEndpoint:
         weights: WeightFollower,
         writer: Writer,
         engine: Engine,
-        environment: Environment,
+        environments: RunEnvironments,
         tokenizer: Any,
         parser: AnswerParser | None,
     ) -> None:
@@ -50,7 +50,7 @@ class AgentEndpoint:
             raise ConfigError(
                 f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
             )
-        sampling = training_sampling(config)
+        sampling = next(iter(environments)).sampling  # that of all but for max_tokens
         own = copy.deepcopy(tokenizer)  # used in a thread of its own
         self.num_tokens = 0
         """Tokens sampled for agents since the start."""
@@ -67,19 +67,17 @@ class AgentEndpoint:
         self.agents = Agents(
             context,
             endpoint,
-            environment=environment,
+            environments=environments,
             table=table,
             weights=weights,
             writer=writer,
             fingerprint=engine.fingerprint,
-            sampling=sampling,
         )
         self._inside: InsideAgents | None = None
-        if hasattr(environment, "converse"):
-            conversing: Any = environment
+        if environments.converse:
             self._inside = InsideAgents(
                 context,
-                conversing,
+                environments,
                 agents=self.agents,
                 calls=self._calls,
                 endpoint=endpoint,
@@ -107,7 +105,7 @@ class AgentEndpoint:
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
         """See `InsideAgents.evaluate`; only if the endpoint `evaluates`."""
         if self._inside is None:
-            raise ValueError("the environment does not converse")
+            raise ValueError("the environments do not converse")
         return await self._inside.evaluate(claim)
 
     async def start(self) -> None:

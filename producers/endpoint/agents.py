@@ -9,8 +9,7 @@ import msgspec
 
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.interfaces import Environment
-from penstock.producers.rollout.episode import pose
+from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
@@ -19,7 +18,7 @@ from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, SamplingSettings
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +44,11 @@ class Agents:
         context: ProducerContext,
         endpoint: EndpointConfig,
         *,
-        environment: Environment,
+        environments: RunEnvironments,
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
         fingerprint: EngineFingerprint,
-        sampling: SamplingSettings,
     ) -> None:
         config, keys = context.config, context.keys
         self._idle_timeout_s = endpoint.idle_timeout_s
@@ -59,9 +57,10 @@ class Agents:
         self._max_attempts = config.producers.max_attempts
         self._lag_bound = config.lag_bound
         # Agents may keep a group open for long: one place stays free for evaluations.
-        self._reserve = 1 if config.producers.groups_in_flight > 1 and config.evaluation.num_prompts != 0 else 0
+        any_evaluated = any(num_prompts != 0 for num_prompts in config.num_evaluation_prompts.values())
+        self._reserve = 1 if config.producers.groups_in_flight > 1 and any_evaluated else 0
         self._producer_id = context.producer_id
-        self._environment = environment
+        self._environments = environments
         self.claims = Claims(
             context.connection,
             keys,
@@ -75,7 +74,6 @@ class Agents:
         self._weights = weights
         self._writer = writer
         self._fingerprint = fingerprint
-        self._sampling = sampling
         self._metrics = context.metrics
         self._events = context.events
         self._groups: list[AgentGroup] = []
@@ -219,13 +217,14 @@ class Agents:
             self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
             return
         try:
-            prompt = pose(self._environment, claim.index)
+            source = self._environments.named(claim.environment)
+            prompt = pose(source.environment, claim.task)
             rollout_bytes = self._rollout_bytes(prompt)
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead.of("prompt", error))
             return
         self._groups.append(
-            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, self._sampling, rollout_bytes)
+            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, source.sampling, rollout_bytes)
         )
         self._metrics.in_flight.set(len(self._table))
 

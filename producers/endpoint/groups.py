@@ -156,6 +156,8 @@ class AgentGroup:
             timings=Timings(claimed_s=self.claim.claimed_s, generated_s=now, appended_s=now),
             evaluation_id=self.claim.evaluation_id,
             missing=one_line(self.missing()),
+            environment=self.claim.environment,
+            task=self.claim.task,
         )
         if finished:
             return group

@@ -8,10 +8,9 @@ from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
-from penstock.producers.interfaces import ConversingEnvironment, RolloutFacts
-from penstock.producers.rollout.episode import pose
+from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.rewards import checked
-from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
+from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
@@ -61,22 +60,20 @@ class InsideAgents:
     def __init__(
         self,
         context: ProducerContext,
-        environment: ConversingEnvironment,
+        environments: RunEnvironments,
         *,
         agents: Agents,
         calls: Calls,
         endpoint: EndpointConfig,
         fingerprint: EngineFingerprint,
     ) -> None:
-        self._environment = environment
+        self._environments = environments
         self._producer_id = context.producer_id
-        self._evaluation_sampling = evaluation_sampling(context.config)
         self._deadline_s = endpoint.group_deadline_s
         self._ignore = endpoint.unsupported == "ignore"
         self._fingerprint = fingerprint
         self._agents = agents
         self._calls = calls
-        self._sampling = training_sampling(context.config)
 
     async def run(self) -> None:
         """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
@@ -103,10 +100,11 @@ class InsideAgents:
             EngineError: the engine serves no longer.
         """
         try:
-            prompt = pose(self._environment, claim.index, held_out=True)
+            source = self._environments.named(claim.environment)
+            prompt = pose(source.environment, claim.task, held_out=True)
         except Exception as error:  # the environment is the user's
             return Dead.of("prompt", error)
-        group = AgentGroup(claim, prompt, 1, self._deadline_s, self._evaluation_sampling)
+        group = AgentGroup(claim, prompt, 1, self._deadline_s, source.evaluation_sampling)
         rollout = group.open(self._producer_id)
         holding = asyncio.create_task(self._hold(rollout))
         try:
@@ -139,8 +137,10 @@ class InsideAgents:
         """
         outcome: Reward | str = ""
         try:
-            conversation = RolloutConversation(rollout, self._calls, self._sampling, ignore=self._ignore)
-            outcome = checked(await self._environment.converse(rollout.group.prompt, conversation), "a conversation")
+            source = self._environments.named(rollout.group.claim.environment)
+            environment: Any = source.environment  # a ConversingEnvironment
+            conversation = RolloutConversation(rollout, self._calls, source.sampling, ignore=self._ignore)
+            outcome = checked(await environment.converse(rollout.group.prompt, conversation), "a conversation")
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -213,6 +213,7 @@ class EndpointServer:
             "id": rollout.id,
             "base_url": f"{request.scheme}://{request.host}/r/{rollout.id}/v1",
             "index": group.claim.index,
+            "environment": group.claim.environment,
             "prompt": msgspec.to_builtins(group.prompt),
         })  # fmt: skip
 

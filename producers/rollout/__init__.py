@@ -1,3 +1,3 @@
-"""From a prompt to a scored group: `episode.Episodes` poses, `sampling` samples, `scoring`
-scores by what `rewards` found. `probe` does the same without a stream, for the parity check.
+"""From a prompt to a scored group: `episode.Episodes` poses by an environment of `run_environments`, `sampling`
+samples, `scoring` scores by what `rewards` found. `probe` does the same without a stream, for the parity check.
 """

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from penstock.producers.interfaces import Completion, Engine, EngineError, Environment, RolloutFacts
+from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
 from penstock.producers.rollout.rewards import RewardError
-from penstock.producers.rollout.sampling import evaluation_sampling, request_seed, sample, training_sampling
+from penstock.producers.rollout.run_environments import RunEnvironments, pose
+from penstock.producers.rollout.sampling import request_seed, sample
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
@@ -33,7 +33,7 @@ UNSCORED = Reward(value=math.nan)
 
 
 class Episodes:
-    """Runs claims, many concurrently: they share nothing but the engine, the tokenizer and the scorer.
+    """Runs claims, many concurrently: they share nothing but the engine, the tokenizer and the scorers.
 
     tokenizer: a transformers tokenizer of the model.
     """
@@ -42,22 +42,19 @@ class Episodes:
         self,
         context: ProducerContext,
         *,
-        environment: Environment,
+        environments: RunEnvironments,
         tokenizer: Any,
         engine: Engine,
-        scorer: RewardScorer,
     ) -> None:
         config = self._config = context.config
-        self._environment = environment
+        self._environments = environments
         self._tokenizer = tokenizer
         self._engine = engine
-        self._scorer = scorer
+        self._scorers = {each.name: RewardScorer(each.rewards, config.reward) for each in environments}
         self._producer_id = context.producer_id
         self._metrics = context.metrics
         self._deadline_s = config.producers.generation_deadline_s
         self._group_size = config.group_size
-        self._sampling = training_sampling(config)
-        self._greedy = evaluation_sampling(config)
         self._num_requests = 0
         self.num_tokens = 0
         """Tokens sampled since the start."""
@@ -76,16 +73,19 @@ class Episodes:
         try:
             async with asyncio.timeout(self._deadline_s):
                 try:
-                    prompt = pose(self._environment, claim.index, held_out=evaluation)
+                    source = self._environments.named(claim.environment)
+                    prompt = pose(source.environment, claim.task, held_out=evaluation)
                     group = RolloutGroup(
                         index=0 if evaluation else claim.index,
                         prompt=prompt,
                         rollouts=(),
                         producer_id=self._producer_id,
                         fingerprint=self._engine.fingerprint,
-                        sampling=self._greedy if evaluation else self._sampling,
+                        sampling=source.evaluation_sampling if evaluation else source.sampling,
                         timings=Timings(claimed_s=claim.claimed_s),
                         evaluation_id=claim.evaluation_id,
+                        environment=source.name,
+                        task=claim.task,
                     )
                     prompt_ids = tokenize(self._tokenizer, prompt)
                 except Exception as error:  # the environment and the chat template are the user's
@@ -107,7 +107,7 @@ class Episodes:
                         return Dead(f"engine: completion {n} finished with 'error'", None, group)
                 limit = min(group.sampling.max_tokens, room - num_tokens)
                 facts = [facts_of(one, num_tokens, limit) for one in completions]
-                rewards = await self._scorer.score(prompt, self._decode(completions), facts)
+                rewards = await self._scorers[source.name].score(prompt, self._decode(completions), facts)
                 scored = zip(group.rollouts, rewards, strict=True)
                 return replace(
                     group,
@@ -122,6 +122,10 @@ class Episodes:
             return Dead(reason, None, group)
         finally:
             claim.generating_since = None
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
 
     async def _sample(self, claim: Claim, sampling: SamplingSettings, prompt_ids: list[int]) -> list[Completion]:
         # The number, because an emptied Redis may reuse an entry id.
@@ -141,20 +145,6 @@ class Episodes:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
-
-
-def pose(environment: Environment, index: int, *, held_out: bool = False) -> Prompt:
-    """The environment's task `index`.
-
-    Raises:
-        TypeError, msgspec.ValidationError: it is no `Prompt`, or a field of it has another type.
-        Exception: whatever the environment raises.
-    """
-    name = "evaluation_prompt" if held_out else "prompt"
-    prompt = getattr(environment, name)(index)
-    if not isinstance(prompt, Prompt):
-        raise TypeError(f"{name}({index}) returned {repr(prompt)[:80]}, expected a Prompt")
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:

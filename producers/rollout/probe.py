@@ -35,9 +35,10 @@ class WeightUpdate(NamedTuple):
     path: str
 
 
-def pose(environment: Environment, tokenizer: Any, num_prompts: int) -> list[PosedPrompt]:
-    """The environment's first training tasks."""
-    prompts = [environment.prompt(index) for index in range(1, num_prompts + 1)]
+def pose(environments: Sequence[Environment], tokenizer: Any, num_prompts: int) -> list[PosedPrompt]:
+    """The first training tasks, of each environment in turn."""
+    turns = [divmod(n, len(environments)) for n in range(num_prompts)]
+    prompts = [environments[place].prompt(1 + number) for number, place in turns]
     return [PosedPrompt(prompt, tokenize(tokenizer, prompt)) for prompt in prompts]
 
 

@@ -8,23 +8,25 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.producers.interfaces import Completion, Engine, EngineError
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
 
 RESUMES_WITHOUT_A_TOKEN = 3
 
 
-def training_sampling(config: RunConfig) -> SamplingSettings:
-    """The settings that the run's training prompts are sampled with."""
-    return SamplingSettings(**{name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__})
+def training_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
+    """The settings that an environment's training prompts are sampled with."""
+    shared = {name: getattr(config.sampling, name) for name in SamplingSettings.__struct_fields__}
+    return SamplingSettings(**shared | {"max_tokens": environment.max_tokens or config.sampling.max_tokens})
 
 
-def evaluation_sampling(config: RunConfig) -> SamplingSettings:
+def evaluation_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
     """The settings of its held-out prompts: greedy."""
+    limits = environment.evaluation_max_tokens, config.evaluation.max_tokens, environment.max_tokens
     return SamplingSettings(
         temperature=0.0,
-        max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
+        max_tokens=next(filter(None, limits), config.sampling.max_tokens),
         stop_token_ids=config.sampling.stop_token_ids,
     )
 

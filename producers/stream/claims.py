@@ -172,25 +172,21 @@ class Claims:
         """
         if (stream, entry_id) in self._table:
             return None
+        is_evaluation, before = stream == self._keys.evaluations, fields
+        if is_evaluation:
+            version, _, n = entry_id.partition(b"-")
+            before = {**fields, Field.INDEX: n, Field.VERSION: version, Field.ATTEMPT: b"0"}
         try:
-            if stream == self._keys.evaluations:
-                version, _, n = entry_id.partition(b"-")
-                claim = Claim(
-                    stream=stream,
-                    entry_id=entry_id,
-                    index=_number(b"n", fields.get(b"n", n)),
-                    version=_number(b"version", version),
-                    attempt=num_deliveries,
-                    evaluation_id=entry_id.decode(),
-                )
-            else:
-                claim = Claim(
-                    stream=stream,
-                    entry_id=entry_id,
-                    index=_number(Field.INDEX, fields.get(Field.INDEX)),
-                    version=_number(Field.VERSION, fields.get(Field.VERSION)),
-                    attempt=_number(Field.ATTEMPT, fields.get(Field.ATTEMPT, b"0")) + num_deliveries,
-                )
+            claim = Claim(
+                stream=stream,
+                entry_id=entry_id,
+                index=_number(Field.INDEX, before.get(Field.INDEX)),
+                version=_number(Field.VERSION, before.get(Field.VERSION)),
+                attempt=_number(Field.ATTEMPT, before.get(Field.ATTEMPT, b"0")) + num_deliveries,
+                evaluation_id=entry_id.decode() if is_evaluation else None,
+                environment=before.get(Field.ENVIRONMENT, b"").decode(errors="replace"),
+                task=_number(Field.TASK, before.get(Field.TASK, b"0")),
+            )
         except ValueError as error:
             log.error("%s entry %s names no task, removed: %s", stream, entry_id.decode(), error)
             pipeline = self._connection.commands.pipeline(transaction=True)
@@ -309,7 +305,13 @@ class Claims:
         for claim in claims:
             before, stream, entry_id = claim.attempt - 1, claim.stream, claim.entry_id
             if claim.evaluation_id is None:
-                fields = {Field.INDEX: claim.index, Field.VERSION: claim.version, Field.ATTEMPT: before}
+                fields = {
+                    Field.INDEX: claim.index,
+                    Field.VERSION: claim.version,
+                    Field.ATTEMPT: before,
+                    Field.ENVIRONMENT: claim.environment,
+                    Field.TASK: claim.task,
+                }
                 pipeline.xadd(stream, fields)  # type: ignore[arg-type]
                 pipeline.execute_command("XACK", stream, PRODUCERS_GROUP, entry_id)
                 pipeline.execute_command("XDEL", stream, entry_id)

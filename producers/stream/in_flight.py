@@ -15,6 +15,7 @@ class Claim:
 
     stream: name of the stream it was claimed from.
     index: the task index; of an evaluation, the number of the held-out prompt.
+    environment, task: the name of the environment and the number of its task; without a name the first one.
     version: the policy version announced when it was released.
     attempt: how often it was delivered, this time included.
     evaluation_id: `<version>-<n>`; None for a training prompt.
@@ -26,9 +27,14 @@ class Claim:
     version: int
     attempt: int = 1
     evaluation_id: str | None = None
+    environment: str = ""
+    task: int = 0
     claimed_s: float = field(default_factory=time.time)
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
+
+    def __post_init__(self) -> None:
+        self.task = self.task or self.index
 
     def __str__(self) -> str:
         return f"group {self.index}" if self.evaluation_id is None else f"evaluation {self.evaluation_id}"

@@ -14,11 +14,11 @@ from penstock.deploy.demo.make_model import ModelRecipe, make_model
 from penstock.schemas.config import (
     CheckpointConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
     ParityConfig,
-    Plug,
     ProducersConfig,
     RedisConfig,
     RunConfig,
@@ -129,7 +129,9 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
         groups_per_batch=4,
         max_lag=2,
         model=ModelConfig(path=str(model)),
-        environment=Plug(path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(folder / "notes")}),
+        environment=EnvironmentConfig(
+            path="tests.chaos.environment:ChaosEnvironment", kwargs={"notes": str(folder / "notes")}
+        ),
         sampling=SamplingConfig(max_tokens=4),
         engine=EngineConfig(max_model_len=64, kv_cache_gib=0.1),
         producers=ProducersConfig(

@@ -12,7 +12,7 @@ from mini_producer import make_group
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.sharing import Sharing
 from penstock.deploy.demo.make_model import build_tokenizer
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan, pack_floats, pack_ids
 from tests.chaos.environment import text_of
 from tests.chaos.witness import (
@@ -140,7 +140,7 @@ def group_about(index: int, *, claims_to_be: int, rewards: tuple[float, float] =
 
 
 def test_indexes_are_read_from_the_tokens_and_not_from_what_a_record_says():
-    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=Plug(path="none:None"))
+    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=EnvironmentConfig(path="none:None"))
     groups = [
         group_about(7, claims_to_be=1),
         group_about(123, claims_to_be=2),
@@ -151,7 +151,7 @@ def test_indexes_are_read_from_the_tokens_and_not_from_what_a_record_says():
 
 
 def test_every_row_of_every_rank_is_seen_whatever_siblings_share():
-    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=Plug(path="none:None"))
+    config = RunConfig(name="test", model=ModelConfig(path="none"), environment=EnvironmentConfig(path="none:None"))
     groups = [group_about(index, claims_to_be=index) for index in (7, 123, 9)]
     batch = pack(groups, lambda version: 0, config, sharing=Sharing(2))
     by_rank = [rows_in(batch.of_rank(rank, 2)) for rank in (0, 1)]

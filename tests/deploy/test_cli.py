@@ -18,7 +18,7 @@ from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.operate import commands as operate
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ("released", "trained", "skipped", "dead", "cancelled")
@@ -108,7 +108,7 @@ def test_a_run_is_resumed_by_its_name_though_its_run_file_needs_what_set_gave_it
 
 def test_the_command_to_continue_a_run_needs_no_settings():
     arguments = cli._parser().parse_args(["run", "lab.toml", "--set", "num_updates=7", "--runs", "elsewhere"])
-    config = RunConfig(name="b", model=ModelConfig(path="m"), environment=Plug(path="a:B"))
+    config = RunConfig(name="b", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
     assert cli._resume_command(arguments, config) == "penstock run lab.toml --name b --runs elsewhere --resume"
 
 

@@ -11,8 +11,8 @@ from penstock.deploy import cli
 from penstock.deploy.launch.start_checks import check, check_server
 from penstock.schemas.config import (
     ConfigError,
+    EnvironmentConfig,
     ModelConfig,
-    Plug,
     RedisConfig,
     RunConfig,
     SamplingConfig,
@@ -98,7 +98,7 @@ def test_resume_and_standby_together_are_refused(tmp_path, capsys):
 
 @pytest.fixture
 def config(model_folder) -> RunConfig:
-    environment = Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
+    environment = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
     return RunConfig(name="r", model=ModelConfig(path=str(model_folder)), environment=environment)
 
 

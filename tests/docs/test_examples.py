@@ -23,7 +23,8 @@ from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt
 
 ROOT = Path(__file__).parents[2]
-WHOLE = 'name = "example"\nmodel = { path = "/models/some" }\nenvironment = { path = "my_lab.capitals:Capitals" }\n'
+WHOLE = 'name = "example"\nmodel = { path = "/models/some" }\n'
+ENVIRONMENT = {"environment": {"path": "my_lab.capitals:Capitals"}}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -33,7 +34,8 @@ def blocks(page: str, language: str) -> list[str]:
 def configs(page: str) -> list[RunConfig]:
     """Every run file of a page; one that shows a table alone is completed."""
     documents = [tomllib.loads(block) for block in blocks(page, "toml")]
-    return [config_of(tomllib.loads(WHOLE) | document, Path(page)) for document in documents]
+    completed = [({} if "environments" in document else ENVIRONMENT) | document for document in documents]
+    return [config_of(tomllib.loads(WHOLE) | document, Path(page)) for document in completed]
 
 
 @pytest.fixture

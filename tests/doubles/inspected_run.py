@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import wire_examples
 from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
-from penstock.schemas.config import ModelConfig, Plug, RecordingConfig, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RecordingConfig, RunConfig
 from penstock.schemas.prompt import Message, Prompt, Reward
 from penstock.schemas.record import (
     FOLDER,
@@ -111,6 +111,7 @@ def turns() -> tuple[RolloutGroup, tuple[tuple[SegmentFindings, ...], ...], Grou
     findings = ((scored([0] * 4, [-1.0] * 4, [1.0] * 4, b"\1" * 4), SegmentFindings((9, 0, 0))),)
     prompt = Prompt(messages=(Message(role="user", content="ask"),))
     group = group_of(TURNS, (Rollout(segments=segments, reward=Reward(value=0.5)),), prompt, "producer-1")
+    group = msgspec.structs.replace(group, environment="tools", task=3)
     return group, findings, entry_of(group, "trained", lags=(0, 9), ess_fraction=1.0, max_weight=1.0, num_masked=3)
 
 
@@ -174,7 +175,10 @@ def write_batch(files: RecordFiles, position: int, groups: list) -> None:
 def settings(runs: Path) -> RunConfig:
     byte_tokenizer(runs / "model")
     return RunConfig(
-        name=NAME, num_updates=11, model=ModelConfig(path=str(runs / "model")), environment=Plug(path="none:None")
+        name=NAME,
+        num_updates=11,
+        model=ModelConfig(path=str(runs / "model")),
+        environment=EnvironmentConfig(path="none:None"),
     )
 
 

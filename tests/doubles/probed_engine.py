@@ -15,7 +15,7 @@ from penstock.consumers.parity.check import check_parity
 from penstock.consumers.parity.inference import captured_version, compare_layers
 from penstock.consumers.parity.report import LayerGap, ParityReport
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, probe
-from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings
@@ -147,7 +147,7 @@ async def start(
         name="parity",
         seed=11,
         model=ModelConfig(path=str(folder / "model"), dtype=dtype),
-        environment=Plug(path="none:None"),
+        environment=EnvironmentConfig(path="none:None"),
         trainer=TrainerConfig(device="cpu"),
         engine=EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, args=args, **engine),
     )

@@ -6,6 +6,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+from one_environment import alone
 from penstock.producers.interfaces import Engine
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
@@ -96,7 +97,8 @@ class ProducerThread(threading.Thread):
             context = ProducerContext(
                 self._config, runs=self._runs, producer_id=self._id, connection=connection, metrics=metrics
             )
-            producer = Producer(context, self._engine or ScriptedEngine(), tasks, Characters(), stop=self._end)
+            environments = alone(self._config, tasks)
+            producer = Producer(context, self._engine or ScriptedEngine(), environments, Characters(), stop=self._end)
             await producer.open()
             await producer.serve()
         finally:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from parity_bench import ParityBench, groups_of, prompts
 from penstock.deploy.launch.run_folder import save_run_file
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.prompt import Prompt
@@ -59,7 +59,7 @@ class RecordedRun:
     def __init__(self, runs: Path, bench: ParityBench, client: redis.Redis) -> None:
         self.runs, self.client, self.keys = runs, client, Keys(NAME)
         self.config = RunConfig(
-            name=NAME, model=ModelConfig(path=str(bench.folder)), environment=Plug(path="nobody:Needed")
+            name=NAME, model=ModelConfig(path=str(bench.folder)), environment=EnvironmentConfig(path="nobody:Needed")
         )
         self.folder = self.config.folder(runs)
         save_run_file(self.config, self.folder)

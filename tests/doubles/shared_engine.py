@@ -16,7 +16,7 @@ from penstock.producers.interfaces import Completion
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.weights.follower import WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
-from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.rollout import SamplingSettings
@@ -80,7 +80,7 @@ def run_config(model: Path, *, engine: dict[str, Any] | None = None, dtype: str 
         name="engine-tests",
         seed=7,
         model=ModelConfig(path=str(model), dtype=dtype),
-        environment=Plug(path="nobody:Needed"),
+        environment=EnvironmentConfig(path="nobody:Needed"),
         engine=EngineConfig(**settings),
     )
 

@@ -16,11 +16,11 @@ from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.schemas.config import (
     CheckpointConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
     ParityConfig,
-    Plug,
     RunConfig,
 )
 from penstock.schemas.keys import Keys
@@ -40,7 +40,7 @@ class ShortRun:
             "groups_per_batch": 4,
             "group_size": 2,
             "model": ModelConfig(path="none"),
-            "environment": Plug(path="none:None"),
+            "environment": EnvironmentConfig(path="none:None"),
             "evaluation": EvaluationConfig(every=5, num_prompts=3),
             "checkpoint": CheckpointConfig(every=4),
             "metrics": MetricsConfig(port=0),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
@@ -48,7 +48,7 @@ def configuration(model_folder: Path | str, **changes: Any) -> RunConfig:
     fields: dict[str, Any] = {
         "name": "test",
         "model": ModelConfig(path=str(model_folder)),
-        "environment": Plug(path="none:None"),
+        "environment": EnvironmentConfig(path="none:None"),
         "trainer": TrainerConfig(device="cpu", learning_rate=1e-2),
         "max_lag": 4,
     } | changes

@@ -12,11 +12,19 @@ import pytest
 import pytest_asyncio
 
 from markov_agent import LETTERS, MarkovAgent
+from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import EndpointConfig, EngineConfig, ModelConfig, Plug, RunConfig, SamplingConfig
+from penstock.schemas.config import (
+    EndpointConfig,
+    EngineConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.rollout import RolloutGroup, decode_group, unpack_floats, unpack_ids
 from producer_run import Numbers
@@ -94,7 +102,7 @@ def config(agent: MarkovAgent) -> RunConfig:
         group_size=GROUP_SIZE,
         max_lag=10,
         model=ModelConfig(path=str(agent.folder)),
-        environment=Plug(path="nobody:Needed"),
+        environment=EnvironmentConfig(path="nobody:Needed"),
         engine=EngineConfig(kv_cache_gib=0.25, max_num_seqs=32, max_model_len=4096),
         sampling=SamplingConfig(max_tokens=300),
         endpoint=EndpointConfig(port=0, tool_parser="hermes"),
@@ -117,7 +125,7 @@ async def run(agent: MarkovAgent, config: RunConfig, engine, redis_client, redis
     connection = ProducerConnection.open(redis_url, outage_s=30.0, metrics=metrics)
     context = ProducerContext(config, runs=tmp_path, producer_id="a", connection=connection, metrics=metrics)
     parser = VllmAnswerParser(agent.tokenizer, config.endpoint)
-    producer = Producer(context, engine, environment, agent.tokenizer, answer_parser=parser)
+    producer = Producer(context, engine, alone(config, environment), agent.tokenizer, answer_parser=parser)
     await producer.open()
     log = WeightWriter(redis_client, "agents")
     one = Run(producer, engine, agent, redis_client, Keys("agents"), metrics, log)

@@ -8,7 +8,7 @@ import pytest
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.producers.interfaces import Completion
-from penstock.schemas.config import ModelConfig, Plug, RunConfig, SamplingConfig, TrainerConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, SamplingConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import Rollout, RolloutGroup, SamplingSettings, Segment, VersionSpan, pack_ids
 
@@ -73,7 +73,7 @@ async def test_logprobs_of_engine_and_trainer_agree_at_lag_0_through_updates(sha
     config = RunConfig(
         name="parity",
         model=ModelConfig(path=str(shared_engine.folder / "model")),
-        environment=Plug(path="none:None"),
+        environment=EnvironmentConfig(path="none:None"),
         sampling=SamplingConfig(temperature=temperature, max_tokens=100),
         trainer=TrainerConfig(learning_rate=1e-2, device="cpu"),
     )

@@ -13,12 +13,13 @@ import numpy
 import pytest
 import redis
 
+from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import WeightManifest
 from producer_process import ProducerProcesses
@@ -70,7 +71,7 @@ def make_config(model_folder: Path) -> Callable[..., RunConfig]:
             "name": "test",
             "group_size": 4,
             "model": ModelConfig(path=str(model_folder)),
-            "environment": Plug(
+            "environment": EnvironmentConfig(
                 path="penstock.producers.environments.arithmetic:Arithmetic",
                 kwargs={"width": 2, "num_evaluation_prompts": 64},
             ),
@@ -190,7 +191,7 @@ async def run(redis_server, connect, make_config, hand_trainer, metrics, tmp_pat
             context = ProducerContext(
                 config, runs=tmp_path, producer_id=producer_id, connection=connect(address), metrics=metrics
             )
-            return Producer(context, engine, environment, tokenizer)
+            return Producer(context, engine, alone(config, environment), tokenizer)
 
         started.append(Run(server, config, hand_trainer(server.client, config, tmp_path), build))
         started[-1].trainer.announce(0)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sys
 import types
 
@@ -11,6 +12,7 @@ from penstock.schemas.config import (
     DEFAULT_OBJECTIVE,
     NAMES_IN_TRL,
     ConfigError,
+    EnvironmentConfig,
     ModelConfig,
     Plug,
     RunConfig,
@@ -61,6 +63,35 @@ def test_the_credit_is_the_batches_that_fit_within_the_lag_bound(run_file):
     assert load_config(run_file, [*steps, "max_lag=0"]).credit == 10
 
 
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ("", "environment, environments: neither is there; expected"),
+        ("[[environments]]\npath='a:B'\n" * 2, "have the names ['main', 'main'], expected different ones"),
+        (
+            "[[environments]]\nname='a'\npath='a:B'\nweight=0.0\n[[environments]]\nname='b'\npath='c:D'\nweight=0\n",
+            "have the weights {'a': 0.0, 'b': 0.0}, expected a finite sum above 0",
+        ),
+        ("[[environments]]\nname='a'\npath='a:B'\nweight=-1\n", "environments[0].weight = -1: Expected `float` >= 0.0"),
+        ("[[environments]]\nname='a'\npath='a'\n", "environments[0].path = 'a': expected package.module:Name"),
+    ],
+)
+def test_environments_that_cannot_be_told_apart_or_weighted_are_refused(tmp_path, tables, message):
+    file = tmp_path / "run.toml"
+    file.write_text(MINIMAL.partition("[environment]")[0] + tables)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(file)
+
+
+def test_limits_of_an_environment_are_its_own_or_the_runs(tmp_path):
+    file = tmp_path / "run.toml"
+    tables = "[[environments]]\nname='a'\npath='a:B'\nmax_tokens=900\nnum_evaluation_prompts=3\n"
+    file.write_text(MINIMAL.partition("[environment]")[0] + tables + "[[environments]]\nname='b'\npath='a:B'\n")
+    config = load_config(file, ["evaluation.num_prompts=8"])
+    assert config.num_evaluation_prompts == {"a": 3, "b": 8}
+    assert config.max_tokens == 900, "the largest group that Redis may have to hold"
+
+
 def test_penalties_written_out_at_their_neutral_values_change_nothing(run_file):
     neutral = ["presence_penalty=0.0", "frequency_penalty=0.0", "repetition_penalty=1.0"]
     assert load_config(run_file, [f"sampling.{each}" for each in neutral]) == load_config(run_file)
@@ -89,6 +120,10 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("max_completion_length=9", r"max_completion_length: unknown field \(did you mean sampling.max_tokens\?\)"),
         ("trainer.project=1", r"trainer.project: unknown field \(did you mean metrics.wandb.project\?\), expected"),
         ("environment={kwargs={x=1}}", r"environment.path: missing field"),
+        ("environments=[{path='a:B'}]", r"environment, environments: both are there; expected \[environment\], or"),
+        ("environment.name='a b'", r"environment.name = 'a b': Expected `str` matching"),
+        ("environment.weight=0.0", r"environments have the weights {'main': 0.0}, expected a finite sum above 0"),
+        ("environment.max_tokens=0", r"environment.max_tokens = 0: Expected `int` >= 1"),
         ("reward={kwargs={x=1}}", r"kwargs = {'x': 1} with path = 'environment': expected them in environment.kwargs"),
         ("reward.path=rloo", r"reward.path = 'rloo': expected package.module:Name"),
         (
@@ -241,7 +276,7 @@ def test_a_plug_is_built_with_its_arguments_and_the_context(lab):
 
 
 def test_fields_by_their_names_elsewhere_lead_to_fields_that_are_there():
-    config = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"))
+    config = RunConfig(name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
     objective = set(inspect.signature(resolve(Plug(path=DEFAULT_OBJECTIVE), "objective")).parameters)
     for path in NAMES_IN_TRL.values():
         *sections, field = path.removeprefix("objective.kwargs.").split(".")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.schemas import description
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig, config_of, load_config
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig, config_of, load_config
 from penstock.schemas.description import (
     DescriptionError,
     RunDescription,
@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def config_with(model: Path) -> RunConfig:
-    return RunConfig(name="test", model=ModelConfig(path=str(model)), environment=Plug(path="my_lab:Task"))
+    return RunConfig(name="test", model=ModelConfig(path=str(model)), environment=EnvironmentConfig(path="my_lab:Task"))
 
 
 def stored(run: RunDescription) -> dict[bytes, bytes]:

@@ -180,7 +180,7 @@ def test_a_file_dropped_while_it_is_looked_at_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "user_version 0, expected 1"),
+        (b"", "user_version 0, expected 2"),
         (b"name = 'demo'\n" * 100, "file is not a database"),
         (bytes(50_000), "file is not a database"),
     ],
@@ -201,8 +201,8 @@ def test_a_file_that_cannot_be_read_is_said_and_hides_no_other(tmp_path, content
 def test_a_record_of_another_format_is_refused_by_its_number(tmp_path):
     write_record(tmp_path, range(1))
     with closing(sqlite3.connect(only_file(tmp_path))) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    with pytest.raises(RecordReadError, match="user_version 2, expected 1"):
+        connection.execute("PRAGMA user_version = 3")
+    with pytest.raises(RecordReadError, match="user_version 3, expected 2"):
         Record(tmp_path)
 
 

@@ -45,13 +45,15 @@ def test_a_group_survives_the_round_trip():
     assert decode_group(encode_group(group)) == group
 
 
-@pytest.mark.parametrize("file", ["group_v1.msgpack", "group_v1_penalties.msgpack", "group_v1_missing.msgpack"])
+@pytest.mark.parametrize(
+    "file", ["group_v1.msgpack", "group_v1_penalties.msgpack", "group_v1_missing.msgpack", "group_v1_task.msgpack"]
+)
 def test_payloads_of_schema_version_1_still_decode(file):
     assert decode_group((WIRE / file).read_bytes()) == wire_examples.group()
 
 
 def test_today_s_encoder_writes_the_golden_payload():
-    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_missing.msgpack").read_bytes()
+    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_task.msgpack").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -202,8 +204,8 @@ def test_bytes_after_the_record_are_refused():
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts_and_is_checked():
     payload = encode_group(wire_examples.group())
-    assert payload[0] == 0x8A
-    twice = b"\x8b" + payload[1:] + msgspec.msgpack.encode("index")
+    assert payload[0] == 0x8C
+    twice = b"\x8d" + payload[1:] + msgspec.msgpack.encode("index")
     assert decode_group(twice + b"\x07").index == 7
     with pytest.raises(RecordError, match="index: 0, expected 1 or more"):
         decode_group(twice + b"\x00")

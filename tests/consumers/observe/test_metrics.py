@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from penstock.consumers.learning.diagnostics import MismatchSums
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
-from penstock.schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig
 from penstock.schemas.metrics import (
     LAG_LABELS,
     TRAINER_GAUGES,
@@ -58,6 +58,7 @@ def line(**fields: object) -> dict:
         "num_tokens_rejected": 2,
         "num_optimizer_steps": 4,
         "steps_skipped": {},
+        "environments": {},
         "num_groups_trained": 1,
         "num_groups_skipped": 0,
         "queue_depth": 3,
@@ -124,13 +125,27 @@ def test_a_number_that_a_batch_has_not_is_nan_and_not_that_of_the_batch_before(m
 def test_the_parts_of_the_reward_are_served_by_name_while_batches_have_them(metrics: TrainerMetrics) -> None:
     value = metrics.registry.get_sample_value
     metrics.record(line(**{"reward/exact": 0.25, "reward/form": 0.75, "truncated_frac": 0.5, "reward_std": 0.1}))
-    metrics.evaluate({"reward": 0.5, "reward/exact": 0.375})
+    metrics.evaluate({"reward": 0.5, "reward/exact": 0.375}, {"main": {"reward": 0.5}})
     metrics.record(line(**{"reward/exact": 0.5}))
     assert value("penstock_reward_part", {"part": "exact"}) == 0.5
     assert value("penstock_reward_part", {"part": "form"}) is None
     assert value("penstock_objective", {"name": "reward/exact"}) is None
     assert value("penstock_evaluation_reward") == 0.5
     assert value("penstock_evaluation_reward_part", {"part": "exact"}) == 0.375
+
+
+def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    own = {"reward": 0.25, "completion_tokens": 7.0, "num_groups_trained": 3, "num_groups_skipped": 1}
+    metrics.record(line(environments={"sums": own, "words": own | {"reward": 1.0}}))
+    metrics.record(line(environments={"sums": own}))
+    assert value("penstock_environment_reward", {"environment": "sums"}) == 0.25
+    assert value("penstock_environment_reward", {"environment": "words"}) is None, "not that of a batch before"
+    assert value("penstock_environment_completion_tokens", {"environment": "sums"}) == 7
+    assert value("penstock_environment_groups_total", {"environment": "sums", "outcome": "trained"}) == 6
+    assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 1
+    metrics.evaluate({"reward": 0.5}, {"sums": {"reward": 0.5}})
+    assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
 
 
 def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_reported(
@@ -182,7 +197,7 @@ def test_the_time_of_the_last_update_is_at_first_that_of_the_start(metrics: Trai
     config = RunConfig(
         name="demo",
         model=ModelConfig(path=str(model_folder)),
-        environment=Plug(path="a:B"),
+        environment=EnvironmentConfig(path="a:B"),
         groups_per_batch=4,
         max_lag=1,
     )

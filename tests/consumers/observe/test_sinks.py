@@ -24,7 +24,15 @@ from penstock.consumers.observe.sinks.feeding import Sinks, check_sinks
 from penstock.consumers.observe.sinks.points import SinkPoint, numbers_of
 from penstock.consumers.observe.sinks.weights_and_biases import _Run
 from penstock.consumers.stream.checkpoints import Checkpoints
-from penstock.schemas.config import ConfigError, MetricsConfig, ModelConfig, Plug, RunConfig, WandbConfig, load_config
+from penstock.schemas.config import (
+    ConfigError,
+    EnvironmentConfig,
+    MetricsConfig,
+    ModelConfig,
+    RunConfig,
+    WandbConfig,
+    load_config,
+)
 from scripted_learner import KilledError
 from waiting import wait_for
 
@@ -39,7 +47,10 @@ def errors() -> list[str]:
 
 def run_config(**metrics: Any) -> RunConfig:
     return RunConfig(
-        name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), metrics=MetricsConfig(**metrics)
+        name="r",
+        model=ModelConfig(path="m"),
+        environment=EnvironmentConfig(path="a:B"),
+        metrics=MetricsConfig(**metrics),
     )
 
 
@@ -195,10 +206,10 @@ def test_wandbs_process_ends_by_itself_after_a_killed_trainer_while_the_server_i
         "import multiprocessing, os, signal, sys\n"
         "from pathlib import Path\n"
         "from penstock.consumers.observe.sinks import weights_and_biases\n"
-        "from penstock.schemas.config import ModelConfig, Plug, RunConfig, WandbConfig\n"
+        "from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, WandbConfig\n"
         "if __name__ == '__main__':\n"
         "    weights_and_biases.FINISH_S = 0.5\n"
-        "    config = RunConfig(name='r', model=ModelConfig(path='m'), environment=Plug(path='a:B'))\n"
+        "    config = RunConfig(name='r', model=ModelConfig(path='m'), environment=EnvironmentConfig(path='a:B'))\n"
         "    weights_and_biases.WeightsAndBiases(WandbConfig(project='lab'), config, Path(sys.argv[1]))\n"
         "    print(multiprocessing.active_children()[0].pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -7,11 +7,11 @@ from mini_producer import dead_fields, group_fields, make_group
 from penstock.consumers.learning.lag import LagTable, is_stale
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.outage import RedisGoneError
@@ -41,7 +41,7 @@ def config(**changes) -> RunConfig:
     return RunConfig(
         name="test",
         model=ModelConfig(path="none"),
-        environment=Plug(path="none:None"),
+        environment=EnvironmentConfig(path="none:None"),
         **{"num_updates": 10, "groups_per_batch": 4, "group_size": 2, "max_lag": 2, **changes},
     )
 
@@ -50,16 +50,20 @@ def lag_table(current: int = 5) -> LagTable:
     return LagTable(current, {}, {})
 
 
+def tasks(first: int, last: int) -> list[ReleasedTask]:
+    return [ReleasedTask("main", number) for number in range(first, last + 1)]
+
+
 def test_every_write_of_an_older_epoch_is_refused(scripts):
     scripts.open_epoch(3, "other")
     for write in (
         lambda: scripts.open_epoch(2, "me"),
         lambda: scripts.open_epoch(3, "me"),
-        lambda: scripts.release(0, 5, 0, 0),
-        lambda: scripts.release_again(0, 0, [1]),
+        lambda: scripts.release(0, 0, tasks(1, 5), 0),
+        lambda: scripts.release_again(0, 0, [(1, ReleasedTask("main", 1))]),
         lambda: scripts.drop_unreachable(0),
         lambda: scripts.announce(0, 1, b"{}", b"", 0, None),
-        lambda: scripts.evaluate(0, [0], 3),
+        lambda: scripts.evaluate(0, [0], tasks(1, 3)),
         lambda: scripts.dead_letter(0, 1, "poison", b""),
         lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
         lambda: scripts.finish(0),
@@ -74,8 +78,8 @@ def test_opening_an_epoch_again_after_a_lost_reply_is_no_fence(scripts):
 
 
 def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, redis_client):
-    assert scripts.release(0, 5, 0, 7) == 5
-    assert scripts.release(0, 5, 0, 7) == 5
+    assert scripts.release(0, 0, tasks(1, 5), 7) == 5
+    assert scripts.release(0, 0, tasks(1, 5), 7) == 5
     entries = redis_client.xrange(KEYS.prompts)
     assert [(fields[Field.INDEX], fields[Field.VERSION]) for _, fields in entries] == [
         (str(index).encode(), b"7") for index in range(1, 6)
@@ -83,7 +87,7 @@ def test_a_release_repeated_after_a_lost_reply_releases_nothing_twice(scripts, r
 
 
 def test_the_release_cursor_never_falls_behind_what_the_trainer_knows(scripts, redis_client):
-    assert scripts.release(0, 12, 10, 0) == 12
+    assert scripts.release(0, 10, tasks(11, 12), 0) == 12
     assert [int(fields[Field.INDEX]) for _, fields in redis_client.xrange(KEYS.prompts)] == [11, 12]
 
 
@@ -237,7 +241,7 @@ def result(version: int, n: int, reward: float, **parts: float) -> dict:
 
 
 def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 3))
     evaluator.request(5, update=5)
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
     redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
@@ -256,7 +260,7 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
 
 
 def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=4)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 4))
     evaluator.request(5, update=5)
     for n, (reward, exact) in enumerate([(0.7, 0.0), (0.7, 0.0), (1.0, 1.0)], start=1):
         redis_client.xadd(KEYS.evaluation_results, result(5, n, reward, exact=exact))
@@ -265,8 +269,42 @@ def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scri
     assert done.rewards == pytest.approx({"reward": 2.4 / 4, "reward/exact": 1 / 4})
 
 
+def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connection, scripts, redis_client):
+    held_out = [ReleasedTask("sums", 1), ReleasedTask("sums", 2), ReleasedTask("words", 1)]
+    evaluator = Evaluator(connection, scripts, KEYS, 0, held_out)
+    evaluator.request(5, update=5)
+    asked = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.evaluations)]
+    assert asked == [(task.environment.encode(), str(task.number).encode()) for task in held_out]
+    for n, reward in ((3, 0.5), (1, 1.0)):
+        redis_client.xadd(KEYS.evaluation_results, result(5, n, reward))
+    redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-2", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
+    (done,) = evaluator.collect()
+    assert done.environments == {"sums": {"reward": 0.5}, "words": {"reward": 0.5}}
+    assert (done.rewards["reward"], done.num_failed) == (0.5, 1)
+
+
+def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redis_client):
+    scripts.release(0, 0, [ReleasedTask("words", 1), ReleasedTask("sums", 1), ReleasedTask("sums", 2)], 0)
+    scripts.release_again(0, 0, [(2, ReleasedTask("sums", 1))])
+    released = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.prompts)]
+    assert released == [(b"words", b"1"), (b"sums", b"1"), (b"sums", b"2"), (b"sums", b"1")]
+    assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"2": b"1 sums", b"3": b"2 sums"}
+    scripts.commit(0, "c", b"0-0", b"0-0", 2)
+    assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
+
+
+def test_a_group_is_of_the_environment_that_its_index_was_released_for(connection, redis_client):
+    ledger = Ledger()
+    for task in (ReleasedTask("words", 1), ReleasedTask("sums", 1)):
+        ledger.release(task)
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    redis_client.xadd(KEYS.rollouts, group_fields(2, 5))
+    reader.read_to_end(lag_table())
+    assert (reader.ready[2].group.environment, reader.ready[2].group.task) == ("sums", 1)
+
+
 def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=1)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 1))
     evaluator.request(5, update=5)
     redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-1", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
     (done,) = evaluator.collect()
@@ -274,7 +312,7 @@ def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, 
 
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=3)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 3))
     evaluator.request(5, update=5)
     evaluator.request(5, update=5)
     evaluator.request_again()
@@ -285,7 +323,7 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
 
 
 def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, num_prompts=2)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 2))
     evaluator.request(5, update=5)
     redis_client.delete(KEYS.evaluations)
     evaluator.request(7, update=7)

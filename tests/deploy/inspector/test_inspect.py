@@ -126,6 +126,7 @@ def test_the_newest_group_comes_first_and_every_group_is_listed(catalogue):
         ({"finish": "length"}, {KNOWN}),
         ({"producer": "producer-1"}, {TURNS, *range(1, NUM_PLAIN + 1, 2)}),
         ({"producer": HOSTILE_TEXT}, {HOSTILE}),
+        ({"environment": "tools"}, {TURNS}),
         ({"reward_min": 0.6, "reward_max": 0.65}, set(range(60, 66))),
         ({"reward_min": 0.9}, {KNOWN, SKIPPED, DEAD}),
         ({"lag_min": 4}, {KNOWN, TURNS}),

@@ -10,7 +10,7 @@ from penstock.deploy.launch.machine import Gpu
 from penstock.deploy.launch.placement import DeviceShare, Placement
 from penstock.deploy.launch.producer_pool import PartDied
 from penstock.deploy.launch.run_folder import RunFolder
-from penstock.schemas.config import ModelConfig, Plug, ProducersConfig, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, ProducersConfig, RunConfig
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PLACEMENT = Placement(
@@ -27,7 +27,7 @@ def launch(runs: Path, name: str, behaviors: dict[str, str]) -> int:
         name=name,
         num_updates=5,
         model=ModelConfig(path="model"),
-        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic"),
+        environment=EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic"),
         producers=ProducersConfig(count=2),
     )
 

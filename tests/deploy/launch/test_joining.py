@@ -16,7 +16,7 @@ import redis
 import penstock.producers.__main__ as produce
 from penstock.deploy import cli
 from penstock.deploy.launch import joining
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Keys
 from penstock.schemas.model_digest import model_digest
@@ -24,7 +24,7 @@ from penstock.schemas.model_digest import model_digest
 pytestmark = pytest.mark.redis
 
 KEYS = Keys("far")
-ARITHMETIC = Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
+ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_base_model_is_found_by_its_name_on_the_hub(run, redis_url: str, model
 
 
 def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client: redis.Redis) -> None:
-    run(environment=Plug(path="my_lab.tasks:Capitals"))
+    run(environment=EnvironmentConfig(path="my_lab.tasks:Capitals"))
     environment = (
         "environment.path = 'my_lab.tasks:Capitals': cannot import 'my_lab.tasks': No module named 'my_lab'; a "
         "producer that joins needs the run's modules, and the files they read, on its own host: in the working "

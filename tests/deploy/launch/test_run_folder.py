@@ -8,9 +8,11 @@ import pytest
 
 from penstock.deploy.launch import run_folder
 from penstock.deploy.launch.run_folder import RunFolder, save_run_file
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RunConfig, TrainerConfig, load_config
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig, load_config
 
-CONFIG = RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B", kwargs={"width": 2}))
+CONFIG = RunConfig(
+    name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B", kwargs={"width": 2})
+)
 
 
 def test_saved_run_file_reads_back_as_the_same_configuration(tmp_path):

@@ -18,6 +18,7 @@ from penstock.schemas.config import (
     ConfigError,
     CorrectionConfig,
     EngineConfig,
+    EnvironmentConfig,
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
@@ -46,13 +47,15 @@ from penstock.schemas.rollout import (
 )
 from wire_examples import FINGERPRINT
 
+ARITHMETIC = "penstock.producers.environments.arithmetic:Arithmetic"
+
 
 @pytest.fixture
 def config(model_folder) -> RunConfig:
     return RunConfig(
         name="r",
         model=ModelConfig(path=str(model_folder)),
-        environment=Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2}),
+        environment=EnvironmentConfig(path=ARITHMETIC, kwargs={"width": 2}),
     )
 
 
@@ -113,10 +116,13 @@ def test_a_folder_without_a_model_is_named(config, tmp_path):
 @pytest.mark.parametrize(
     ("plug", "message"),
     [
-        (Plug(path="penstock.producers.environments.arithmetic:Nothing"), "has no 'Nothing'"),
-        (Plug(path="no_such_lab:Environment"), "cannot import 'no_such_lab'"),
-        (Plug(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"widht": 2}), "refuses them"),
-        (Plug(path="pathlib:Path"), "refuses them|lacks"),
+        (EnvironmentConfig(path="penstock.producers.environments.arithmetic:Nothing"), "has no 'Nothing'"),
+        (EnvironmentConfig(path="no_such_lab:Environment"), "cannot import 'no_such_lab'"),
+        (
+            EnvironmentConfig(path=ARITHMETIC, kwargs={"widht": 2}),
+            "refuses them",
+        ),
+        (EnvironmentConfig(path="pathlib:Path"), "refuses them|lacks"),
     ],
 )
 def test_an_environment_that_does_not_fit_is_refused(config, plug, message):
@@ -192,10 +198,26 @@ def test_resolved_configuration_reads_back_with_what_is_not_set_in_a_list_of_tab
 
 def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
     available = config.environment.kwargs.get("num_evaluation_prompts", 256)
-    assert check(config).config.evaluation.num_prompts == available
-    assert check(changed(config, evaluation=EvaluationConfig(num_prompts=3))).config.evaluation.num_prompts == 3
+    assert check(config).config.num_evaluation_prompts == {"main": available}
+    fewer = changed(config, evaluation=EvaluationConfig(num_prompts=3))
+    assert check(fewer).config.num_evaluation_prompts == {"main": 3}
     with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
         check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))
+
+
+def test_each_of_several_environments_is_checked_under_its_own_field(config):
+    first = EnvironmentConfig(path=ARITHMETIC, name="sums", num_evaluation_prompts=5)
+    second = EnvironmentConfig(path=ARITHMETIC, name="long", kwargs={"width": 3, "num_evaluation_prompts": 9})
+    several = changed(config, environment=None, environments=(first, second))
+    assert check(several).config.num_evaluation_prompts == {"sums": 5, "long": 9}
+    greedy = msgspec.structs.replace(second, num_evaluation_prompts=10)
+    with pytest.raises(
+        ConfigError, match=r"environments\[1\].num_evaluation_prompts = 10: the environment has 9 held-out"
+    ):
+        check(changed(several, environments=(first, greedy)))
+    wrong = msgspec.structs.replace(second, kwargs={"width": 0})
+    with pytest.raises(ConfigError, match=r"environments\[1\]: .*Arithmetic: width is 0, expected 1 to 18"):
+        check(changed(several, environments=(first, wrong)))
 
 
 @pytest.mark.parametrize(
@@ -256,4 +278,4 @@ class PosesText:
 )
 def test_a_prompt_that_raises_or_is_none_is_refused_before_anything_boots(config, kwargs, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(changed(config, environment=Plug(path=f"{__name__}:PosesText", kwargs=kwargs)))
+        check(changed(config, environment=EnvironmentConfig(path=f"{__name__}:PosesText", kwargs=kwargs)))

@@ -7,7 +7,7 @@ from inspected_run import byte_tokenizer
 from mini_producer import dead_fields, group_fields, make_group, unscored_fields
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import Scripts
@@ -63,6 +63,13 @@ class Half:
                 self.ledger.settle(record.index, "dead", record.reason)
         return self.releaser.release_requeued(9)
 
+    def release(self, target: int) -> None:
+        after = self.ledger.num_released
+        tasks = [ReleasedTask("main", number) for number in range(after + 1, target + 1)]
+        self.scripts.release(self.epoch, after, tasks, 0)
+        for task in tasks:
+            self.ledger.release(task)
+
     def prompts(self) -> list[int]:
         return [int(fields[Field.INDEX]) for _, fields in self.connection.client.xrange(self.run.keys.prompts)]
 
@@ -78,7 +85,7 @@ class Half:
 def half(run, redis_client):
     """Indexes 1 to 8 released; 3 and 5 died, the others are settled; 9 to 12 are prompts."""
     half = Half(run)
-    half.ledger.num_released = half.scripts.release(half.epoch, 12, 0, 0)
+    half.release(12)
     for entry_id, fields in redis_client.xrange(run.keys.prompts):
         if int(fields[Field.INDEX]) <= 8:
             redis_client.xdel(run.keys.prompts, entry_id)
@@ -186,7 +193,7 @@ def test_a_rollback_to_before_the_death_reads_the_same_record_and_honors_the_req
 def test_requeued_indexes_wait_for_credit(run, half, capsys):
     for index in (9, 10):
         half.ledger.settle(index, "trained")
-    half.ledger.num_released = half.scripts.release(half.epoch, 21, 12, 0)
+    half.release(21)
     assert half.ledger.num_open == 11 and run.config.credit == 12
     assert run.command(capsys, "dead", "requeue", "test", "--all")[1].startswith("requeued 3, 5: ")
     assert half.heal() == 1
@@ -198,7 +205,7 @@ def test_requeued_indexes_wait_for_credit(run, half, capsys):
 
 def test_nothing_is_requeued_for_updates_that_are_all_done(run, half, capsys):
     run.command(capsys, "dead", "requeue", "test", "--all")
-    half.ledger.num_released = half.scripts.release(half.epoch, 50, 12, 0)
+    half.release(50)
     for index in range(9, 51):
         half.ledger.settle(index, "trained")
     half.num_updates_left = 0
@@ -364,9 +371,9 @@ def test_a_run_trains_what_was_requeued_and_its_ledger_balances(run, redis_clien
     if killed:
         release_again = trainer.leadership.scripts.release_again
 
-        def release_and_die(epoch, version, indexes):
-            release_again(epoch, version, indexes)
-            if indexes == [3]:
+        def release_and_die(epoch, version, tasks):
+            release_again(epoch, version, tasks)
+            if [index for index, _ in tasks] == [3]:
                 raise KilledError
 
         trainer.leadership.scripts.release_again = release_and_die

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import RunFolder
-from penstock.schemas.config import ModelConfig, Plug, RunConfig
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def runs(tmp_path: Path) -> Path:
 
 
 def config(name: str) -> RunConfig:
-    return RunConfig(name=name, num_updates=7, model=ModelConfig(path="models/m"), environment=Plug(path="a:B"))
+    return RunConfig(
+        name=name, num_updates=7, model=ModelConfig(path="models/m"), environment=EnvironmentConfig(path="a:B")
+    )
 
 
 def listed(capsys: pytest.CaptureFixture[str], runs: Path) -> dict[str, dict[str, Any]]:

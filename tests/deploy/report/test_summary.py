@@ -214,6 +214,21 @@ def test_the_course_of_rewards_and_completions_is_in_summary_and_table(run_folde
     assert rows["completions"] == "3.0 → 40.0 tokens, 25.0% → 0.0% truncated"
 
 
+def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> None:
+    def own(reward: float) -> dict:
+        return {"reward": reward, "reward/exact": 1.0, "num_groups_trained": 2, "num_groups_skipped": 1}
+
+    lines = [update_line(n, environments={"sums": own(n / 10), "words": own(0.0)}) for n in (1, 2)]
+    write_lines(run_folder / "updates.jsonl", [*lines, update_line(3, environments={"sums": own(0.7)})])
+    evaluated = evaluation_line(3, 0.8, 1031.0) | {"environments": {"words": {"reward": 0.25}}}
+    write_lines(run_folder / "evaluations.jsonl", [evaluated])
+    summary = write_summary(run_folder)
+    assert summary["environments"]["sums"]["num_groups_trained"] == 6
+    rows = dict(table_rows(summary))
+    assert rows["  sums"].startswith("0.100 → 0.700  (exact 1.000 → 1.000); held-out n/a; 6 groups trained, 3 skipped")
+    assert rows["  words"].startswith("0.000 → 0.000") and "held-out 0.250 → 0.250; 4 groups" in rows["  words"]
+
+
 def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> None:
     lines = [update_line(k) for k in (1, 2, 3, 4)]
     # The checkpoint was at update 2; the lost trainer had come to 4, the resumed one to 3.

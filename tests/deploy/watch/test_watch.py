@@ -29,7 +29,7 @@ from penstock.deploy.watch.screen import all_views, one_view
 from penstock.deploy.watch.snapshot import Pauses, RedisSeen, RunSnapshot
 from penstock.deploy.watch.text import number, size, sparkline
 from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.schemas.config import MetricsConfig, ModelConfig, Plug, RunConfig, load_config
+from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfig, RunConfig, load_config
 from penstock.schemas.heartbeat import Heartbeat, InFlight, encode_heartbeat
 from penstock.schemas.keys import Keys
 from penstock.schemas.metrics import LAG_LABELS, lag_key
@@ -44,7 +44,11 @@ from wire_examples import FINGERPRINT
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(
-    name="r", num_updates=100, groups_per_batch=8, model=ModelConfig(path="m"), environment=Plug(path="a:B")
+    name="r",
+    num_updates=100,
+    groups_per_batch=8,
+    model=ModelConfig(path="m"),
+    environment=EnvironmentConfig(path="a:B"),
 )
 BEGAN_S = 1e9
 
@@ -66,7 +70,7 @@ def line(update: int, *, wait_s: float = 0.1, time_s: float | None = None, **cha
         "lag_histogram": {"0": 100, "1": 300, "3": 40, "9": 10},
         "num_tokens_trained": 440, "num_tokens_masked_lag": 10, "num_tokens_rejected": 0,
         "num_groups_trained": 6, "num_groups_skipped": 2, "num_optimizer_steps": 1, "steps_skipped": {},
-        "skipped_reason": None, "queue_depth": 5, "wait_s": wait_s, "step_s": 0.6, "publish_s": 0.1,
+        "skipped_reason": None, "environments": {}, "queue_depth": 5, "wait_s": wait_s, "step_s": 0.6, "publish_s": 0.1,
         "reward": update / 100, "loss": 0.1, "grad_norm": 0.5, "learning_rate": 2e-4, "entropy": 0.7,
         "policy_clipped_frac": 0.01, "rollout_correction/k3_kl": 1e-3, "mismatch_lag0": 2e-6, "ess_fraction": 0.97,
         "applied_ess_fraction": 0.98, "chi2": 0.03, "weight_mean": 0.99,
@@ -348,7 +352,7 @@ def test_a_trainer_without_its_folder_is_told_by_its_metrics(trainer_endpoint):
     look()
     for n in (2, 3):
         metrics.record(line(n, wait_s=0.5))
-    metrics.evaluate({"reward": 0.75, "reward/exact": 0.5})
+    metrics.evaluate({"reward": 0.75, "reward/exact": 0.5}, {})
     look()
     first, last = scraped.updates
     assert (first.update, last.update, last.policy_version, last.queue_depth) == (1, 3, 3, 5)

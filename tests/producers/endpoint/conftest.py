@@ -9,6 +9,7 @@ import pytest
 
 from agent_client import AgentClient, tool_user
 from chat_templates import tokenizer_of
+from one_environment import alone
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.context import ProducerContext
@@ -86,7 +87,8 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         context = ProducerContext(
             config, runs=tmp_path, producer_id=producer_id, connection=connect(server), metrics=metrics
         )
-        producer = Producer(context, engine, environment, tokenizer_of("chatml"), answer_parser=TaggedCalls())
+        environments = alone(config, environment)
+        producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TaggedCalls())
         await producer.open()
         task = asyncio.create_task(producer.serve())
         await until(lambda: task.done() or (producer.weights.loaded and producer.endpoint.url != ""))

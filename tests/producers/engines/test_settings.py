@@ -7,12 +7,19 @@ import pytest
 
 from penstock.producers.engines.settings import engine_arguments, engine_environment, fingerprint, verify
 from penstock.producers.interfaces import EngineError
-from penstock.schemas.config import EngineConfig, ModelConfig, Plug, ProducersConfig, RunConfig, SamplingConfig
+from penstock.schemas.config import (
+    EngineConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    ProducersConfig,
+    RunConfig,
+    SamplingConfig,
+)
 
 
 def config(dtype: str = "float32", **changes) -> RunConfig:
     model = ModelConfig(path="models/tiny", dtype=dtype)
-    return RunConfig(name="settings", model=model, environment=Plug(path="nobody:Needed"), **changes)
+    return RunConfig(name="settings", model=model, environment=EnvironmentConfig(path="nobody:Needed"), **changes)
 
 
 def arguments_of(run: RunConfig, *, cpu: bool = True) -> dict:

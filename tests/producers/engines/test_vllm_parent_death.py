@@ -25,7 +25,7 @@ async def main():
     config = RunConfig(
         name="parent-death",
         model=ModelConfig(path=sys.argv[1]),
-        environment=Plug(path="nobody:Needed"),
+        environment=EnvironmentConfig(path="nobody:Needed"),
         engine=EngineConfig(kv_cache_gib=0.1, args=args),
     )
     engine = await VllmEngine.start(config)
@@ -35,7 +35,7 @@ async def main():
 if __name__ == "__main__":
     # As in a producer, vLLM is not what the main module imports: the engine process begins with importing that.
     from penstock.producers.engines.vllm import VllmEngine
-    from penstock.schemas.config import EngineConfig, ModelConfig, Plug, RunConfig
+    from penstock.schemas.config import EngineConfig, EnvironmentConfig, ModelConfig, RunConfig
 
     # Parents that were killed are nobody's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -9,11 +9,13 @@ import pytest
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import component
-from penstock.producers.rollout.scoring import RewardScorer
+from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments
+from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import (
     ConfigError,
+    EnvironmentConfig,
     EvaluationConfig,
     ModelConfig,
     ProducersConfig,
@@ -63,12 +65,19 @@ def episodes(make_config, metrics, tmp_path):
     def build(environment=None, engine=None, reward=None, limits=None, **changes) -> Episodes:
         config = make_config(**{"group_size": 2, "reward": limits or RewardConfig(), **changes})
         environment = environment or OneTask(SUM)
+        settings = config.environment
+        source = RunEnvironment(
+            name=settings.name,
+            environment=environment,
+            rewards=(component(reward or environment.reward),),
+            sampling=training_sampling(config, settings),
+            evaluation_sampling=evaluation_sampling(config, settings),
+        )
         return Episodes(
             ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
-            environment=environment,
+            environments=RunEnvironments([source]),
             tokenizer=load_tokenizer(config),
             engine=engine or ScriptedEngine(),
-            scorer=RewardScorer([component(reward or environment.reward)], config.reward),
         )
 
     return build
@@ -101,6 +110,31 @@ async def test_a_group_holds_prompt_and_answers_as_the_engine_saw_them(episodes)
     assert started <= group.timings.generated_s <= group.timings.appended_s
     assert group.sampling == SamplingSettings()
     encode_group(group)
+
+
+async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_config, metrics, tmp_path) -> None:
+    settings = (
+        EnvironmentConfig(path="a:B", name="sums", max_tokens=3),
+        EnvironmentConfig(path="a:B", name="words", evaluation_max_tokens=5),
+    )
+    config = make_config(group_size=2, environment=None, environments=settings)
+    posing = {"sums": OneTask(SUM), "words": OneTask(Prompt(text="one", answer="5"))}
+    episodes = Episodes(
+        ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
+        environments=RunEnvironments(RunEnvironment.of(config, each, posing[each.name]) for each in settings),
+        tokenizer=load_tokenizer(config),
+        engine=text_engine("46", "5"),
+    )
+    sums = await episodes.run(claim(environment="sums", task=4))
+    words = await episodes.run(claim(index=8, environment="words", task=4))
+    assert (sums.environment, sums.task, sums.prompt, sums.sampling.max_tokens) == ("sums", 4, SUM, 3)
+    assert (words.environment, words.prompt.text, words.sampling.max_tokens) == ("words", "one", 256)
+    assert [[each.reward.value for each in group.rollouts] for group in (sums, words)] == [[1, 0], [0, 1]]
+    held_out = await episodes.run(claim(index=9, environment="words", task=2, evaluation_id="0-9"))
+    assert (held_out.prompt.text, held_out.sampling.max_tokens, held_out.environment) == ("held out 2", 5, "words")
+    gone = await episodes.run(claim(environment="verse"))
+    assert gone.reason == "prompt: LookupError: environment 'verse' is not in the run file, which has sums, words"
+    episodes.close()
 
 
 async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp_path) -> None:

@@ -88,7 +88,7 @@ def test_prompts_are_posed_as_producers_pose_them():
             assert not return_dict
             return [0, *messages[0]["content"].encode()]
 
-    posed = pose(Environment(), Tokenizer(), 2)
+    posed = pose([Environment()], Tokenizer(), 2)
     assert [each.token_ids for each in posed] == [[97, 98], [0, 99]]
     assert posed[0].prompt == Prompt(text="ab")
 

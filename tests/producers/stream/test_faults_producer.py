@@ -14,7 +14,7 @@ import redis
 from cutting_proxy import CuttingProxy
 from penstock.producers.stream import connection as connection_module
 from penstock.producers.stream import heartbeat as heartbeat_module
-from penstock.schemas.config import Plug, ProducersConfig
+from penstock.schemas.config import EnvironmentConfig, ProducersConfig
 from penstock.schemas.heartbeat import decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
@@ -101,7 +101,7 @@ def test_a_prompt_that_kills_its_producer_is_dead_after_max_attempts_and_harms_n
     server = redis_server()
     config = make_config(
         producers=ProducersConfig(claim_idle_s=0.5, claim_refresh_s=0.1, max_attempts=2),
-        environment=Plug(path="poisoned:Poisoned"),
+        environment=EnvironmentConfig(path="poisoned:Poisoned"),
     )
     trainer = hand_trainer(server.client, config, tmp_path)
     trainer.announce(0)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.schemas.config import ConfigError, ModelConfig, Plug, RedisConfig, RunConfig, load_config
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RedisConfig, RunConfig, load_config
 from penstock.schemas.process.redis_url import configured_url, redis_url
 
 
 def config(url: str | None = None) -> RunConfig:
-    return RunConfig(name="r", model=ModelConfig(path="m"), environment=Plug(path="a:B"), redis=RedisConfig(url=url))
+    return RunConfig(
+        name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"), redis=RedisConfig(url=url)
+    )
 
 
 def test_the_environment_comes_before_the_run_file_and_both_before_the_runs_own_server(monkeypatch, tmp_path) -> None:

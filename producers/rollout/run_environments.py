@@ -1,0 +1,108 @@
+"""The environments of a run as a producer has them: constructed and checked, each with its sampling and its rewards."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.producers.interfaces import Environment
+from penstock.producers.rollout.rewards import RewardComponent, reward_components
+from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
+from penstock.schemas.config import ConfigError, EnvironmentConfig, RunConfig, environment_fields
+from penstock.schemas.process.plugins import construct
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import SamplingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnvironment:
+    """One environment of a run.
+
+    sampling, evaluation_sampling: of its training and of its held-out prompts.
+    """
+
+    name: str
+    environment: Environment
+    rewards: tuple[RewardComponent, ...]
+    sampling: SamplingSettings
+    evaluation_sampling: SamplingSettings
+
+    @classmethod
+    def of(cls, config: RunConfig, settings: EnvironmentConfig, environment: Environment) -> "RunEnvironment":
+        """Raises ConfigError: its reward cannot be used."""
+        return cls(
+            name=settings.name,
+            environment=environment,
+            rewards=reward_components(config, environment),
+            sampling=training_sampling(config, settings),
+            evaluation_sampling=evaluation_sampling(config, settings),
+        )
+
+    @property
+    def converses(self) -> bool:
+        """It holds its conversations itself."""
+        return hasattr(self.environment, "converse")
+
+
+class RunEnvironments:
+    """The environments of a run, by name."""
+
+    def __init__(self, environments: Iterable[RunEnvironment]) -> None:
+        self._by_name = {each.name: each for each in environments}
+
+    @property
+    def converse(self) -> bool:
+        """They hold their conversations themselves."""
+        return any(each.converses for each in self)
+
+    def check_endpoint(self, config: RunConfig) -> None:
+        """Raises ConfigError if some converse and others do not, or if they do without an endpoint."""
+        converse = {each.name: each.converses for each in self}
+        if self.converse and config.endpoint is None:
+            field, plug = next((field, plug) for field, plug in environment_fields(config) if converse[plug.name])
+            raise ConfigError(
+                f"{field}.path = {plug.path!r}: it converses, which goes through the endpoint; "
+                "expected an [endpoint] table in the run file"
+            )
+        if self.converse and not all(converse.values()):
+            without = [name for name in converse if not converse[name]]
+            raise ConfigError(f"environments: {', '.join(without)} without `converse`; expected it of all or of none")
+
+    def __iter__(self) -> Iterator[RunEnvironment]:
+        return iter(self._by_name.values())
+
+    def named(self, name: str) -> RunEnvironment:
+        """The environment of a released prompt; an entry without a name is of the first one.
+
+        Raises:
+            LookupError: the run file has none of this name.
+        """
+        if name and name not in self._by_name:
+            raise LookupError(f"environment {name!r} is not in the run file, which has {', '.join(self._by_name)}")
+        return self._by_name[name] if name else next(iter(self))
+
+
+def open_environments(config: RunConfig) -> RunEnvironments:
+    """Constructs every environment of the run file.
+
+    Raises:
+        ConfigError: one cannot be constructed or does not fit, or its reward cannot be used.
+    """
+    return RunEnvironments(
+        RunEnvironment.of(config, each, construct(each, field, Environment, seed=config.seed))
+        for field, each in environment_fields(config)
+    )
+
+
+def pose(environment: Environment, index: int, *, held_out: bool = False) -> Prompt:
+    """The environment's task `index`.
+
+    Raises:
+        TypeError, msgspec.ValidationError: it is no `Prompt`, or a field of it has another type.
+        Exception: whatever the environment raises.
+    """
+    name = "evaluation_prompt" if held_out else "prompt"
+    prompt = getattr(environment, name)(index)
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"{name}({index}) returned {repr(prompt)[:80]}, expected a Prompt")
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(prompt), type=Prompt)

@@ -1,0 +1,125 @@
+"""Which task an index stands for: by environment and weight, and kept through crashes and changed weights."""
+
+from collections import Counter
+
+import pytest
+
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.stream.tasks import TaskPlan, environment_of
+from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
+from scripted_learner import KilledError
+from trainer_bench import assert_settled_once
+
+
+def config(**weights: float) -> RunConfig:
+    environments = tuple(EnvironmentConfig(path="a:B", name=name, weight=weight) for name, weight in weights.items())
+    return RunConfig(name="r", seed=3, model=ModelConfig(path="m"), environments=environments)
+
+
+def released(ledger: Ledger, config: RunConfig, count: int) -> list[ReleasedTask]:
+    tasks = TaskPlan(config, ledger).next(count)
+    for task in tasks:
+        ledger.release(task)
+    return tasks
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_every_stretch_of_indexes_has_each_environment_by_its_weight(seed):
+    weights = {"a": 3.0, "b": 1.0, "c": 0.5}
+    names = [environment_of(index, seed, weights) for index in range(1, 4001)]
+    for length in (16, 100, 1000):
+        for start in range(0, 3000, 97):
+            counts = Counter(names[start : start + length])
+            for name, weight in weights.items():
+                assert abs(counts[name] - length * weight / 4.5) < 4, (name, start, length)
+
+
+def test_an_index_has_one_environment_on_every_machine_and_another_with_another_seed():
+    weights = {"a": 1.0, "b": 1.0}
+    assert "".join(environment_of(index, 0, weights) for index in range(1, 25)) == "baababbababbabaababbabaa"
+    assert environment_of(10**15, 0, weights) in weights
+    assert any(environment_of(i, 0, weights) != environment_of(i, 1, weights) for i in range(1, 25))
+
+
+def test_a_weight_of_0_releases_nothing():
+    weights = {"a": 0.0, "b": 1.0, "c": 0.0}
+    assert {environment_of(index, 0, weights) for index in range(1, 200)} == {"b"}
+
+
+def test_each_environment_counts_its_own_tasks_without_a_gap():
+    tasks = released(Ledger(), config(a=2, b=1), 30)
+    for name in ("a", "b"):
+        numbers = [task.number for task in tasks if task.environment == name]
+        assert numbers == list(range(1, len(numbers) + 1)), "each epoch of its data is whole"
+
+
+def test_the_tasks_of_one_environment_are_the_indexes():
+    alone = RunConfig(name="r", model=ModelConfig(path="m"), environment=EnvironmentConfig(path="a:B"))
+    assert released(Ledger(), alone, 5) == [ReleasedTask("main", number) for number in range(1, 6)]
+
+
+def test_released_indexes_keep_their_tasks_when_weights_change_on_resume():
+    ledger = Ledger()
+    before = released(ledger, config(a=1, b=1), 12)
+    ledger.settle(2, "trained")
+    ledger.settle(3, "dead", "reward: boom")
+    again = Ledger.from_state(ledger.to_state())
+    assert again.tasks == {i: task for i, task in enumerate(before, 1) if i != 2}, "a dead one may be requeued"
+    later = released(again, config(a=1, b=9), 10)
+    assert Counter(task.environment for task in later)["b"] >= 8
+    counted = [task.number for task in (*before, *later) if task.environment == "a"]
+    assert counted == list(range(1, len(counted) + 1))
+
+
+def test_what_was_released_since_the_checkpoint_keeps_the_task_that_redis_has():
+    ledger = Ledger()
+    released(ledger, config(a=1, b=1), 4)
+    state, later = ledger.to_state(), released(ledger, config(a=1, b=1), 6)
+    in_redis = {b"%d" % i: f"{task.number} {task.environment}".encode() for i, task in enumerate(later, 5)}
+    again = Ledger.from_state(state)
+    TaskPlan(config(b=1), again).catch_up(10, in_redis)
+    assert again.tasks == ledger.tasks and again.num_tasks == ledger.num_tasks
+    lost = Ledger.from_state(state)
+    TaskPlan(config(a=1, b=1), lost).catch_up(10, {index: in_redis[index] for index in (b"6", b"9")})
+    assert lost.tasks == ledger.tasks, "what Redis has lost is decided on as before"
+
+
+def tasks_taken(trainer) -> dict[int, ReleasedTask]:
+    """By index, filled while the trainer packs its batches."""
+    taken: dict[int, ReleasedTask] = {}
+    pack = trainer.learner.pack
+
+    def note_and_pack(groups, *arguments):
+        taken.update({group.index: ReleasedTask(group.environment, group.task) for group in groups})
+        return pack(groups, *arguments)
+
+    trainer.learner.pack = note_and_pack
+    return taken
+
+
+@pytest.mark.redis
+def test_a_killed_run_continued_with_other_weights_keeps_every_task_that_was_released(bench, redis_client):
+    environments = "".join(f"[[environments]]\nname = '{name}'\npath = 'none:None'\n" for name in "ab")
+    bench.file.write_text(bench.file.read_text().replace('[environment]\npath = "none:None"\n', environments))
+    bench.hardy_producer()
+    first = bench.trainer()
+    before = tasks_taken(first)
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    released = redis_client.hgetall(bench.keys.tasks)
+    assert len(released) > 20
+    bench.file.write_text(bench.file.read_text().replace("name = 'b'", "name = 'b'\nweight = 50"))
+    second = bench.trainer(resume=True)
+    after = tasks_taken(second)
+    assert second.run()
+    assert_settled_once(bench, redis_client)
+    assert len(before.keys() & after.keys()) >= 8, "taken after the checkpoint, and again after the resume"
+    assert {index: after[index] for index in before.keys() & after.keys()}.items() <= before.items()
+    all_taken = before | after
+    for index, task in released.items():
+        number, name = task.decode().split()
+        assert all_taken[int(index)] == ReleasedTask(name, int(number))
+    assert len(set(all_taken.values())) == len(all_taken), "no task twice while others wait"
+    late = Counter(task.environment for index, task in after.items() if index > len(released))
+    assert late["b"] >= 5 * late["a"], "new indexes go by the new weights"
