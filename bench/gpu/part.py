@@ -3,10 +3,12 @@
 import math
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.gpu.device import Device
 from bench.head.implementations import IMPLEMENTATIONS, HeadProblem, make_problem
@@ -22,6 +24,7 @@ from penstock.schemas.keys import Keys
 
 HEAD_MATMULS = {"recompute": 4, "in forward": 3}
 """Products of tokens, hidden size and vocabulary in forward and backward."""
+NUM_TENSORS = 64
 CHANGED = 0.01
 """Share of the elements that an update changes."""
 
@@ -97,8 +100,25 @@ class KernelFound(msgspec.Struct, frozen=True, kw_only=True):
     """The largest, relative to the same in float32 by torch."""
 
 
-Job = HeadJob | TrainerJob | WeightsJob | KernelJob
-Found = HeadFound | TrainerFound | WeightsFound | KernelFound
+class LoadJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A policy read from a file in `folder` onto the device, as an engine reads it."""
+
+    device: str
+    folder: str
+    num_bytes: int
+    rounds: int
+
+
+class LoadFound(msgspec.Struct, frozen=True, kw_only=True):
+    """pinned_s: the file's pages locked. mapped_s: mapped by safetensors. buffer_s: from pinned memory of torch's."""
+
+    pinned_s: list[float]
+    mapped_s: list[float]
+    buffer_s: list[float]
+
+
+Job = HeadJob | TrainerJob | WeightsJob | KernelJob | LoadJob
+Found = HeadFound | TrainerFound | WeightsFound | KernelFound | LoadFound
 
 
 def measure(job: Job) -> Found:
@@ -109,6 +129,8 @@ def measure(job: Job) -> Found:
             return measure_trainer(job)
         case WeightsJob():
             return measure_weights(job)
+        case LoadJob():
+            return measure_load(job)
     return measure_kernel(job)
 
 
@@ -225,6 +247,37 @@ def measure_kernel(job: KernelJob) -> KernelFound:
     expected = torch.nn.functional.rms_norm(rows.float(), (1024,), weight.float(), 1e-6)
     error = ((found.float() - expected).norm() / expected.norm()).item()
     return KernelFound(version=vllm.__version__, error=error)
+
+
+def measure_load(job: LoadJob) -> LoadFound:
+    from penstock.producers.engines.pinned_files import PinnedFiles
+
+    device, file = Device(job.device), str(Path(job.folder) / "policy.safetensors")
+    elements = job.num_bytes // 2 // NUM_TENSORS
+    save_file({f"layers.{n}": torch.full((elements,), float(n)).bfloat16() for n in range(NUM_TENSORS)}, file)
+    names = [f"layers.{n}" for n in range(NUM_TENSORS)]
+    targets = {name: torch.empty(elements, dtype=torch.bfloat16, device=device.torch) for name in names}
+    buffers = {name: torch.empty(elements, dtype=torch.bfloat16, pin_memory=device.is_cuda) for name in names}
+    pinned = PinnedFiles(lambda _: iter(load_file(file).items()))
+
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            targets[name].copy_(tensor)
+
+    def load_pinned() -> None:
+        with pinned.reading([file]) as tensors:
+            load(tensors)
+
+    found = LoadFound(
+        pinned_s=device.seconds(load_pinned, job.rounds),
+        mapped_s=device.seconds(lambda: load(load_file(file).items()), job.rounds),
+        buffer_s=device.seconds(lambda: load(buffers.items()), job.rounds),
+    )
+    load_pinned()
+    wrong = [name for n, (name, tensor) in enumerate(targets.items()) if not torch.all(tensor == n)]
+    if wrong:
+        raise ValueError(f"{wrong} hold other values than the file")
+    return found
 
 
 def main(job_file: str, result_file: str) -> None:

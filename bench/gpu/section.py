@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,8 @@ from bench.gpu.part import (
     HeadJob,
     KernelFound,
     KernelJob,
+    LoadFound,
+    LoadJob,
     TrainerFound,
     TrainerJob,
     WeightsFound,
@@ -247,16 +250,23 @@ def trainer_figures(name: str, found: TrainerFound, formula_gb: float) -> Iterat
     )
 
 
+@contextmanager
+def _host_folder() -> Iterator[Path]:
+    """A folder where the host's copy lies in a run."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=default_folder()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
 def measure_weights(bench: Bench) -> list[Figure]:
     settings = bench.settings
-    folder = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=default_folder()))
-    try:
+    with _host_folder() as folder:
         job = WeightsJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
         return list(weights_figures(job, _apart(bench, "weights", job, WeightsFound)))
-    finally:
-        shutil.rmtree(folder)
 
 
 def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
@@ -276,6 +286,30 @@ def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
             goal=goal,
             details={"seconds": seconds, "chunk_bytes": found.num_bytes},
         )
+
+
+def measure_load(bench: Bench) -> list[Figure]:
+    settings = bench.settings
+    with _host_folder() as folder:
+        job = LoadJob(
+            device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
+        )
+        return [load_figure(job, _apart(bench, "load", job, LoadFound))]
+
+
+def load_figure(job: LoadJob, found: LoadFound) -> Figure:
+    pinned, mapped, buffer = (
+        job.num_bytes / median(seconds) / 1e9 for seconds in (found.pinned_s, found.mapped_s, found.buffer_s)
+    )
+    return compare(
+        f"a policy of {job.num_bytes / 1e9:g} GB from the host's copy to the device",
+        unit="GB/s",
+        measured=pinned,
+        reference=buffer,
+        reference_is="the same from pinned memory of torch's",
+        goal=Goal(at_least=0.9),
+        details={"pages_not_locked": mapped, **msgspec.to_builtins(found)},
+    )
 
 
 def measure_kernel(bench: Bench) -> list[Figure]:
@@ -336,9 +370,7 @@ def demo_figures(run_folder: Path) -> Iterator[Figure]:
 
 def measure_pause(bench: Bench) -> list[Figure]:
     settings, shape = bench.settings, bench.settings.pause_shape
-    # Where the host's copy lies in a run.
-    folder = Path(tempfile.mkdtemp(prefix="bench-pause-", dir=default_folder()))
-    try:
+    with _host_folder() as folder:
         save_random(shape, folder, device=settings.device, dtype=torch.bfloat16)
         torch.cuda.empty_cache()
         config = run_config(
@@ -354,8 +386,6 @@ def measure_pause(bench: Bench) -> list[Figure]:
         )
         found = measure_apart("pause", "bench.weights.pauses", job, Paused, bench.folder)
         return [pause_figure(f"{shape.name} in bfloat16", found)]
-    finally:
-        shutil.rmtree(folder)
 
 
 def measure_producer(bench: Bench) -> list[Figure]:
@@ -384,6 +414,7 @@ def measure_producer(bench: Bench) -> list[Figure]:
 _ROWS = {"tests": measure_tests, "head": measure_head, "trainer": measure_trainer, "weights": measure_weights}
 _ENGINE_ROWS = {
     "kernel": measure_kernel,
+    "load": measure_load,
     "labels": measure_labels,
     "demo": measure_demo,
     "pause": measure_pause,

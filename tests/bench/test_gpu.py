@@ -19,7 +19,18 @@ from rich.console import Console
 
 from bench.gpu import __main__ as command
 from bench.gpu import section
-from bench.gpu.part import HeadJob, Job, KernelFound, TrainerFound, TrainerJob, WeightsJob, measure, update_flops
+from bench.gpu.part import (
+    HeadJob,
+    Job,
+    KernelFound,
+    LoadFound,
+    LoadJob,
+    TrainerFound,
+    TrainerJob,
+    WeightsJob,
+    measure,
+    update_flops,
+)
 from bench.gpu.section import (
     GPU,
     TINY,
@@ -28,6 +39,7 @@ from bench.gpu.section import (
     demo_figures,
     head_figures,
     kernel_figure,
+    load_figure,
     passed_figure,
     trainer_figures,
     weights_figures,
@@ -111,12 +123,21 @@ def test_a_snapshot_and_a_delta_are_measured_against_a_copy(tmp_path: Path) -> N
     assert delta.reference == snapshot.reference == found.to_host_bytes_per_s / 1e9
 
 
+def test_a_policy_is_read_from_a_file_as_an_engine_reads_it(tmp_path: Path) -> None:
+    job = LoadJob(device="cpu", folder=str(tmp_path), num_bytes=64_000, rounds=3)
+    found = LoadFound(pinned_s=[2e-6, 1e-6, 4e-6], mapped_s=[8e-6], buffer_s=[1e-6])
+    assert through_json(job) == job
+    figure = load_figure(job, found)
+    assert figure.measured == pytest.approx(32) and figure.ratio == pytest.approx(0.5) and figure.reached is False
+    assert figure.details["pages_not_locked"] == pytest.approx(8)
+
+
 def test_an_operator_may_be_as_wrong_as_bfloat16_rounds() -> None:
     assert kernel_figure(KernelFound(version="1", error=2.0**-9)).reached
     assert not kernel_figure(KernelFound(version="1", error=2.0**-7)).reached
 
 
-@pytest.mark.parametrize("row", ["kernel", "labels", "demo", "pause", "producer"])
+@pytest.mark.parametrize("row", ["kernel", "load", "labels", "demo", "pause", "producer"])
 def test_without_vllm_the_engines_rows_say_so(row: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (figure,) = GPU.rows[row](bench(tmp_path))

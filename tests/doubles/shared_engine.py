@@ -74,7 +74,9 @@ def publish(weights: StateDict, version: int, folder: Path) -> tuple[WeightManif
 
 
 def run_config(model: Path, *, engine: dict[str, Any] | None = None, dtype: str = "float32") -> RunConfig:
-    settings: dict[str, Any] = {"kv_cache_gib": 0.25, "max_num_seqs": 64} | (engine or {})
+    settings: dict[str, Any] = {"kv_cache_gib": 0.25, "gpu_memory_utilization": 0.3, "max_num_seqs": 64} | (
+        engine or {}
+    )
     settings["args"] = {"skip_tokenizer_init": True} | settings.get("args", {})
     return RunConfig(
         name="engine-tests",
