@@ -819,10 +819,17 @@ def _check(config: RunConfig, file: Path) -> None:
             "that REDIS_PASSWORD_FILE names"
         )
     sampling = config.sampling
-    if sampling.top_k not in (0, -1) or sampling.top_p != 1.0:
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"{file}: sampling.top_p = {sampling.top_p}: expected more than 0, and at most 1")
+    if sampling.is_truncated and sampling.top_k < 1:
         raise ConfigError(
-            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: the trainer cannot "
-            "reproduce these logprobs; expected top_k = 0 and top_p = 1.0"
+            f"{file}: sampling.top_k = {sampling.top_k}, sampling.top_p = {sampling.top_p}: every token is recorded "
+            "with the ids that it was sampled from; expected top_k = 1 or more, which bounds them, or top_p = 1.0"
+        )
+    if sampling.is_truncated and config.engine.logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"{file}: engine.logprobs_mode = {config.engine.logprobs_mode!r} with sampling.top_k = {sampling.top_k}: "
+            "these are not of the ids that were kept; expected 'processed_logprobs'"
         )
     if not 0 <= sampling.temperature < math.inf:
         raise ConfigError(f"{file}: sampling.temperature = {sampling.temperature}: expected 0 or more, and finite")

@@ -147,6 +147,12 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Some tokens could not be sampled: top-k or top-p."""
         return self.top_p != 1.0 or self.top_k not in (0, -1)
 
+    @property
+    def token_bytes(self) -> int:
+        """The encoded size of a sampled token: id, logprob and, where some could not be sampled, the `top_k` ids that
+        could."""
+        return 8 + self.is_truncated * (5 + 4 * self.top_k)
+
 
 class EngineFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Every engine setting that can affect logprobs, as the running engine reports it."""

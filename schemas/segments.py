@@ -7,6 +7,7 @@ was given; a segment that shares its beginning with an earlier one holds that be
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: float32 bytes, `[num_sampled]`.
     version_spans: tile `[0, num_sampled)`.
     delivered: whether the answer reached the client; None if unknown.
+    sampling_mask: see `Segment`.
     """
 
     call_id: str
@@ -36,6 +38,7 @@ class RecordedCall(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason = "stop"
     delivered: bool | None = None
+    sampling_mask: tuple[bytes, ...] | None = None
 
 
 class Chain(NamedTuple):
@@ -133,6 +136,7 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
     logprobs: list[bytes] = []
     runs: list[tuple[int, int]] = []
     spans: list[VersionSpan] = []
+    masks: list[tuple[bytes, ...] | None] = []
     end = 0
     for call, trained in zip(calls, trains, strict=True):
         start = len(call.prompt_token_ids) // _ID_BYTES
@@ -142,6 +146,7 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
         if not trained:
             continue
         logprobs.append(call.behavior_logprobs)
+        masks.append(call.sampling_mask)
         spans += (VersionSpan(span.version, start + span.start, start + span.end) for span in call.version_spans)
         if runs and runs[-1][1] == start:
             start = runs.pop()[0]
@@ -152,7 +157,14 @@ def _segment(calls: list[RecordedCall], trains: list[bool]) -> Segment:
         loss_mask=tuple(runs),
         version_spans=tuple(spans),
         finish_reason=calls[-1].finish_reason,
+        sampling_mask=joined_masks(masks),
     )
+
+
+def joined_masks(masks: Iterable[tuple[bytes, ...] | None]) -> tuple[bytes, ...] | None:
+    """The masks of consecutive parts, of which all have one or none."""
+    found = [mask for mask in masks if mask is not None]
+    return tuple(chain.from_iterable(found)) if found else None
 
 
 def _parents(ordered: list[RecordedCall]) -> list[int | None]:

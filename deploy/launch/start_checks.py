@@ -26,7 +26,8 @@ from penstock.schemas.process.redis_url import configured_url, place_of
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, one_line
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_BYTES_PER_SAMPLED_TOKEN = 8.1
+_BYTES_PER_SPAN = 0.1
+"""Of a sampled token's version span."""
 _BYTES_PER_CONTEXT_TOKEN = 4
 _BYTES_PER_ROLLOUT = 512
 """Spans, reward, field names, and the overhead of Redis."""
@@ -108,7 +109,7 @@ def check_objective(config: RunConfig) -> None:
 def _check_engine(config: RunConfig) -> None:
     """Checks what a producer would notice only after the engine has started."""
     try:
-        engine_arguments(config, config.seed, cpu=True, backend="", extension="")
+        engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu, backend="", extension="")
     except EngineError as error:
         raise ConfigError(str(error)) from None
 
@@ -201,7 +202,8 @@ def estimated_group_bytes(config: RunConfig) -> int:
     """The size of an encoded group whose completions all reach max_tokens."""
     sampled = config.max_tokens
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
-    rollout = _BYTES_PER_SAMPLED_TOKEN * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
+    per_sampled = config.sampling.token_bytes + _BYTES_PER_SPAN
+    rollout = per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
     return int(config.group_size * rollout)
 
 

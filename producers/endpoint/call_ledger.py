@@ -14,13 +14,11 @@ from penstock.producers.endpoint.chat.messages import CALL_ID, canonical_form, c
 from penstock.producers.endpoint.splice.suffix_encoding import Encoded
 from penstock.producers.endpoint.splice.token_ids import TOKEN_FIELDS, TokenMetadataError, extract_model_prefix
 from penstock.producers.interfaces import Completion
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, pack_ids
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, SamplingSettings, pack_ids
 from penstock.schemas.segments import RecordedCall
 
 Json = dict[str, Any]
 
-TOKEN_BYTES = 8
-"""The encoded size of a sampled token: id and logprob. A token of the context has its id alone."""
 CALL_BYTES = 256
 """An upper bound for what a call adds to the encoded rollout beside its tokens."""
 SPAN_BYTES = 20
@@ -108,11 +106,13 @@ class CallLedger:
     spells out the calls of an answer as text, by their ids; any other message by its content.
 
     max_bytes: the rollout's share of its group's stream entry; also bounds the memory used here.
+    token_bytes: the encoded size of a sampled token; a token of the context has its id alone.
     num_bytes: an upper bound for the share that the calls take.
     num_begun: calls that have begun.
     """
 
     max_bytes: int = MAX_ENTRY_BYTES
+    token_bytes: int = SamplingSettings().token_bytes
     calls: list[Call] = field(default_factory=list)
     num_bytes: int = 0
     num_begun: int = 0
@@ -152,9 +152,9 @@ class CallLedger:
             ApiError: 400, no token fits.
         """
         left = self.max_bytes - self.num_bytes - CALL_BYTES - SPAN_BYTES - 4 * self._num_context(base, num_prompt)
-        if left < TOKEN_BYTES:
+        if left < self.token_bytes:
             raise self._too_large()
-        return left // TOKEN_BYTES
+        return left // self.token_bytes
 
     def record(self, call: Call, messages: Sequence[Json], reply: Mapping[str, Any]) -> None:
         """Adds an answered call: `reply` is the message that answers `messages`.
@@ -163,7 +163,7 @@ class CallLedger:
             ApiError: 400, concurrent calls have left no room for it.
         """
         prompt = call.prompt
-        num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + TOKEN_BYTES * call.num_sampled
+        num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + self.token_bytes * call.num_sampled
         num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
         if self.num_bytes + num_bytes > self.max_bytes:
             raise self._too_large()
@@ -214,6 +214,7 @@ class CallLedger:
                 version_spans=call.completion.version_spans,
                 finish_reason=call.completion.finish_reason,
                 delivered=call.number in read,
+                sampling_mask=call.completion.sampling_mask,
             )
             for call in self.calls
             if call.number in read or call.digest not in digests

@@ -131,7 +131,8 @@ class AgentGroup:
         if not self.rollouts:
             self.deadline = time.monotonic() + self.deadline_s
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
-        rollout = AgentRollout(rollout_id(producer_id), self, CallLedger(calls_bytes))
+        ledger = CallLedger(calls_bytes, self.sampling.token_bytes)
+        rollout = AgentRollout(rollout_id(producer_id), self, ledger)
         self.rollouts.append(rollout)
         return rollout
 

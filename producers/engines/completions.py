@@ -6,8 +6,10 @@ from penstock.producers.interfaces import Completion, EngineError
 from penstock.schemas.rollout import VersionSpan, pack_floats, pack_ids
 
 
-def pack(output: Any, request_id: str) -> Completion:
+def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
     """Packs one finished sibling, a vLLM `CompletionOutput` with flat logprobs of the sampled tokens alone.
+
+    masked: the engine tells the ids that each token was sampled from.
 
     Raises:
         EngineError: its parts are inconsistent.
@@ -22,11 +24,18 @@ def pack(output: Any, request_id: str) -> Completion:
             f"request {request_id}: {num_tokens} tokens, but logprobs of {len(output.logprobs.token_ids)}; "
             "expected the same tokens in both"
         )
+    kept = output.sampling_mask.token_ids if output.sampling_mask else []
+    if len(kept) != masked * num_tokens:
+        raise EngineError(
+            f"request {request_id}: {num_tokens} tokens, but a sampling mask of {len(kept)}; expected one "
+            f"{'of as many' if masked else 'of none'}"
+        )
     return Completion(
         token_ids=pack_ids(output.token_ids),
         behavior_logprobs=pack_floats(output.logprobs.logprobs),
         version_spans=spans,
         finish_reason=output.finish_reason,
+        sampling_mask=tuple(map(pack_ids, kept)) if masked else None,
     )
 
 

@@ -23,6 +23,7 @@ FIELDS = {
     "kv_cache_memory_bytes": "engine.kv_cache_gib",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "num_threads": "producers.num_threads",
+    "return_sampling_mask": "sampling.top_k",
 }
 """vLLM's name of a setting to the run file's field for it."""
 OWN = ("weight_transfer_config", "worker_extension_cls")
@@ -48,13 +49,20 @@ def engine_arguments(
 
     Raises:
         EngineError: `engine.args` sets something that has its own field in the run file, vLLM cannot sample groups at
-            this temperature, or `engine.tensor_parallel_size` does not divide the model or exceeds `num_gpus`.
+            this temperature or cannot tell what it sampled from, or `engine.tensor_parallel_size` does not divide the
+            model or exceeds `num_gpus`.
     """
     engine, temperature = config.engine, config.sampling.temperature
     if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise EngineError(
             f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {LOWEST_TEMPERATURE} to "
             f"{HIGHEST_TEMPERATURE}"
+        )
+    if cpu and config.sampling.is_truncated:
+        raise EngineError(
+            f"sampling.top_k = {config.sampling.top_k}, sampling.top_p = {config.sampling.top_p}: vLLM's CPU build "
+            "does not tell which ids it kept, and without them the trainer cannot reproduce the logprobs; expected "
+            "top_k = 0 and top_p = 1.0, or a GPU"
         )
     if engine.tensor_parallel_size > 1:
         _check_divides(engine.tensor_parallel_size, Path(config.model.path))
@@ -76,6 +84,8 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.sampling.is_truncated:
+        arguments["return_sampling_mask"] = True
     if engine.max_model_len is not None:
         arguments["max_model_len"] = engine.max_model_len
     if cpu:

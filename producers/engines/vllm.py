@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from vllm import SamplingParams, __version__
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMClientError
@@ -47,6 +48,7 @@ class VllmEngine:
         self._base = base
         self._dtype = config.model.dtype
         self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
+        self._masked = config.sampling.is_truncated
         self._drained = config.engine.update == "drained"
         self._files = base.files
         self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
@@ -85,7 +87,7 @@ class VllmEngine:
             verify(arguments, config, reports)
             engine = cls(llm, fingerprint(config, reports[0], __version__), config, base)
             await engine._on_ranks("penstock_unlink_memory")
-            await engine._warm_up(config.engine.max_num_seqs)
+            await engine._warm_up(config)
         except BaseException:
             await shut_down(llm)
             raise
@@ -132,7 +134,7 @@ class VllmEngine:
             raise EngineError(f"request {request_id}: {error.__cause__!r}") from error
         if final is None or final.prompt_token_ids != prompt_token_ids:
             raise EngineError(f"request {request_id}: the engine answers another prompt than the one sent")
-        return [pack(output, request_id) for output in final.outputs]
+        return [pack(output, request_id, masked=self._masked) for output in final.outputs]
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         """Replaces the weights in flight by those in the verified safetensors file at `path`; see
@@ -233,10 +235,10 @@ class VllmEngine:
         pause_s, _ = await call(UPDATE, paths, str(version), self._salted, self._drained)
         return float(pause_s)
 
-    async def _warm_up(self, max_num_seqs: int) -> None:
+    async def _warm_up(self, config: RunConfig) -> None:
         """Compiles the kernels for one sequence and for many before the first request."""
-        sampling = SamplingSettings(max_tokens=3)
-        for num_siblings in (1, max_num_seqs):
+        sampling = SamplingSettings(top_k=config.sampling.top_k, top_p=config.sampling.top_p, max_tokens=3)
+        for num_siblings in (1, config.engine.max_num_seqs):
             await self.generate([0] * min(4, self.max_model_len - 1), sampling, num_siblings, f"warm-up-{num_siblings}")
 
     def _check_prompt(self, ids: list[int], request_id: str) -> None:
@@ -253,6 +255,9 @@ class VllmEngine:
         self, sampling: SamplingSettings, num_siblings: int, stop: tuple[str, ...] = (), seed: int | None = None
     ) -> SamplingParams:
         key = (sampling, num_siblings, stop, seed)
+        if self._masked and sampling.temperature == 0:
+            # vLLM tells no mask at a temperature of 0, and refuses the request; this has the same tokens.
+            sampling = msgspec.structs.replace(sampling, temperature=1.0, top_k=1)
         if key not in self._params:
             if len(self._params) == PARAMS_KEPT:
                 self._params.clear()

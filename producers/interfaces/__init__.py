@@ -41,12 +41,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: int32 bytes, `[num_sampled]`, the stop token included if it was sampled.
     behavior_logprobs: float32 bytes, `[num_sampled]`, processed, natural log.
     version_spans: tile `[0, num_sampled)`.
+    sampling_mask: see `penstock.schemas.rollout.Segment`.
     """
 
     token_ids: bytes
     behavior_logprobs: bytes
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    sampling_mask: tuple[bytes, ...] | None = None
 
 
 class RolloutFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -176,6 +176,7 @@ def rollout_of(context: bytes, completion: Completion, reward: Reward) -> Rollou
             VersionSpan(span.version, span.start + start, span.end + start) for span in completion.version_spans
         ),
         finish_reason=completion.finish_reason,
+        sampling_mask=completion.sampling_mask,
     )
     return Rollout(segments=(segment,), reward=reward)
 

@@ -11,6 +11,7 @@ from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.schemas.config import EnvironmentConfig, RunConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_ids
+from penstock.schemas.segments import joined_masks
 
 RESUMES_WITHOUT_A_TOKEN = 3
 
@@ -139,4 +140,5 @@ def join(parts: Sequence[Completion], last: Completion) -> Completion:
         behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),
         version_spans=tuple(spans),
         finish_reason=last.finish_reason,
+        sampling_mask=joined_masks(part.sampling_mask for part in parts),
     )

@@ -41,6 +41,7 @@ class ScriptedEngine:
     num_tokens: length of a completion (at most the sampling's max_tokens).
     first_token, num_token_ids: sampled ids lie in [first_token, first_token + num_token_ids).
     script: completion ids for a prompt, in place of the above.
+    With top-k or top-p, the ids that a token was sampled from are `top_k` from its own on.
     pause_s: how long a weight load stops sampling.
     die_after: raises EngineError from the request on that follows so many.
     die_on_prompt: raises EngineError for a prompt that starts with these ids.
@@ -148,6 +149,7 @@ class ScriptedEngine:
                 behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(row))]).tobytes(),
                 version_spans=_spans(versions[: len(row)]),
                 finish_reason=self._finish_reasons.get(sibling, "stop"),  # type: ignore[arg-type]
+                sampling_mask=_masks(row, sampling.top_k) if sampling.is_truncated else None,
             )
             for sibling, row in enumerate(rows)
         ]
@@ -193,6 +195,11 @@ async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
 
 def _starts_with(prompt_ids: list[int], ids: list[int]) -> bool:
     return bool(ids) and prompt_ids[: len(ids)] == ids
+
+
+def _masks(ids: list[int], top_k: int) -> tuple[bytes, ...]:
+    """As if each token had been the first of `top_k` that were kept."""
+    return tuple(array("i", range(token, token + top_k)).tobytes() for token in ids)
 
 
 def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:

@@ -167,7 +167,9 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("trainer.decay_steps=9", r"trainer.*decay_steps = 9 with decay = 'constant': expected decay = 'linear' or"),
         ("trainer={decay='linear', decay_steps=101}", r"decay_steps = 101 .*at most the run's 100 optimizer steps"),
         ("correction.max_lag=2", r"correction.max_lag = 2: the run has one bound; expected max_lag to be set"),
-        ("sampling.top_p=0.9", r"sampling.top_p = 0.9: the trainer cannot reproduce"),
+        ("sampling.top_p=0.9", r"sampling.top_k = 0, sampling.top_p = 0.9: .* expected top_k = 1 or more"),
+        ("sampling={top_k=-5}", r"sampling.top_k = -5, .* expected top_k = 1 or more"),
+        ("sampling.top_p=0.0", r"sampling.top_p = 0.0: expected more than 0, and at most 1"),
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
         ("sampling.temperature=nan", r"sampling.temperature = nan: expected 0 or more, and finite"),
         ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
@@ -217,8 +219,10 @@ def test_without_the_gate_settings_that_fail_parity_are_let_through(run_file):
 
 
 def test_without_the_gate_other_refusals_stand(run_file):
-    with pytest.raises(ConfigError, match=r"sampling.top_p = 0.9: the trainer cannot reproduce"):
-        load_config(run_file, ["parity.gate=off", "sampling.top_p=0.9"])
+    kept = ["parity.gate=off", "sampling.top_k=20", "sampling.top_p=0.9"]
+    assert load_config(run_file, kept).sampling.is_truncated
+    with pytest.raises(ConfigError, match=r"logprobs_mode = 'raw_logprobs' with sampling.top_k = 20: .* 'processed"):
+        load_config(run_file, [*kept, "engine.logprobs_mode=raw_logprobs"])
 
 
 def test_the_former_name_of_a_field_says_the_present_one(run_file):

@@ -80,6 +80,7 @@ class Answers:
             behavior_logprobs=completion.behavior_logprobs[: 4 * num],
             version_spans=tuple(VersionSpan(s.version, s.start, min(s.end, num)) for s in spans if s.start < num),
             finish_reason="stop",
+            sampling_mask=completion.sampling_mask and completion.sampling_mask[:num],
         ), True
 
     def message(self, request: ChatRequest, prompt_ids: list[int], completion: Completion) -> Json:

@@ -152,7 +152,9 @@ def test_a_group_that_may_pass_the_entry_cap_is_warned_of(config):
     assert "group_size = 64 with sampling.max_tokens = 16384" in warning
 
 
-def test_the_estimate_is_not_below_a_full_group(config):
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_the_estimate_is_not_below_a_full_group(config, top_k):
+    config = changed(config, sampling=SamplingConfig(top_k=top_k))
     num_prompt, num_sampled = 64, config.sampling.max_tokens
     rollout = Rollout(
         segments=(
@@ -161,6 +163,7 @@ def test_the_estimate_is_not_below_a_full_group(config):
                 behavior_logprobs=pack_floats([-1.0] * num_sampled),
                 loss_mask=((num_prompt, num_prompt + num_sampled),),
                 version_spans=(VersionSpan(3, num_prompt, num_prompt + num_sampled),),
+                sampling_mask=(pack_ids(range(top_k)),) * num_sampled if top_k else None,
             ),
         ),
         reward=Reward(value=1.0, parts={"exact": 1.0}),
@@ -231,6 +234,7 @@ def test_each_of_several_environments_is_checked_under_its_own_field(config):
             {"engine": EngineConfig(args={"logprobs_mode": "raw_logprobs"})},
             r"args.logprobs_mode = .*expected engine",
         ),
+        ({"sampling": SamplingConfig(top_k=20)}, r"sampling.top_k = 20, .* CPU build does not tell which ids it kept"),
     ],
 )
 def test_what_the_engine_would_refuse_is_said_before_it_starts(config, fields, message) -> None:

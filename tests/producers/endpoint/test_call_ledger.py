@@ -11,7 +11,7 @@ from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.messages import canonical_form, chain_keys, for_template
 from penstock.producers.interfaces import Completion
 from penstock.schemas.prompt import Reward
-from penstock.schemas.rollout import Rollout, VersionSpan, pack_floats, pack_ids
+from penstock.schemas.rollout import Rollout, SamplingSettings, VersionSpan, pack_floats, pack_ids
 from penstock.schemas.segments import segments
 
 USER = {"role": "user", "content": "what is 3 + 4?"}
@@ -24,12 +24,15 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "7"}
 ANSWER = {"role": "assistant", "content": "seven"}
 
 
-def call(ledger: CallLedger, context: list[int], sampled: list[int], base: Call | None = None) -> Call:
+def call(
+    ledger: CallLedger, context: list[int], sampled: list[int], base: Call | None = None, *, top_k: int = 0
+) -> Call:
     completion = Completion(
         token_ids=pack_ids(sampled),
         behavior_logprobs=pack_floats([-0.5] * len(sampled)),
         version_spans=(VersionSpan(3, 0, len(sampled)),),
         finish_reason="stop",
+        sampling_mask=tuple(pack_ids(range(n, n + top_k)) for n in sampled) if top_k else None,
     )
     return Call(number=ledger.begin(), base=base, context=pack_ids(context), completion=completion, rendered=None)
 
@@ -199,18 +202,19 @@ def test_a_call_that_continues_another_keeps_what_is_new_alone() -> None:
     ]
 
 
-def test_calls_fit_in_the_record_that_they_were_let_in_for() -> None:
+@pytest.mark.parametrize("top_k", [0, 20, 100])
+def test_calls_fit_in_the_record_that_they_were_let_in_for(top_k: int) -> None:
     """Chains, branches and conversations of their own: what the ledger counts is no less than what is encoded."""
     chance = random.Random(7)
     for _ in range(50):
-        ledger = CallLedger(20_000)
+        ledger = CallLedger(20_000, SamplingSettings(top_k=top_k).token_bytes)
         with contextlib.suppress(ApiError):
             while True:
                 base = chance.choice([None, *ledger.calls])
                 context = [chance.randrange(1000) for _ in range(chance.randrange(1, 60))]
                 num_prompt = len(context) + (len(base.token_ids) if base is not None else 0)
                 num_sampled = min(ledger.room(base, num_prompt), chance.randrange(1, 60))
-                made = call(ledger, context, list(range(num_sampled)), base)
+                made = call(ledger, context, list(range(num_sampled)), base, top_k=top_k)
                 ledger.record(made, [{"role": "user", "content": str(made.number)}], ANSWER)
                 made.delivered = True
         chains, _ = segments(ledger.recorded())

@@ -66,6 +66,22 @@ async def test_siblings_of_an_agent_become_the_group_of_a_released_index(serve) 
     assert one.count("penstock_agent_tokens_total") == one.count("penstock_agent_tokens_delivered_total") > 0
 
 
+async def test_the_ids_that_an_agent_s_tokens_were_sampled_from_go_with_them(serve) -> None:
+    """Through turns, branches, and an answer that ends at a stop string."""
+    one = await serve(sampling=SamplingConfig(max_tokens=200, top_k=3), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    messages = await one.client.converse(rollout, 3)
+    await one.client.chat(rollout, [*messages[:3], {"role": "user", "content": "another way"}], stop=["sev", "lv"])
+    await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    assert len(group.rollouts[0].segments) == 2
+    for segment in group.rollouts[0].segments:
+        assert segment.sampling_mask is not None
+        sampled = [token for run in runs(segment) for token in run]
+        assert [list(unpack_ids(kept)) for kept in segment.sampling_mask] == [[n, n + 1, n + 2] for n in sampled]
+
+
 async def test_every_trained_token_is_preceded_by_exactly_what_the_engine_was_given(serve) -> None:
     """With ids passed back and without, and whichever history is sent."""
     for history in ("token_exact", "as_sent"):

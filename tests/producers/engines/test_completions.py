@@ -1,20 +1,37 @@
 """Finished outputs, packed and held against themselves."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from penstock.producers.engines.completions import pack
-from penstock.producers.interfaces import EngineError
-from penstock.schemas.rollout import VersionSpan, unpack_floats, unpack_ids
+from penstock.producers.engines import completions
+from penstock.producers.interfaces import Completion, EngineError
+from penstock.schemas.rollout import SamplingSettings, VersionSpan, unpack_floats, unpack_ids
+
+
+def pack(given: Any, request_id: str, *, masked: bool = False) -> Completion:
+    return completions.pack(given, request_id, masked=masked)
 
 
 def output(
-    token_ids=(7, 8, 9), logprobs=(-0.5, -1.5, -2.0), logprob_ids=None, spans=((4, 0, 2), (5, 2, 3)), reason="stop"
+    token_ids=(7, 8, 9),
+    logprobs=(-0.5, -1.5, -2.0),
+    logprob_ids=None,
+    spans=((4, 0, 2), (5, 2, 3)),
+    reason="stop",
+    kept=None,
 ):
     versions = [SimpleNamespace(version=str(version), start=start, end=end) for version, start, end in spans]
     flat = SimpleNamespace(token_ids=list(token_ids if logprob_ids is None else logprob_ids), logprobs=list(logprobs))
-    return SimpleNamespace(token_ids=list(token_ids), logprobs=flat, weight_versions=versions, finish_reason=reason)
+    return SimpleNamespace(
+        token_ids=list(token_ids),
+        logprobs=flat,
+        weight_versions=versions,
+        finish_reason=reason,
+        sampling_mask=None if kept is None else SimpleNamespace(token_ids=kept),
+    )
 
 
 def test_ids_logprobs_and_versions_survive_packing():
@@ -43,3 +60,59 @@ def test_an_aborted_output_keeps_what_was_sampled_of_it():
     completion = pack(output(reason="abort"), "r")
     assert completion.finish_reason == "abort" and list(unpack_ids(completion.token_ids)) == [7, 8, 9]
     assert pack(output((), (), (), (), "abort"), "r").token_ids == b""
+
+
+def test_the_ids_that_each_token_was_sampled_from_are_carried():
+    completion = pack(output(kept=[[7, 3], [8], [1, 9, 2]]), "r", masked=True)
+    assert completion.sampling_mask is not None
+    assert [list(unpack_ids(entry)) for entry in completion.sampling_mask] == [[7, 3], [8], [1, 9, 2]]
+    assert pack(output(), "r").sampling_mask is None
+    assert pack(output((), (), (), (), "abort"), "r", masked=True).sampling_mask == ()
+
+
+@pytest.mark.parametrize(("kept", "masked"), [(None, True), ([[7], [8]], True), ([[7], [8], [9]], False)])
+def test_a_mask_of_other_tokens_is_an_error(kept, masked):
+    with pytest.raises(EngineError, match=f"request r: 3 tokens, but a sampling mask of {len(kept or [])}"):
+        pack(output(kept=kept), "r", masked=masked)
+
+
+@pytest.mark.vllm
+def test_masks_are_read_from_what_vllm_makes_of_its_sampler_s_output(vllm_engine):
+    """Two steps of two requests, through vLLM's own classes: the sampler's tensors, the scheduler's slices, the joining
+    of a request's steps."""
+    import torch
+    from vllm.outputs import CompletionOutput, SamplingMask, WeightVersionSpan
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    bits = np.packbits(np.eye(16, dtype=bool)[[1, 3, 5]].any(0), bitorder="little")
+    steps = [
+        # The second row is wider than the two ids that have room: its bits tell.
+        SamplingMaskTensors(torch.tensor([[4, 9], [1, 3]]), torch.from_numpy(np.stack([0 * bits, bits])), counts, 16)
+        for counts in (torch.tensor([2, 3]), torch.tensor([1, 2]))
+    ]
+    for row, expected in ((0, [[4, 9], [4]]), (1, [[1, 3, 5], [1, 3]])):
+        chunks = [step.tolists().slice_request(row, 1) for step in steps]
+        mask = SamplingMask([position for chunk in chunks for position in chunk.to_nested_list()])
+        given = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=[position[0] for position in expected],
+            cumulative_logprob=None,
+            logprobs=SimpleNamespace(token_ids=[position[0] for position in expected], logprobs=[-0.5, -0.1]),
+            finish_reason="length",
+            sampling_mask=mask,
+            weight_versions=[WeightVersionSpan("3", 0, 2)],
+        )
+        found = pack(given, "r", masked=True).sampling_mask
+        assert found is not None and [list(unpack_ids(entry)) for entry in found] == expected
+
+
+@pytest.mark.vllm
+def test_a_greedy_request_has_one_id_to_choose_from_where_vllm_tells_masks_and_refuses_a_temperature_of_0(vllm_engine):
+    engine = vllm_engine.__new__(vllm_engine)
+    for masked, greedy in ((True, (1.0, 1)), (False, (0.0, 0))):
+        engine._masked, engine._params = masked, {}
+        params = engine._sampling_params(SamplingSettings(temperature=0.0), 1)
+        assert (params.temperature, params.top_k) == greedy
+        params = engine._sampling_params(SamplingSettings(temperature=0.7, top_k=20, top_p=0.9), 4)
+        assert (params.temperature, params.top_k, params.top_p) == (0.7, 20, 0.9)

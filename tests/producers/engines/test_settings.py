@@ -166,6 +166,19 @@ def test_heads_are_divided_among_ranks_or_repeated_on_them(tmp_path):
     assert fingerprint(run, report(run), "0.32").other == {"engine.tensor_parallel_size": "8"}
 
 
+def test_masks_are_asked_for_where_they_are_needed_and_vllm_has_them():
+    truncated = config(sampling=SamplingConfig(top_k=20, top_p=0.9))
+    assert arguments_of(truncated, cpu=False)["return_sampling_mask"] is True
+    assert "return_sampling_mask" not in arguments_of(config(), cpu=False)
+    with pytest.raises(EngineError, match=r"sampling.top_k = 20, sampling.top_p = 0.9: vLLM's CPU build does not tell"):
+        arguments_of(truncated)
+    with pytest.raises(EngineError, match=r"engine\.args\.return_sampling_mask = True: expected sampling\.top_k"):
+        arguments_of(config(engine=EngineConfig(args={"return_sampling_mask": True})))
+    found = report(config()) | {"return_sampling_mask": False}
+    with pytest.raises(EngineError, match=r"sampling\.top_k: wanted True, .* reports False"):
+        verify(arguments_of(truncated, cpu=False) | {"gpu_memory_utilization": {}}, truncated, [found])
+
+
 def test_an_engine_over_more_gpus_than_there_are_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 8}))
     run = config(engine=EngineConfig(tensor_parallel_size=4))

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from penstock.consumers.learning.trainable import check_trainable
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import component
@@ -28,6 +29,7 @@ from penstock.schemas.rollout import (
     RolloutGroup,
     SamplingSettings,
     VersionSpan,
+    decode_group,
     encode_group,
     shown_traceback,
     unpack_ids,
@@ -148,6 +150,17 @@ async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp
     assert isinstance(group, RolloutGroup)
     old, new = group.rollouts[0].segments[0].version_spans
     assert (old.version, new.version) == (0, 1) and (old.start, new.end) == (6, 14) and old.end == new.start
+
+
+async def test_the_ids_that_tokens_were_sampled_from_are_in_the_record(episodes) -> None:
+    group = await episodes(sampling=SamplingConfig(top_k=3, top_p=0.9)).run(claim())
+    assert isinstance(group, RolloutGroup)
+    check_trainable(decode_group(encode_group(group)), vocabulary=64)
+    for rollout in group.rollouts:
+        (segment,) = rollout.segments
+        assert segment.sampling_mask is not None
+        sampled = unpack_ids(segment.token_ids)[6:]
+        assert [list(unpack_ids(kept)) for kept in segment.sampling_mask] == [[n, n + 1, n + 2] for n in sampled]
 
 
 async def test_an_evaluation_is_one_greedy_completion_of_the_held_out_prompt(episodes) -> None:

@@ -26,6 +26,7 @@ class BreakingEngine:
                 behavior_logprobs=pack_floats([-float(version)] * count),
                 version_spans=(VersionSpan(version, 0, count),) if count else (),
                 finish_reason=reason,
+                sampling_mask=tuple(pack_ids([n]) for n in range(first, first + count)) if sampling.top_k else None,
             )
         ]
 
@@ -45,6 +46,14 @@ async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_
     ]
     assert [budget for _, budget, _ in engine.requests] == [8, 6, 6, 5]
     assert len({name for _, _, name in engine.requests}) == 4
+
+
+async def test_the_parts_of_an_answer_keep_the_ids_that_each_was_sampled_from() -> None:
+    parts = (2, 5, "abort"), (0, 5, "abort"), (3, 6, "stop")
+    (completion,) = await sample(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8, top_k=1), 1, "call")
+    assert completion.sampling_mask is not None and b"".join(completion.sampling_mask) == completion.token_ids
+    (completion,) = await sample(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8), 1, "call")
+    assert completion.sampling_mask is None
 
 
 async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_each_time() -> None:
