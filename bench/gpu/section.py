@@ -45,6 +45,7 @@ from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.producers.weights.host_copy import default_folder
+from penstock.schemas.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 LABELS = ROOT / "tests" / "producers" / "engines" / "test_vllm_version_labels.py"
@@ -111,6 +112,8 @@ def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench
         return row(bench)
     except BenchError as error:
         return [absent(name, str(error))]
+    except (ConfigError, OSError, RuntimeError) as error:  # no server, no room, out of memory
+        return [absent(name, f"{type(error).__name__}: {error}")]
 
 
 def _apart(bench: Bench, name: str, job: object, kind: type) -> Any:

@@ -4,6 +4,7 @@ scripts that carry it to a machine without a network."""
 import importlib.util
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -47,6 +48,7 @@ from bench.gpu.section import (
 from bench.gpu.trim import trim
 from bench.result import BenchError, Result, print_result, write_result
 from bench.section import Bench
+from penstock.deploy.launch.redis_server import ServerError
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "bench" / "gpu"
@@ -159,6 +161,17 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkeypa
     assert "head: not measured: head ended with status 1; its log ends:" in output.export_text()
 
 
+@pytest.mark.parametrize("error", [ServerError("no server"), torch.OutOfMemoryError("no room"), OSError("full")])
+def test_a_row_without_a_server_or_room_is_left_out(error: Exception, tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(section, "random_model", fail)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (figure,) = GPU.rows["producer"](bench(tmp_path))
+    assert figure.details["reason"] == f"{type(error).__name__}: {error}"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys) -> None:
     (figure,) = GPU.rows["head"](bench(tmp_path, GPU.settings))
@@ -255,18 +268,25 @@ def test_a_packed_machine_is_put_together_without_a_network(tmp_path: Path) -> N
     }
     vllm = write_wheel(wheels, "vllm", kernels)
     trim(vllm)
-    with tarfile.open(parts / "penstock.tar.gz", "w:gz") as archive:
+    with tarfile.open(parts / "small.tar.gz", "w:gz") as archive:
         archive.add(small, small.name)
     with tarfile.open(tmp_path / "vllm.tar.gz", "w:gz") as archive:
         archive.add(vllm, vllm.name)
     whole = (tmp_path / "vllm.tar.gz").read_bytes()
     for number, start in enumerate(range(0, len(whole), 400)):
         (parts / f"vllm.tar.gz.{number:02}").write_bytes(whole[start : start + 400])
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
-    done = subprocess.run(
-        [SCRIPTS / "unpack.sh", parts, target], env=environment, capture_output=True, text=True, check=False
+    script = tmp_path / "checkout" / "bench" / "gpu" / "unpack.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(SCRIPTS / "unpack.sh", script)
+    (tmp_path / "checkout" / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "penstock"\nversion = "1"\n[tool.setuptools]\npackages = ["bench.gpu"]\n'
     )
+    (script.parent / "__init__.py").touch()
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    done = subprocess.run([script, parts, target], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"PYTHONPATH={target} {sys.executable} -m bench.gpu" in done.stdout
+    assert (target / "bench" / "gpu" / "__init__.py").exists()
     assert (target / "small" / "__init__.py").exists() and (target / "vllm" / "third_party" / "pynvml.py").exists()
     assert not (target / "vllm" / "_moe_C_stable_libtorch.abi3.so").exists()
