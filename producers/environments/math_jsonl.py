@@ -4,7 +4,6 @@ import functools
 import logging
 import math
 import multiprocessing
-import random
 import re
 import signal
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.producers.environments.permutation import permuted
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class MathJsonl:
             self._evaluation = self._evaluation[:num_evaluation_prompts]
         self.num_evaluation_prompts = len(self._evaluation)
         self._training = self._without_held_out(_read_problems(prompts_file, problem_field, answer_field), prompts_file)
-        self._order = functools.lru_cache(maxsize=4)(self._permutation)
+        self.num_tasks = len(self._training)
         self._require_boxed = require_boxed
         self._scorer = _Scorer(scoring_timeout_s)
         for problems in (self._training, self._evaluation):
@@ -95,8 +95,8 @@ class MathJsonl:
         self._scorer.stop()  # it is started again by the first reward: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
-        epoch, position = divmod(index - 1, len(self._training))
-        return self._ask(self._training[self._order(epoch)[position]])
+        epoch, place = divmod(index - 1, self.num_tasks)
+        return self._ask(self._training[permuted(place, self.num_tasks, self._seed, epoch)])
 
     def evaluation_prompt(self, n: int) -> Prompt:
         if not 1 <= n <= self.num_evaluation_prompts:
@@ -104,11 +104,8 @@ class MathJsonl:
         return self._ask(self._evaluation[n - 1])
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        # The last of several boxes counts; math-verify would take them together as one set.
-        _, boxed, final = completion.rpartition("\\boxed")
-        allowed = bool(boxed) or not self._require_boxed
-        correct = allowed and self._scorer.is_correct(prompt.answer, boxed + final)
-        return Reward(value=float(correct), parts={"correct": float(correct)})
+        correct = _is_right(self._scorer, prompt, completion, self._require_boxed)
+        return Reward(value=correct, parts={"correct": correct})
 
     def _check_answers(self, problems: list[MathProblem]) -> None:
         odd = list({p.answer: p for p in problems if not _PLAIN.fullmatch(p.answer)}.values())
@@ -135,10 +132,27 @@ class MathJsonl:
             logger.warning("%d of %d problems in %s are held out", num_left_out, len(problems), prompts_file)
         return training
 
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._training)))
-        random.Random(f"{self._seed}:{epoch}").shuffle(order)
-        return order
+
+def math_verified(
+    prompt: Prompt, completion: str, *, require_boxed: bool = True, scoring_timeout_s: float = 5.0
+) -> float:
+    """The reward of `MathJsonl` for prompts of any environment: 1 if math-verify finds the completion's answer equal to
+    `prompt.answer`, else 0."""
+    return _is_right(_shared_scorer(scoring_timeout_s), prompt, completion, require_boxed)
+
+
+math_verified.reward_threads = 1  # type: ignore[attr-defined]
+
+
+def _is_right(scorer: "_Scorer", prompt: Prompt, completion: str, require_boxed: bool) -> float:
+    # The last of several boxes counts; math-verify would take them together as one set.
+    _, boxed, final = completion.rpartition("\\boxed")
+    return float((bool(boxed) or not require_boxed) and scorer.is_correct(prompt.answer, boxed + final))
+
+
+@functools.cache
+def _shared_scorer(timeout_s: float) -> "_Scorer":
+    return _Scorer(timeout_s)
 
 
 def _read_problems(file: str, problem_field: str, answer_field: str) -> list[MathProblem]:

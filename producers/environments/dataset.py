@@ -1,0 +1,134 @@
+"""Tasks from a data set: JSON lines, Parquet or Hugging Face, with a column mapping, read from disk row by row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.producers.environments.permutation import permuted
+from penstock.producers.environments.rows import DataRows, Row, open_rows
+from penstock.schemas.prompt import Message, Prompt, Reward
+
+_DEFAULT = {"prompt": "prompt", "answer": "answer"}
+
+
+class Dataset:
+    """One task a row. The data may be larger than memory; each epoch has a new order, which follows from the index.
+
+    training, evaluation: a `.jsonl` or `.parquet` file, a folder of such files, a folder that `datasets` has saved, or
+        the name of a data set on the Hugging Face Hub.
+    columns: names of this data set by what they are here. `prompt`: a string, which becomes a user's message, or a list
+        of messages with `role` and `content`. `text` in its place: a string that is no message and goes through no chat
+        template. `answer`: a string, a number or a boolean; may be missing if it is not named. Any other name: a column
+        that goes into the prompt's metadata under it.
+    split, evaluation_split, subset: of a Hugging Face dataset.
+    system_prompt: a message before every prompt.
+    num_evaluation_prompts: the first so many rows of `evaluation`; None means all.
+    shuffle: False poses rows in their order, in every epoch.
+
+    The reward is 1 for a completion that is the answer, white space at both ends aside. `[reward]` names others, for
+    mathematics `penstock.producers.environments.math_jsonl:math_verified`.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        training: str,
+        evaluation: str | None = None,
+        columns: Mapping[str, str] = _DEFAULT,
+        split: str = "train",
+        evaluation_split: str = "test",
+        subset: str | None = None,
+        system_prompt: str | None = None,
+        num_evaluation_prompts: int | None = None,
+        shuffle: bool = True,
+    ) -> None:
+        if ("prompt" in columns) == ("text" in columns):
+            raise ValueError(f"Dataset: columns = {dict(columns)}, expected one of prompt and text among the names")
+        self._columns = columns
+        self._seed, self._shuffle = seed, shuffle
+        self._system = () if system_prompt is None else (Message(role="system", content=system_prompt),)
+        self._training = self._open("training", training, split, subset)
+        self.num_tasks = len(self._training)
+        self._evaluation: DataRows | None = None
+        available = 0
+        if evaluation is not None:
+            self._evaluation = self._open("evaluation", evaluation, evaluation_split, subset)
+            available = len(self._evaluation)
+        wanted = available if num_evaluation_prompts is None else num_evaluation_prompts
+        if not 0 <= wanted <= available:
+            raise ValueError(
+                f"Dataset: num_evaluation_prompts is {wanted}, expected 0 to {available}, the rows of evaluation"
+            )
+        self.num_evaluation_prompts = wanted
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, place = divmod(index - 1, self.num_tasks)
+        row = permuted(place, self.num_tasks, self._seed, epoch) if self._shuffle else place
+        return self._pose(self._training, row)
+
+    def evaluation_prompt(self, n: int) -> Prompt:
+        if self._evaluation is None or not 1 <= n <= self.num_evaluation_prompts:
+            raise ValueError(f"Dataset: held-out row {n} asked for, expected 1 to {self.num_evaluation_prompts}")
+        return self._pose(self._evaluation, n - 1)
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        exact = float(completion.strip() == prompt.answer.strip())
+        return Reward(value=exact, parts={"exact": exact})
+
+    def _open(self, field: str, source: str, split: str, subset: str | None) -> DataRows:
+        try:
+            rows = open_rows(source, split=split, subset=subset, columns=list(self._columns.values()))
+            self._pose(rows, 0)  # a column that is missing or of another type is an error before anything is sampled
+            return rows
+        except ValueError as error:
+            raise ValueError(f"Dataset: {field}: {error}") from error
+
+    def _pose(self, rows: DataRows, number: int) -> Prompt:
+        row, place = rows[number], rows.place(number)
+        metadata = {
+            name: str(_value(row, column, place))
+            for name, column in self._columns.items()
+            if name not in ("prompt", "text", "answer")
+        }
+        asked: dict[str, Any] = {"answer": self._answer(row, place), "metadata": {"source": place, **metadata}}
+        if "text" in self._columns:
+            return Prompt(text=_text(row, self._columns["text"], place), **asked)
+        return Prompt(messages=(*self._system, *_messages(row, self._columns["prompt"], place)), **asked)
+
+    def _answer(self, row: Row, place: str) -> str:
+        if "answer" not in self._columns:
+            return ""
+        value = _value(row, self._columns["answer"], place)
+        if not isinstance(value, str | int | float):
+            raise _unlike(value, self._columns["answer"], place, "a string, a number or a boolean")
+        return str(value)
+
+
+def _value(row: Row, column: str, place: str) -> Any:
+    if column not in row:
+        raise ValueError(f"{place}: column {column!r} is missing, found {sorted(row)} (kwargs.columns)")
+    return row[column]
+
+
+def _text(row: Row, column: str, place: str) -> str:
+    value = _value(row, column, place)
+    if not isinstance(value, str) or not value:
+        raise _unlike(value, column, place, "a string that is not empty")
+    return value
+
+
+def _messages(row: Row, column: str, place: str) -> tuple[Message, ...]:
+    value = _value(row, column, place)
+    if not isinstance(value, list):
+        return (Message(role="user", content=_text(row, column, place)),)
+    try:
+        found = tuple(Message(role=each["role"], content=each["content"]) for each in value)
+    except (TypeError, KeyError):
+        found = ()
+    if not found or not all(isinstance(text, str) for each in found for text in (each.role, each.content)):
+        raise _unlike(value, column, place, "a string, or messages with role and content")
+    return found
+
+
+def _unlike(value: Any, column: str, place: str, expected: str) -> ValueError:
+    return ValueError(f"{place}: column {column!r} is {repr(value)[:80]}, expected {expected}")

@@ -1,0 +1,196 @@
+"""Rows of a data set on disk, read one at a time: JSON lines, Parquet files, Hugging Face datasets."""
+
+import functools
+import itertools
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+Row = dict[str, Any]
+
+_ROW_GROUPS_KEPT = 8
+"""Decoded row groups of Parquet files that are held in memory."""
+_SCAN_BYTES = 1 << 24
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FILES = (".jsonl", ".parquet", ".json", ".csv")
+"""Suffixes by which a name is that of a file, whether it is there or not."""
+
+
+class DataRows(Protocol):
+    """A data set of `len(rows)` rows, from 0; reading one takes the memory of a few at most."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Row:
+        """Raises ValueError, which names the place, if it cannot be read."""
+        ...
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for messages."""
+        ...
+
+
+def open_rows(source: str, *, split: str, subset: str | None = None, columns: Sequence[str] = ()) -> DataRows:
+    """The rows of a `.jsonl` or `.parquet` file, of a folder of them or one that `datasets` has saved, or of a data set
+    on the Hugging Face Hub.
+
+    split, subset: of a Hugging Face dataset. columns: those that are read, of Parquet files.
+
+    Raises:
+        ValueError: nothing there that can be read, or no row in it; the message names it and what was expected.
+    """
+    path = Path(source)
+    files = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if files and files[0].is_file():
+        parts = [_open_file(file, columns) for file in files]
+        rows: DataRows = parts[0] if len(parts) == 1 else _Joined(parts)
+    elif path.is_dir() or (_HUB_NAME.fullmatch(source) and path.suffix not in _FILES):
+        rows = _HuggingFace(source, split, subset)
+    else:
+        raise ValueError(
+            f"{source!r}: no such file; expected a .jsonl or .parquet file, a folder, or a name on the Hub"
+        )
+    if not len(rows):
+        raise ValueError(f"{source!r} holds no row, expected at least one")
+    return rows
+
+
+def _open_file(file: Path, columns: Sequence[str]) -> DataRows:
+    if file.suffix == ".jsonl":
+        return _JsonLines(file)
+    if file.suffix == ".parquet":
+        return _Parquet(file, columns)
+    raise ValueError(f"{str(file)!r}: expected a .jsonl or .parquet file, a folder, or a name on the Hub")
+
+
+class _JsonLines:
+    """One JSON object a line. The file is read through once for the places of its lines: 16 bytes of memory each."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = os.open(file, os.O_RDONLY)
+        self._name = str(file)
+        ends: list[np.ndarray] = []
+        size = os.fstat(self._file).st_size
+        for start in range(0, size, _SCAN_BYTES):
+            block = np.frombuffer(os.pread(self._file, _SCAN_BYTES, start), np.uint8)
+            ends.append(np.flatnonzero(block == ord("\n")) + start)
+        self._bounds = np.concatenate([[-1], *ends, [size]])
+        """Before the first byte of each line, which is also the end of the line before it."""
+        self._lines = np.flatnonzero(np.diff(self._bounds) > 1)
+        """From 0, those that are not empty."""
+        if len(self):
+            self[len(self) - 1]  # a file that is cut short is an error now
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> Row:
+        start, end = self._bounds[self._lines[number]] + 1, self._bounds[self._lines[number] + 1]
+        line = os.pread(self._file, int(end - start), int(start))
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self.place(number)}: {line[:80]!r} is no JSON, expected an object: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{self.place(number)}: {line[:80]!r}, expected an object")
+        return row
+
+    def place(self, number: int) -> str:
+        return f"{self._name}:{self._lines[number] + 1}"
+
+
+class _Parquet:
+    """A Parquet file, of which a row is read with its row group."""
+
+    def __init__(self, file: Path, columns: Sequence[str]) -> None:
+        parquet = _import("pyarrow.parquet", "parquet")
+        self._name = str(file)
+        try:
+            self._file = parquet.ParquetFile(file, memory_map=True)
+        except (ValueError, OSError) as error:  # pyarrow's ArrowInvalid is a ValueError
+            raise ValueError(f"{self._name}: {error}; expected a whole Parquet file") from error
+        metadata = self._file.metadata
+        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
+        self._starts = [0, *itertools.accumulate(sizes)]
+        self._columns = [name for name in columns if name in self._file.schema_arrow.names] or None
+        self._group = functools.lru_cache(_ROW_GROUPS_KEPT)(self._read)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        group = bisect_right(self._starts, number) - 1
+        try:
+            return self._group(group).slice(number - self._starts[group], 1).to_pylist()[0]
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self.place(number)}: {error}; expected a whole Parquet file") from error
+
+    def place(self, number: int) -> str:
+        return f"{self._name}: row {number}"
+
+    def _read(self, group: int) -> Any:
+        return self._file.read_row_group(group, columns=self._columns)
+
+
+class _HuggingFace:
+    """A data set of the library `datasets`, memory-mapped: a folder that `save_to_disk` has written, or one by name."""
+
+    def __init__(self, source: str, split: str, subset: str | None) -> None:
+        datasets = _import("datasets", "datasets")
+        try:
+            if (found := Path(source)).is_dir() and any(found.glob("**/dataset_info.json")):
+                loaded = datasets.load_from_disk(source)
+                loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            else:
+                loaded = datasets.load_dataset(source, subset, split=split)
+        except Exception as error:  # the library's own, the Hub's, the system's
+            raise ValueError(
+                f"{source!r}, split {split!r}: {type(error).__name__}: {error}; expected a folder of .jsonl or "
+                ".parquet files, one that `datasets` has saved, or a name on the Hugging Face Hub"
+            ) from error
+        self._rows = loaded
+        self._name = f"{source}/{split}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"{self._name}: row {number}"
+
+
+class _Joined:
+    """Several files, one after another."""
+
+    def __init__(self, parts: Sequence[DataRows]) -> None:
+        self._parts = parts
+        self._starts = [0, *itertools.accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        part = bisect_right(self._starts, number) - 1
+        return self._parts[part][number - self._starts[part]]
+
+    def place(self, number: int) -> str:
+        part = bisect_right(self._starts, number) - 1
+        return self._parts[part].place(number - self._starts[part])
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError as error:
+        raise ValueError(f"{module} cannot be imported ({error}): pip install 'penstock[{extra}]'") from error

@@ -1,0 +1,202 @@
+"""Tasks from data sets: the same from every kind of file, in an order of the index alone, never all in memory."""
+
+import json
+import re
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.producers.environments import rows
+from penstock.producers.environments.dataset import Dataset
+from penstock.producers.environments.math_jsonl import math_verified
+from penstock.producers.environments.permutation import permuted
+from penstock.schemas.prompt import Message, Prompt
+
+RECORDS = [{"question": f"What is {n}+1?", "solution": n + 1, "level": n % 3} for n in range(23)]
+COLUMNS = {"prompt": "question", "answer": "solution", "level": "level"}
+
+
+def write_jsonl(file: Path, records: list[Any] = RECORDS) -> str:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def write_parquet(file: Path, records: list[Any] = RECORDS, row_group_size: int = 5) -> str:
+    pq.write_table(pa.Table.from_pylist(records), file, row_group_size=row_group_size)
+    return str(file)
+
+
+def saved_by_datasets(folder: Path) -> str:
+    import datasets
+
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(RECORDS)}).save_to_disk(folder)
+    return str(folder)
+
+
+def folder_of_parts(folder: Path) -> str:
+    folder.mkdir()
+    write_parquet(folder / "0.parquet", RECORDS[:9])
+    write_parquet(folder / "1.parquet", RECORDS[9:])
+    return str(folder)
+
+
+KINDS = {
+    "jsonl": lambda folder: write_jsonl(folder / "train.jsonl"),
+    "parquet": lambda folder: write_parquet(folder / "train.parquet"),
+    "a folder": lambda folder: folder_of_parts(folder / "train"),
+    "datasets": lambda folder: saved_by_datasets(folder / "saved"),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000])
+def test_the_permutation_takes_every_place_to_another(size):
+    for key in range(3):
+        assert sorted(permuted(place, size, key) for place in range(size)) == list(range(size))
+
+
+def test_the_permutation_is_the_same_everywhere_and_another_for_every_key():
+    assert [permuted(place, 10, 0, 0) for place in range(10)] == [8, 4, 3, 9, 0, 1, 2, 7, 6, 5]
+    orders = {tuple(permuted(place, 10, seed, epoch) for place in range(10)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    assert permuted(10**12, 3 * 10**12, 0) < 3 * 10**12
+
+
+def test_the_permutation_favors_no_place():
+    firsts = Counter(permuted(0, 7, key) for key in range(7000))
+    assert all(800 < count < 1200 for count in firsts.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_poses_the_same_tasks_once_an_epoch(tmp_path, kind):
+    environment = Dataset(seed=4, training=KINDS[kind](tmp_path), columns=COLUMNS, system_prompt="Add.")
+    assert environment.num_tasks == len(RECORDS)
+    epochs = [[environment.prompt(epoch * 23 + n) for n in range(1, 24)] for epoch in range(2)]
+    assert [sorted(prompt.answer for prompt in epoch) for epoch in epochs] == [sorted(map(str, range(1, 24)))] * 2
+    assert [prompt.answer for prompt in epochs[0]] != [prompt.answer for prompt in epochs[1]]
+    assert environment.prompt(30) == epochs[1][6], "the index alone names the task"
+    number = int(epochs[0][0].answer) - 1
+    assert epochs[0][0].messages == (
+        Message(role="system", content="Add."),
+        Message(role="user", content=f"What is {number}+1?"),
+    )
+    assert epochs[0][0].metadata["level"] == str(number % 3)
+    order = [permuted(place, 23, 4, 0) + 1 for place in range(23)]
+    assert [int(prompt.answer) for prompt in epochs[0]] == order, "whatever the kind"
+
+
+def test_columns_may_hold_messages_or_bare_text_and_the_rest_is_metadata(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    file = write_jsonl(tmp_path / "a.jsonl", [{"chat": messages, "raw": "Once", "right": True}])
+    chat = Dataset(seed=0, training=file, columns={"prompt": "chat", "answer": "right", "of": "raw"}).prompt(1)
+    assert [message.role for message in chat.messages] == ["system", "user"]
+    assert (chat.answer, chat.metadata) == ("True", {"source": f"{file}:1", "of": "Once"})
+    text = Dataset(seed=0, training=file, columns={"text": "raw"}).prompt(1)
+    assert (text.text, text.messages, text.answer) == ("Once", None, "")
+
+
+def test_held_out_rows_are_those_of_the_evaluation_in_their_order(tmp_path):
+    training, evaluation = write_jsonl(tmp_path / "a.jsonl"), write_parquet(tmp_path / "b.parquet", RECORDS[:6])
+    environment = Dataset(seed=0, training=training, evaluation=evaluation, columns=COLUMNS, num_evaluation_prompts=4)
+    assert [environment.evaluation_prompt(n).answer for n in (1, 2, 3, 4)] == ["1", "2", "3", "4"]
+    with pytest.raises(ValueError, match="held-out row 5 asked for, expected 1 to 4"):
+        environment.evaluation_prompt(5)
+    assert environment.reward(Prompt(text="?", answer="7"), " 7\n").value == 1.0
+
+
+def test_rows_keep_their_order_without_shuffling(tmp_path):
+    environment = Dataset(seed=0, training=write_jsonl(tmp_path / "a.jsonl"), columns=COLUMNS, shuffle=False)
+    assert [environment.prompt(n).answer for n in (1, 2, 23, 24)] == ["1", "2", "23", "1"]
+
+
+def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_SCAN_BYTES", 4096)  # smaller than a line: a line lies in several blocks
+    file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": str(n) * 6000, "answer": n} for n in range(1, 300)])
+    tracemalloc.start()
+    environment = Dataset(seed=0, training=file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert Path(file).stat().st_size > 4_000_000 and peak < 400_000
+    assert {environment.prompt(n).answer for n in range(1, 300)} == {str(n) for n in range(1, 300)}
+
+
+def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_alone(tmp_path, monkeypatch):
+    read = []
+    original = rows._Parquet._read
+    monkeypatch.setattr(rows._Parquet, "_read", lambda self, group: read.append(original(self, group)) or read[-1])
+    columns = {"prompt": "question", "answer": "solution"}
+    environment = Dataset(seed=0, training=write_parquet(tmp_path / "a.parquet"), columns=columns)
+    assert [(table.num_rows, table.column_names) for table in read] == [(5, ["question", "solution"])]
+    for index in range(1, 24):
+        environment.prompt(index)
+    assert len(read) == 5, "what was read last is kept"
+
+
+def test_blank_lines_at_the_end_are_no_rows(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n\n')
+    environment = Dataset(seed=0, training=str(file), columns={"prompt": "prompt"}, shuffle=False)
+    assert [environment.prompt(n).metadata["source"] for n in (1, 2)] == [f"{file}:1", f"{file}:3"]
+
+
+def test_the_reward_of_mathematics_goes_with_any_data_set():
+    assert math_verified(Prompt(text="?", answer="1/2"), "So \\boxed{0.5}") == 1.0
+    assert math_verified(Prompt(text="?", answer="1/2"), "0.5") == 0.0
+    assert math_verified(Prompt(text="?", answer="1/2"), "0.5", require_boxed=False) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        ("", {}, "training: {file!r} holds no row, expected at least one"),
+        (
+            '{"prompt": "a", "answer": "b"}\n{"prompt": "c", "ans',
+            {},
+            'training: {file}:2: b\'{{"prompt": "c", "ans\' is no JSON',
+        ),
+        ("[1]\n", {}, "{file}:1: b'[1]', expected an object"),
+        ('{"prompt": "a"}\n', {}, "{file}:1: column 'answer' is missing, found ['prompt'] (kwargs.columns)"),
+        ('{"prompt": 3, "answer": 4}\n', {}, "{file}:1: column 'prompt' is 3, expected a string that is not empty"),
+        ('{"prompt": ["a"], "answer": 4}\n', {}, "column 'prompt' is ['a'], expected a string, or messages with role"),
+        ('{"prompt": "a", "answer": null}\n', {}, "column 'answer' is None, expected a string, a number or a boolean"),
+        (
+            '{"prompt": "a", "answer": "b"}\n',
+            {"columns": {"answer": "answer"}},
+            "expected one of prompt and text among",
+        ),
+        (
+            '{"prompt": "a", "answer": "b"}\n',
+            {"num_evaluation_prompts": 1},
+            "num_evaluation_prompts is 1, expected 0 to 0",
+        ),
+    ],
+)
+def test_data_that_poses_no_task_is_refused_before_anything_is_sampled(tmp_path, content, changes, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message.format(file=str(file)))):
+        Dataset(seed=0, training=str(file), **changes)
+
+
+def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
+    file = Path(write_parquet(tmp_path / "a.parquet"))
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"training: {re.escape(str(file))}: .*; expected a whole Parquet file"):
+        Dataset(seed=0, training=str(file), columns=COLUMNS)
+    pq.write_table(pa.table({"question": pa.array([], pa.string())}), file)
+    with pytest.raises(ValueError, match="holds no row"):
+        Dataset(seed=0, training=str(file), columns=COLUMNS)
+    with pytest.raises(ValueError, match=r"no such file; expected a .jsonl or .parquet file, a folder, or a name"):
+        Dataset(seed=0, training=str(tmp_path / "none.jsonl"))
+    (tmp_path / "a.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"expected a .jsonl or .parquet file"):
+        Dataset(seed=0, training=str(tmp_path / "a.csv"))
+
+
+def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
+    with pytest.raises(ValueError, match="split 'test': KeyError"):
+        Dataset(seed=0, training=saved_by_datasets(tmp_path / "saved"), columns=COLUMNS, split="test")
