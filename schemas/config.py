@@ -120,10 +120,36 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Type of the weights that are published and served. The trainer's own copy is float32."""
     reference: str | None = None
     """Folder of the frozen model that a KL term, in the loss or in the reward, measures against; None takes `path`, the
-    base model. It is held in `dtype`."""
+    base model, of which an adapter's run needs no second copy. It is held in `dtype`."""
     reference_every: Positive | None = None
     """The reference becomes a copy of the policy after every so many updates (ProRL, arXiv 2505.24864); its weights are
     part of the checkpoints then. None leaves it as it is."""
+
+
+class LoraConfig(Section, frozen=True, kw_only=True):
+    """A low-rank adapter is trained and published in place of all weights; the base model stays as it is
+    ([lora.md](lora.md))."""
+
+    rank: Annotated[int, Meta(ge=1, le=512)] = 32
+    """Rank of the product that is added to each target's weight."""
+    alpha: PositiveFloat = 32.0
+    """The product is scaled by `alpha / rank`."""
+    targets: Annotated[tuple[str, ...], Meta(min_length=1)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    """Names of the linear layers, in every block, that are adapted."""
+    dropout: float = 0.0
+    """Nothing else: the trainer has to reproduce the policy that sampled."""
+
+    def __post_init__(self) -> None:
+        if self.dropout != 0:
+            raise ValueError(
+                f"dropout = {self.dropout}: expected 0.0, as the trainer has to reproduce the policy that sampled"
+            )
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
 
 
 class SamplingConfig(SamplingSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -556,6 +582,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Tokens older than this many optimizer steps are masked."""
 
     model: ModelConfig
+    lora: LoraConfig | None = None
+    """None trains all weights."""
     environment: EnvironmentConfig | None = None
     """The environment of a run that has one."""
     environments: tuple[EnvironmentConfig, ...] = ()
@@ -852,6 +880,11 @@ def _check(config: RunConfig, file: Path) -> None:
             "the environment variable HF_TOKEN"
         )
     _check_environments(config, file)
+    if config.lora is not None and config.model.reference_every is not None:
+        raise ConfigError(
+            f"{file}: model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter "
+            "is its base, which stays as it is; expected it to be left out"
+        )
     _check_steps(config, file)
     if config.parity.gate != "off":
         _check_parity(config, file)

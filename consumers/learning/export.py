@@ -1,16 +1,24 @@
-"""A checkpoint's model as a Hugging Face folder."""
+"""A checkpoint's model as a Hugging Face folder, or its adapter as peft's."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from penstock.consumers.learning.learner_state import MASTERS, check_masters
+from penstock.consumers.learning.lora import FACTORS, published_name
 from penstock.consumers.learning.model import DTYPES, tensors_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.tensor_files import read_tensors, specs_in
+from penstock.schemas.adapter import AdapterIdentity, parse_name
+from penstock.schemas.config import ConfigError
+from penstock.schemas.model_digest import model_digest
 
 
 def export_model(
@@ -32,18 +40,110 @@ def export_model(
         module = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
     specs = specs_in(tensors)
     check_masters(tensors_of(module), specs, tensors)
-    masters = {name: torch.empty(shape, dtype=of) for name, (shape, of) in specs.items() if name.startswith(MASTERS)}
-    progress(f"reading {sum(master.nbytes for master in masters.values()) / 1e9:.2f} GB from {tensors}")
-    read_tensors(masters, tensors, Ranks())
+    masters = _read_masters(tensors, progress)
     weights = {}
     for name in list(masters):
         master = masters.pop(name)  # so that no more than one is in memory twice
-        weights[name.removeprefix(MASTERS)] = master.to(DTYPES[dtype]) if master.is_floating_point() else master
+        weights[name] = master.to(DTYPES[dtype]) if master.is_floating_point() else master
     module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
+    _save(module, config, folder, dtype, progress)
+
+
+def export_adapter(
+    adapter: AdapterIdentity,
+    tensors: Path,
+    config: Path,
+    folder: Path,
+    dtype: str,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the adapter among the files of `tensors`, in `dtype`, into `folder` as peft does: adapter_config.json and
+    adapter_model.safetensors.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read or written.
+    """
+    weights = {
+        published_name(name): master.to(DTYPES[dtype]) for name, master in _read_masters(tensors, progress).items()
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": list(adapter.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    progress(f"writing {folder} in {dtype}")
+    folder.mkdir(parents=True)
+    described = folder / "adapter_config.json"
+    described.write_text(json.dumps(settings, indent=2) + "\n")
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _share_files(folder, described)
+
+
+def export_merged(
+    adapter: AdapterIdentity,
+    base: Path,
+    tensors: Path,
+    config: Path,
+    folder: Path,
+    dtype: str,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes the model in `base`, with the adapter among the files of `tensors` added to its weights in float32, into
+    `folder`, in `dtype`, as `save_pretrained` does.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read or written.
+        ConfigError: the adapter is of another base.
+    """
+    if not (base / "config.json").is_file() or (found := model_digest(base)) != adapter.base_digest:
+        what = f"digest {found[:12]}" if (base / "config.json").is_file() else "no model there"
+        raise ConfigError(
+            f"{base}: {what}; expected the base of the adapter, the model that was {adapter.base!r}, digest "
+            f"{adapter.base_digest[:12]} (--base FOLDER names its place)"
+        )
+    transformers_logging.disable_progress_bar()
+    weights = {published_name(name): master for name, master in _read_masters(tensors, progress).items()}
+    module: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    _merge(module, weights, adapter.alpha / adapter.rank)
+    _save(module.to(DTYPES[dtype]), config, folder, dtype, progress)
+
+
+@torch.no_grad()
+def _merge(module: torch.nn.Module, weights: Mapping[str, Tensor], scaling: float) -> None:
+    by_module: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        found = parse_name(name)
+        assert found is not None
+        by_module.setdefault(found[0], {})[found[1]] = tensor
+    for name, factors in by_module.items():
+        first, second = (factors[each] for each in FACTORS)
+        module.get_submodule(name).weight += scaling * (second @ first)
+
+
+def _read_masters(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:
+    """The masters among the files of `tensors`, whole, by the names of their parameters."""
+    specs = specs_in(tensors)
+    masters = {name: torch.empty(shape, dtype=of) for name, (shape, of) in specs.items() if name.startswith(MASTERS)}
+    progress(f"reading {sum(master.nbytes for master in masters.values()) / 1e9:.2f} GB from {tensors}")
+    read_tensors(masters, tensors, Ranks())
+    return {name.removeprefix(MASTERS): master for name, master in masters.items()}
+
+
+def _save(module: Any, config: Path, folder: Path, dtype: str, progress: Callable[[str], None]) -> None:
     if (config / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(config)
     progress(f"writing {folder} in {dtype}")
     module.save_pretrained(folder)
+    _share_files(folder, folder / "config.json")
+
+
+def _share_files(folder: Path, like: Path) -> None:
     for file in folder.glob("*.safetensors"):  # safetensors leaves them to their owner, whatever the umask
-        file.chmod((folder / "config.json").stat().st_mode & 0o777)
+        file.chmod(like.stat().st_mode & 0o777)

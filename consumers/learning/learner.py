@@ -4,9 +4,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
 from penstock.consumers.learning.device import choose_device
-from penstock.consumers.learning.export import export_model
+from penstock.consumers.learning.export import export_adapter, export_model
 from penstock.consumers.learning.interfaces import Objective
 from penstock.consumers.learning.lag import Lags
 from penstock.consumers.learning.learner_state import LearnerState
@@ -28,6 +30,7 @@ from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
 from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
+from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.rollout import RolloutGroup
@@ -73,12 +76,16 @@ class Learner:
             self.ranks,
             gradient_checkpointing=trainer.gradient_checkpointing,
             compiled=trainer.compile,
+            lora=config.lora,
+            seed=config.seed,
         )
+        self._adapter = identity_of(config)
         objective = construct(config.objective, "objective", Objective)
         check_advantage(config.advantage)
         self.scorer = TokenScorer(config, self.model, objective, self.device, self.ranks)
         self.optimizer = make_optimizer(trainer, self.model.parameters())
-        self._replaced = self.scorer.reference if config.model.reference_every else None
+        reference = self.scorer.reference
+        self._replaced = reference if config.model.reference_every and isinstance(reference, PackedModel) else None
         self._saved = LearnerState(self.model, self.optimizer, self.ranks, self._replaced)
 
     def step(self, batch: Batch) -> StepReport:
@@ -126,7 +133,7 @@ class Learner:
         self.num_updates += report.counts_as_update
         every = self.config.model.reference_every
         if self._replaced is not None and every and report.counts_as_update and self.num_updates % every == 0:
-            self._replaced.copy(self.model)
+            self._replaced.copy(self.model.state())
         self.ranks.phase = BETWEEN_STEPS
         return report
 
@@ -172,9 +179,10 @@ class Learner:
         of this learner's own configuration.
 
         Raises:
-            ConfigError: they are another model's.
+            ConfigError: they are another model's, or an adapter of another base or another scale.
             OSError: they cannot be read.
         """
+        check_identity(saved_identity(state), self._adapter, str(folder.parent))
         self.ranks.order("load checkpoint", lambda _: (folder, state))
         self._load_checkpoint(folder, state)
 
@@ -186,7 +194,10 @@ class Learner:
         if self.device.type == "cuda" and "rng_cuda" in state:
             torch.cuda.set_rng_state(torch.tensor(state["rng_cuda"], dtype=torch.uint8), self.device)
 
-    export = staticmethod(export_model)
+    @property
+    def export(self) -> Callable[..., None]:
+        """What makes a folder of a checkpoint's model, or adapter; see `penstock.consumers.learning.export`."""
+        return export_model if self._adapter is None else partial(export_adapter, self._adapter)
 
     def state(self) -> dict[str, Any]:
         """Counters and random generators, as JSON takes them."""
@@ -195,6 +206,8 @@ class Learner:
             "num_updates": self.num_updates,
             "rng": torch.get_rng_state().tolist(),
         }
+        if self._adapter is not None:
+            state[ADAPTER] = msgspec.to_builtins(self._adapter)
         if self.device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state(self.device).tolist()
         return state

@@ -18,11 +18,12 @@ from transformers.utils import logging as transformers_logging
 from penstock.consumers.learning.attention import IMPLEMENTATION, OwnAttention, PackedLayout
 from penstock.consumers.learning.batch import MicroBatch
 from penstock.consumers.learning.blocks import compile_blocks
+from penstock.consumers.learning.lora import adapt, adapter_of, adapter_share, published_name
 from penstock.consumers.learning.model_check import ModelCheckError, check_model
 from penstock.consumers.learning.published import PublishedPart
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.shards import empty_model, fill, gathered, held, shard
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, LoraConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,10 +40,12 @@ class PackedModel:
         ranks: those that share the parameters; each has a shard of every one, and gathers a block's while it runs.
         compiled: the blocks run through torch.compile.
         frozen: the model is not trained: it is held in `dtype`, without masters.
+        lora: nothing but adapters is trained, so that only they have masters; the model is held in `dtype` beside them.
+        seed: of new adapters.
 
     Raises:
-        ConfigError: no such model, incomplete weights, a head that is not one linear map, or an architecture that is
-            computed wrongly over packed rows (see `model_check`).
+        ConfigError: no such model, incomplete weights, a head that is not one linear map, an architecture that is
+            computed wrongly over packed rows (see `model_check`), or one without the adapters' targets.
     """
 
     def __init__(
@@ -55,8 +58,11 @@ class PackedModel:
         gradient_checkpointing: bool = False,
         compiled: bool = False,
         frozen: bool = False,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self._path = path
+        self.lora = lora
         self._ranks = Ranks() if ranks is None else ranks
         self._dtype = torch.float32  # until the check is over
         self._rounded: dict[str, Tensor] = {}
@@ -68,11 +74,20 @@ class PackedModel:
         if self._ranks.mesh is None:
             self._take(_load(path).to(device), gradient_checkpointing)
             self._check()
+            if lora is not None:
+                adapt(self.module, lora, DTYPES[dtype], seed, path)
             if compiled:
                 compile_blocks(self.module, device)
         else:
-            whole = PackedModel(path, dtype, torch.device("cpu")).module if self._ranks.is_lead else None
-            self._take(empty_model(path, DTYPES[dtype] if frozen else torch.float32), gradient_checkpointing)
+            whole = None
+            if self._ranks.is_lead:
+                whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed).module
+            self._take(
+                empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype]),
+                gradient_checkpointing,
+            )
+            if lora is not None:
+                adapt(self.module, lora, DTYPES[dtype], seed, path)
             if compiled:
                 compile_blocks(self.module, device)
             self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], f"model.path = {path!r}")
@@ -130,7 +145,7 @@ class PackedModel:
 
     def parameters(self) -> list[nn.Parameter]:
         """The masters, tied ones once; of a model that several ranks share this rank's shards."""
-        return list(self.at_rest().parameters())
+        return [parameter for parameter in self.at_rest().parameters() if parameter.requires_grad]
 
     def at_rest(self) -> Any:
         """The module with its masters in place: a pass without gradient leaves the gathered values there."""
@@ -195,7 +210,7 @@ class PackedModel:
             state = self._untied()
         elif not (state := gathered(self.state(), self._dtype, self._ranks)):
             return {}
-        state = revert_weight_conversion(self.module, state)
+        state = self._published(state)
         return {
             name: tensor.detach().to("cpu", self._published_dtype(tensor), copy=True).contiguous()
             for name, tensor in state.items()
@@ -211,12 +226,12 @@ class PackedModel:
         """
         state = self._untied() if self._shards is None else self.state()
         if self._published_names is None:
-            self._published_names = _renamed(self.module, state)
+            self._published_names = _renamed(state, self._published)
         names = self._published_names
         if names:
             return lambda: [self._part(names[name], tensor.detach()) for name, tensor in state.items()]
         if self._shards is None:
-            return lambda: self._whole_parts(revert_weight_conversion(self.module, state))
+            return lambda: self._whole_parts(self._published(state))
         weights = self.published_weights()
         return lambda: self._whole_parts(weights)
 
@@ -230,7 +245,15 @@ class PackedModel:
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
 
+    def _published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By the names, and in the pieces, that `save_pretrained` would write; adapters by peft's names."""
+        if self.lora is None:
+            return revert_weight_conversion(self.module, state)
+        return {published_name(name): tensor for name, tensor in state.items()}
+
     def _untied(self) -> dict[str, Tensor]:
+        if self.lora is not None:
+            return self.state()
         return remove_tied_weights_from_state_dict(self.module.state_dict(), self.module)
 
     def load(self, folder: Path | str) -> None:
@@ -247,15 +270,54 @@ class PackedModel:
             raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
 
     @torch.no_grad()
-    def copy(self, other: "PackedModel") -> None:
-        """Takes the weights of a model of the same shapes, shared by the same ranks; each in its own type."""
-        weights = other.state()
+    def load_adapter(self, weights: Mapping[str, Tensor]) -> None:
+        """Replaces the adapters' masters by published ones; none are those of the base.
+
+        Raises:
+            ConfigError: they are another model's adapters.
+        """
+        masters = {published_name(name): tensor for name, tensor in self.state().items()}
+        shapes, found = ({name: t.shape for name, t in each.items()} for each in (masters, weights))
+        if weights and shapes != found:
+            names = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+            raise ConfigError(f"not an adapter of model.path = {self._path!r} of the run's rank: {names[:3]} differ")
+        for name, master in masters.items():
+            if weights:
+                master.copy_(weights[name])
+            else:
+                master.zero_()
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the policy is the base: nothing was trained into its adapters."""
+        factors = [tensor for name, tensor in self.state().items() if name.endswith("lora_B")]
+        return self.lora is not None and not any(bool(held(each, self._ranks)[1].any()) for each in factors)
+
+    def base(self) -> "BaseOfAdapter":
+        """The model without its adapters, in the same memory."""
+        return BaseOfAdapter(self)
+
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes the `state` of a model of the same shapes, shared by the same ranks; each tensor in its own type."""
         for name, tensor in self.state().items():
             tensor.copy_(weights[name])
 
     def state(self) -> dict[str, Tensor]:
-        """The masters, see `tensors_of`."""
-        return tensors_of(self.at_rest())
+        """The masters, see `tensors_of`; those of adapters alone where nothing else is trained."""
+        return tensors_of(self.at_rest()) if self.lora is None else adapter_of(self.at_rest())
+
+
+class BaseOfAdapter:
+    """The base under a model's adapters, as a policy: the reference of a KL term at no memory of its own."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self._model = model
+
+    def forward(self, microbatch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """See `PackedModel.forward`; without gradient."""
+        with torch.no_grad(), adapter_share(self._model.module, 0.0):
+            return self._model.forward(microbatch)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -266,11 +328,13 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return dict(found.values())
 
 
-def _renamed(module: Any, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names that `save_pretrained` would write, by name; empty if it would split or join tensors."""
+def _renamed(
+    state: Mapping[str, Tensor], published: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> dict[str, str]:
+    """The names of the published tensors, by name; empty if `published` splits or joins some."""
     likenesses = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     names = {id(likeness): name for name, likeness in likenesses.items()}
-    converted = revert_weight_conversion(module, dict(likenesses))
+    converted = published(dict(likenesses))
     renamed = {names[id(likeness)]: name for name, likeness in converted.items() if id(likeness) in names}
     return renamed if len(renamed) == len(state) == len(converted) else {}
 

@@ -14,7 +14,7 @@ from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Supp
 from penstock.consumers.learning.head import selected_logprobs
 from penstock.consumers.learning.importance import Correction, correct_packed, correct_sound
 from penstock.consumers.learning.interfaces import LossInputs, LossOutputs, Objective, check_objective
-from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.consumers.learning.reward_kl import penalized
@@ -82,9 +82,13 @@ class TokenScorer:
         self._steps_per_batch = config.steps_per_batch
         self._correction = replace(config.correction, max_lag=config.lag_bound)
         self._advantage = config.advantage
-        self.reference: PackedModel | None = None
+        self.reference: PackedModel | BaseOfAdapter | None = None
         """The model of the KL term, frozen; None without one."""
-        if getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient:
+        if not (getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient):
+            return
+        if config.lora is not None and config.model.reference is None:
+            self.reference = model.base()
+        else:
             self.reference = PackedModel(
                 config.model.reference or config.model.path,
                 config.model.dtype,
@@ -164,7 +168,11 @@ class TokenScorer:
         return result.loss, scored
 
     def logprobs(
-        self, microbatch: MicroBatch, model: PackedModel | None = None, *, token_grads: TokenGrads | None = None
+        self,
+        microbatch: MicroBatch,
+        model: PackedModel | BaseOfAdapter | None = None,
+        *,
+        token_grads: TokenGrads | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the sampled tokens and entropies, [M] float32 each, of the trained model or of another."""
         hidden, head = (model or self._model).forward(microbatch)

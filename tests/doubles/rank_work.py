@@ -115,7 +115,7 @@ def train_from_checkpoints(
         follow_to_the_end(ranks, learner.orders)
         return None
     if read.exists():
-        learner.load_checkpoint(read, {"num_steps": 3, "num_updates": 3, "rng": torch.get_rng_state().tolist()})
+        learner.load_checkpoint(read, {**learner.state(), "num_steps": 3, "num_updates": 3})
     for groups in batches:
         learner.step(learner.pack(groups, lag_from(7)))
     write.mkdir(parents=True)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.schemas.config import AdvantageConfig, CorrectionConfig, ModelConfig, Plug, RunConfig, TrainerConfig
+from penstock.schemas.config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    LoraConfig,
+    ModelConfig,
+    Plug,
+    RunConfig,
+    TrainerConfig,
+)
 from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model
@@ -15,6 +23,7 @@ from training_groups import configuration, group_of, random_group, segment, tiny
 pytestmark = pytest.mark.xdist_group("ranks")
 
 SIZES = (2, 4)
+LORA = LoraConfig(rank=3, alpha=6.0)
 SGD = Plug(path="torch.optim:SGD", kwargs={"momentum": 0.9})
 WHITENED = "penstock.consumers.learning.advantages:reinforce_plus_plus"
 GRPO = "penstock.consumers.learning.objectives.grpo:Grpo"
@@ -51,6 +60,7 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "reference": run(objective=kl, reference="untied"),
         "replaced": run(objective=kl, reference="tied", reference_every=2),
         "reward-kl": run(advantage=AdvantageConfig(path=WHITENED, kl_coefficient=0.1), reference="untied"),
+        "lora": run(lora=LORA, objective=kl, trainer=_trainer(learning_rate=1e-2, gradient_checkpointing=True)),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
@@ -148,17 +158,26 @@ def test_what_is_recorded_of_each_segment_is_what_one_process_records(found, siz
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "optimizer"), [(1, 2, None), (2, 1, None), (2, 4, None), (4, 2, None), (1, 2, SGD)]
+    ("before", "after", "optimizer", "lora"),
+    [
+        (1, 2, None, None),
+        (2, 1, None, None),
+        (2, 4, None, None),
+        (4, 2, None, None),
+        (1, 2, SGD, None),
+        (4, 1, None, LORA),
+    ],
 )
 def test_a_checkpoint_is_continued_on_another_number_of_ranks(
-    tmp_path: Path, before: int, after: int, optimizer: Plug | None
+    tmp_path: Path, before: int, after: int, optimizer: Plug | None, lora: LoraConfig | None
 ) -> None:
     tiny_model(tmp_path / "model", tied=False)
     trainer = _trainer(optimizer=optimizer, weight_decay=0.0 if optimizer else 0.1)
     # On two ranks at first the reference is replaced, once before the checkpoint and once after it.
     model = ModelConfig(path=str(tmp_path / "model"), reference_every=2 if before == 2 else None)
     kl = Plug(path=GRPO, kwargs={"kl_coefficient": 0.1 if before == 2 else 0.0})
-    config, batches = configuration(model.path, trainer=trainer, model=model, objective=kl), _batches()[4:]
+    config = configuration(model.path, trainer=trainer, model=model, objective=kl, lora=lora)
+    batches = _batches()[4:]
 
     def train_on(size: int, part: list, read: str, write: str) -> dict[str, torch.Tensor]:
         places = tmp_path / read, tmp_path / write

@@ -40,7 +40,7 @@ class Gloo(Ranks):
 
 class Model(nn.Module):
     # 5 rows and 3: some ranks have less than others, and some nothing.
-    state = PackedModel.state
+    state, lora = PackedModel.state, None
 
     def __init__(self, seed):
         super().__init__()
