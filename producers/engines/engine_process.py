@@ -34,6 +34,9 @@ def set_environment(config: RunConfig) -> None:
     # Output that bypasses every logger: warnings of C++, and the resource tracker's about a killed engine's semaphores.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    if config.lora is not None:
+        # It warns of each adapter that a tokenizer of its own would not be used.
+        logging.getLogger("vllm.v1.engine.input_processor").setLevel(logging.ERROR)
     os.environ.update(engine_environment(config, cpu=current_platform.is_cpu()))
     if current_platform.is_cpu():
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import EngineFingerprint
@@ -24,6 +26,10 @@ FIELDS = {
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "num_threads": "producers.num_threads",
     "return_sampling_mask": "sampling.top_k",
+    "enable_lora": "lora",
+    "max_loras": "lora",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
 }
 """vLLM's name of a setting to the run file's field for it."""
 OWN = ("weight_transfer_config", "worker_extension_cls")
@@ -32,6 +38,9 @@ OWN = ("weight_transfer_config", "worker_extension_cls")
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """The temperatures at which vLLM samples groups. It silently raises a lower one to 0.01, and a greedy request has one
 completion only."""
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM has room for; a smaller one is filled up with zeros."""
 
 WHOLE_DEVICE = 0.9
 """Share of a GPU's memory for an engine that has it to itself."""
@@ -88,6 +97,13 @@ def engine_arguments(
         arguments["return_sampling_mask"] = True
     if engine.max_model_len is not None:
         arguments["max_model_len"] = engine.max_model_len
+    if (lora := config.lora) is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
+            "lora_target_modules": list(lora.targets),
+        }
     if cpu:
         arguments["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * 2**30)
         if config.mode == "synchronous":
@@ -173,6 +189,8 @@ def fingerprint(config: RunConfig, report: Mapping[str, Any], version: str) -> E
     for name, usual in (("update", "in_flight"), ("cache_salt", "version"), ("tensor_parallel_size", 1)):
         if (value := getattr(config.engine, name)) != usual:
             other[f"engine.{name}"] = json.dumps(value)
+    if config.lora is not None:
+        other["lora"] = json.dumps(msgspec.to_builtins(config.lora), sort_keys=True)
     return EngineFingerprint(
         engine="vllm",
         version=version,

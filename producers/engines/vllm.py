@@ -11,12 +11,14 @@ from vllm import SamplingParams, __version__
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from penstock.producers.engines.adapter import ADAPTER_ID, ADAPTER_NAME
 from penstock.producers.engines.completions import pack
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
@@ -50,7 +52,10 @@ class VllmEngine:
         self._salted = config.engine.prefix_caching and config.engine.cache_salt == "version"
         self._masked = config.sampling.is_truncated
         self._drained = config.engine.update == "drained"
-        self._files = base.files
+        self._lora = config.lora
+        self._adapter = None if config.lora is None else LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
+        """Of every request; its path is never read, as the adapter is loaded already."""
+        self._files = base.files if config.lora is None else []
         self._params: dict[tuple[SamplingSettings, int, tuple[str, ...], int | None], SamplingParams] = {}
         self._loading = asyncio.Lock()
 
@@ -77,11 +82,18 @@ class VllmEngine:
             num_gpus=None if cpu else current_platform.device_count(),
         )
         if not base.files:  # nothing is served before an announced policy is loaded
+            if config.lora is not None:
+                raise EngineError(
+                    f"model.path = {config.model.path!r}: no safetensors weights there, and with [lora] the policies "
+                    "are adapters alone; expected the base model"
+                )
             arguments["load_format"] = "dummy"
         set_environment(config)
         llm = await boot(arguments)
         try:
             await llm.init_weight_transfer_engine(WeightTransferInitRequest({}))
+            if config.lora is not None:
+                await llm.collective_rpc("penstock_adapt", args=(config.lora.scaling,))
             await llm.update_weight_version("0")
             reports = await llm.collective_rpc("penstock_report")
             verify(arguments, config, reports)
@@ -124,7 +136,7 @@ class VllmEngine:
         prompt = tokens_input(prompt_token_ids, cache_salt=salt)
         final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, request_id):
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
                 final = output
         except VLLMClientError as error:
             raise ValueError(f"request {request_id} refused: {error}") from error
@@ -205,7 +217,7 @@ class VllmEngine:
 
     async def _replace_weights(self, manifest: WeightManifest, path: str, restore: Restore | None) -> float:
         async with self._loading:
-            check(path, manifest, self._base, self._dtype)
+            check(path, manifest, self._base, self._dtype, self._lora)
             pause_s = await self._load(path, manifest, restore)
             self.policy_version, self._files = manifest.version, [path]
             return pause_s

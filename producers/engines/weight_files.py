@@ -2,10 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 from penstock.producers.interfaces import EngineError, WeightLoadError
+from penstock.schemas.adapter import parse_name
+from penstock.schemas.config import LoraConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.weights.layout import SAFETENSORS_NAMES
 
@@ -68,6 +73,7 @@ class BaseModel:
             tensors = [tensor for file in self.files for tensor in read_header(file).values()]
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise EngineError(f"{where}: not a transformers model with safetensors weights: {error}") from error
+        self.folder = folder
         self.shapes: Shapes = {tensor.name: tensor.shape for tensor in tensors}
         self.optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
 
@@ -81,8 +87,17 @@ def _checkpoint_files(folder: Path) -> list[str]:
     return [str(single)] if single.exists() else sorted(map(str, folder.glob("*.safetensors")))
 
 
-def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> None:
-    """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype.
+def read_tensors(paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the files in file order, memory-mapped."""
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)
+
+
+def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora: LoraConfig | None = None) -> None:
+    """Checks that the file at `path` is the announced one and fits the model in names, shapes and dtype; with `lora`,
+    as an adapter to it.
 
     Raises:
         WeightLoadError: names the tensor, what was expected and what was found.
@@ -96,14 +111,29 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str) -> N
     for name in announced.keys() | found.keys():
         if found.get(name) != announced.get(name):
             raise WeightLoadError(f"{where}: {name}: the file holds {found.get(name)}, announced {announced.get(name)}")
-    expected = set(base.shapes or found)
+    own_shapes = {name: tensor.shape for name, tensor in found.items()}
+    shapes = (base.shapes or own_shapes) if lora is None else _of_adapter(own_shapes, base, lora)
+    expected = set(shapes)
     missing, unknown = expected - set(found) - base.optional, set(found) - expected - base.optional
     if missing or unknown:
         raise WeightLoadError(
             f"{where}: tensors missing: {sorted(missing)[:5]}, not in the model: {sorted(unknown)[:5]}"
         )
     for name, tensor in found.items():
-        if tensor.shape != base.shapes.get(name, tensor.shape):
-            raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {base.shapes[name]}")
+        if tensor.shape != shapes.get(name, tensor.shape):
+            raise WeightLoadError(f"{where}: {name}: shape {tensor.shape}, the model's is {shapes[name]}")
         if tensor.dtype != dtype:
             raise WeightLoadError(f"{where}: {name}: dtype {tensor.dtype}, expected model.dtype = {dtype}")
+
+
+def _of_adapter(found: Shapes, base: BaseModel, lora: LoraConfig) -> Shapes:
+    """The shapes that the tensors of an adapter among `found` should have. Those of layers that the checkpoint has by
+    another name are left to the engine, which knows it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in found.items():
+        if (parsed := parse_name(name)) is None:
+            continue
+        module, factor = parsed
+        num_out, num_in = base.shapes.get(f"{module}.weight", (shape[0], shape[-1]))
+        shapes[name] = (lora.rank, num_in) if factor == "A" else (num_out, lora.rank)
+    return shapes

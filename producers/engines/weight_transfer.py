@@ -3,14 +3,12 @@
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,9 +19,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from penstock.producers.engines import update
+from penstock.producers.engines.adapter import load_adapter
 from penstock.producers.engines.hidden_states import HiddenStateCapture
 from penstock.producers.engines.parent_death import bind_children
 from penstock.producers.engines.pinned_files import PinnedFiles
+from penstock.producers.engines.weight_files import read_tensors
 
 BACKEND = "penstock_safetensors"
 BIND_VARIABLE = "PENSTOCK_BIND_ENGINE"
@@ -69,7 +69,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
         try:
             model: Any = self.model
             paths = update_info.paths
-            with nullcontext(_tensors(paths)) if self._files is None else self._files.reading(paths) as tensors:
+            with nullcontext(read_tensors(paths)) if self._files is None else self._files.reading(paths) as tensors:
                 model.load_weights(tensors)
         except BaseException:
             self._abandon()
@@ -107,14 +107,6 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-def _tensors(paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the files in file order, memory-mapped."""
-    for path in paths:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)
-
-
 class EngineReport(HiddenStateCapture):
     """Mixed into vLLM's worker: what Penstock calls on every rank of the running engine."""
 
@@ -136,9 +128,22 @@ class EngineReport(HiddenStateCapture):
             for shared in Path("/dev/shm").glob(f"{ranks}-*"):
                 shared.unlink(missing_ok=True)
 
+    def penstock_adapt(self, scaling: float) -> None:
+        """Has every policy be an adapter from now on, whose product has this factor; the first one is none."""
+        worker: Any = self
+        worker._penstock_scaling = scaling
+        self.penstock_load([])
+
     def penstock_load(self, paths: list[str]) -> None:
         """Loads this rank's part of the safetensors files `paths`."""
         worker: Any = self
+        scaling: float | None = getattr(worker, "_penstock_scaling", None)
+        if scaling is not None:
+            # An update session of vLLM's own would drop the adapter at its end, for that of another base.
+            load_adapter(worker.get_model(), dict(read_tensors(paths)), scaling)
+            if worker.device.type != "cpu":
+                torch.accelerator.synchronize(worker.device)
+            return
         worker.start_weight_update()
         worker.update_weights({"paths": paths})
         worker.finish_weight_update()
@@ -154,7 +159,10 @@ class EngineReport(HiddenStateCapture):
                     report[name] = value
         head_dtype = getattr(getattr(worker.get_model(), "logits_processor", None), "head_dtype", None)
         sampler = getattr(worker.model_runner, "sampler", None)
+        if (lora := config.lora_config) is not None:
+            report |= {"max_loras": lora.max_loras, "max_lora_rank": lora.max_lora_rank}
         return report | {
+            "enable_lora": config.lora_config is not None,
             "device": worker.device.type,
             "dtype": _name(config.model_config.dtype),
             "head_dtype": _name(head_dtype or config.model_config.head_dtype),
