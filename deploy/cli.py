@@ -246,6 +246,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from penstock.deploy.launch.start_checks import check, check_objective, check_redis, place_parts, resolved_toml
 
     config, warnings = check(asked)
+    if arguments.resume:
+        from penstock.deploy.operate.resumed import check_resumed
+
+        check_resumed(config, arguments.runs)
     placement = place_parts(config)
     if table := placement.table():
         print(table, file=sys.stderr)

@@ -3,7 +3,8 @@
 - In Redis: `rollout`, `prompt` and `segments` are the records, `policy` announces weights, `heartbeat` is a producer's
   sign of life, `description` what a run says of itself, `keys` names everything.
 - In files: `config` is the run file, `record` and `record_reader` the record of rollouts, `rollout_file` and
-  `hidden_states` what a parity check reads; `model_digest` tells model folders apart.
+  `hidden_states` what a parity check reads; `model_digest` tells model folders apart, `adapter` names an
+  adapter's tensors and its base.
 - `metrics` names what processes report to Prometheus. `prefixes` finds common prefixes of sequences.
 
 `process` is no contract.

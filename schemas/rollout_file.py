@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.config import LoraConfig
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"
@@ -42,6 +43,7 @@ class RolloutFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: the trainer's newest when the file was written, -1 if there is none.
     forks, announced: by epoch, as `penstock.schemas.policy.lag` takes them.
     recording_version: of this format.
+    lora: the published weights are adapters of these settings.
     """
 
     run: str = ""
@@ -53,6 +55,7 @@ class RolloutFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     forks: dict[int, int] = {}
     announced: dict[int, int] = {}
     recording_version: int = FORMAT
+    lora: LoraConfig | None = None
 
 
 class RolloutFile(NamedTuple):

@@ -20,7 +20,15 @@ MAY_IMPORT = {
 }
 VLLM_FILES = {
     f"producers/engines/{name}.py"
-    for name in ("vllm", "engine_process", "weight_transfer", "pinned_files", "update", "answer_parser")
+    for name in (
+        "vllm",
+        "adapter",
+        "engine_process",
+        "weight_transfer",
+        "pinned_files",
+        "update",
+        "answer_parser",
+    )
 }
 CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}

@@ -10,6 +10,6 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
 - the record and the run log through `batch.Batch` as well;
 - `penstock export` through `export`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
-- the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`
-  and `diagnostics.MismatchSums`.
+- the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`,
+  `lora.adapter_share` and `diagnostics.MismatchSums`.
 """

@@ -106,7 +106,7 @@ def export_merged(
         what = f"digest {found[:12]}" if (base / "config.json").is_file() else "no model there"
         raise ConfigError(
             f"{base}: {what}; expected the base of the adapter, the model that was {adapter.base!r}, digest "
-            f"{adapter.base_digest[:12]} (--base FOLDER names its place)"
+            f"{adapter.base_digest[:12]} (--base names its place)"
         )
     transformers_logging.disable_progress_bar()
     weights = {published_name(name): master for name, master in _read_masters(tensors, progress).items()}
@@ -124,7 +124,8 @@ def _merge(module: torch.nn.Module, weights: Mapping[str, Tensor], scaling: floa
         by_module.setdefault(found[0], {})[found[1]] = tensor
     for name, factors in by_module.items():
         first, second = (factors[each] for each in FACTORS)
-        module.get_submodule(name).weight += scaling * (second @ first)
+        weight: Any = module.get_submodule(name).weight
+        weight += scaling * (second @ first)
 
 
 def _read_masters(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:

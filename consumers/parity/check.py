@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.consumers.learning.diagnostics import MismatchSums, lag_buckets
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
+from penstock.consumers.parity.adapter import AdapterHypotheses
 from penstock.consumers.parity.inference import engine_head_sign, equal_contexts, rounding_slope
 from penstock.consumers.parity.replay import LoadedPolicy, PolicyStore, Replay, as_labelled, whole
 from penstock.consumers.parity.report import TOLERANCES, Gap, GapPoint, Hypothesis, LagRow, ParityReport, cause_of
@@ -109,6 +110,8 @@ def _measure(
             notes.append("no tokenizer given: re-tokenized ids were not looked for")
         elif (candidate := retokenized(replay, baseline, tokenizer)) is not None:
             yield candidate
+        if replay.policies.lora is not None:
+            yield from AdapterHypotheses(replay, baseline, replay.policies.lora).candidates()
         yield from VersionHypotheses(replay, baseline, block_size).candidates()
 
     judged = [judge(each, sample.engine, baseline, dtype) for each in semantics.candidates()]

@@ -39,8 +39,9 @@ class ParityRefusedError(RuntimeError):
 class Gate:
     """Checks the first batch that holds tokens of the trainer's current weights, before anything is trained on it.
 
-    That is the first batch of a new run. After a resume, batches sampled earlier by older weights come first; they pass
-    unchecked, and the gate stays pending.
+    That is the first batch of a new run; of an adapter, which is nothing at first, also the first one that a trained
+    adapter sampled. After a resume, batches sampled earlier by older weights come first; they pass unchecked, and the
+    gate stays pending.
 
     on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
     """
@@ -92,7 +93,8 @@ class Gate:
         if report.verdict.status == "unclear":
             self._say(f"parity: {report.verdict.sentence}")
             return
-        self.is_pending = False
+        # At the base whatever an engine does with the adapter is right.
+        self.is_pending = model.is_base
         self._conclude(report)
 
     def _write(self, report: ParityReport) -> None:

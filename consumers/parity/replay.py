@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.consumers.learning.batch import Support
+from penstock.consumers.learning.lora import adapter_share
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.packing import pack_segments
 from penstock.consumers.learning.scoring import head_logprobs
@@ -38,7 +40,8 @@ class LoadedPolicy(NamedTuple):
 class PolicyStore:
     """The trainer's model with the weights of the version asked for; one version is in memory at a time.
 
-    weights: the published safetensors file of a version, or a folder with a whole model; None if it is gone.
+    weights: the published safetensors file of a version, or a folder with a whole model, the base's for an adapter;
+        None if it is gone.
     loaded: serves its version without a load.
     """
 
@@ -54,7 +57,7 @@ class PolicyStore:
         self._model: PackedModel | None = None
         self._held: Path | None = None
         self._cache: dict[Path, dict[str, Tensor]] = {}
-        self.device, self.dtype = device, config.model.dtype
+        self.device, self.dtype, self.lora = device, config.model.dtype, config.lora
 
     def has(self, version: int) -> bool:
         """Whether the weights of `version` are there, as far as their file tells."""
@@ -80,16 +83,29 @@ class PolicyStore:
             return model
         self._held = None
         if path in self._cache:
-            model.module.load_state_dict(self._cache[path])
+            model.copy(self._cache[path])
         else:
             self._read(model, path, version)
         self._held = path
         return model
 
+    @contextmanager
+    def adapter_share(self, share: float) -> Iterator[None]:
+        """Meanwhile the models in memory compute with so much of their adapters."""
+        models = [self._model, self._loaded.model if self._loaded is not None else None]
+        with ExitStack() as entered:
+            for model in models:
+                if model is not None:
+                    entered.enter_context(adapter_share(model.module, share))
+            yield
+
     def _read(self, model: PackedModel, path: Path, version: int) -> None:
         try:
-            with self._folder(path) as folder:
-                model.load(folder)
+            if self.lora is not None:  # a folder is the base, without an adapter
+                model.load_adapter({} if path.is_dir() else load_file(path))
+            else:
+                with self._folder(path) as folder:
+                    model.load(folder)
         except (ConfigError, OSError, SafetensorError) as error:
             if not path.exists():
                 raise ParityError(
@@ -100,7 +116,7 @@ class PolicyStore:
                 f"the weights of version {version} in {path.resolve()} are not those of model.path = "
                 f"{self._config.model.path!r}: {error}"
             ) from error
-        state: dict[str, Tensor] = model.module.state_dict()
+        state = model.state()
         size = sum(tensor.nbytes for tensor in state.values())
         if (len(self._cache) + 1) * size <= _CACHE_BYTES:
             self._cache[path] = {name: tensor.clone() for name, tensor in state.items()}
@@ -116,7 +132,7 @@ class PolicyStore:
 
     def _base(self) -> PackedModel:
         if self._model is None:
-            self._model = PackedModel(self._config.model.path, self.dtype, self.device)
+            self._model = PackedModel(self._config.model.path, self.dtype, self.device, lora=self.lora)
             self._held = Path(self._config.model.path)
         return self._model
 

@@ -291,6 +291,18 @@ INFERENCE = {
         "harmless to training, but not the recipe: update with mode keep and clear_cache=False, or drain "
         '(engine.update = "drained") and expect no mixed rows',
     ),
+    "adapter-off": Cause(
+        "by the base, without the adapter",
+        "the engine samples from the base: the policy's adapter is not applied",
+        "without the adapter",
+        "check that every request has the adapter, and that the engine computes with it in all layers of lora.targets",
+    ),
+    "adapter-scale": Cause(
+        "with the adapter at another scale",
+        "the engine applies the adapter at another scale than alpha / rank",
+        "at the fitted scale",
+        "check that engine and trainer have one lora.rank and one lora.alpha, and scale the adapter once",
+    ),
     "engine-head": Cause(
         "by a head that rounds logits to bfloat16",
         "the engine's head computes in bfloat16, the trainer's in float32",

@@ -140,10 +140,16 @@ def _base_model(config: RunConfig, description: RunDescription, given: str | Non
     if (Path(path) / "config.json").is_file():
         if (found := model_digest(Path(path))) == wanted:
             return Path(path)
-        print(
-            f"penstock: model.path = {path!r} is another model on this host (digest {found}, the run's {wanted}): "
-            "taken from Redis instead",
-            file=sys.stderr,
+        if config.lora is None:
+            print(
+                f"penstock: model.path = {path!r} is another model on this host (digest {found}, the run's {wanted}): "
+                "taken from Redis instead",
+                file=sys.stderr,
+            )
+    if config.lora is not None:
+        raise ConfigError(
+            f"--join: run {config.name!r} publishes adapters ([lora]) to the model {path!r}, whose weights are neither "
+            "on this host nor in Redis; expected --model FOLDER or OWNER/NAME with that base"
         )
     folder = config.folder(runs) / f"model-{wanted}"
     for made in (config.folder(runs), folder):

@@ -17,8 +17,10 @@ from penstock.deploy.launch.placement import Placement, place
 from penstock.deploy.launch.redis_server import ServerError, connect
 from penstock.deploy.launch.server_binary import MIN_MAJOR_VERSION, find_server
 from penstock.producers.engines.settings import engine_arguments
+from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import EngineError, Environment
 from penstock.producers.rollout.run_environments import RunEnvironments, open_environments, pose
+from penstock.schemas.adapter import adapter_shapes
 from penstock.schemas.config import ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
@@ -44,13 +46,14 @@ class Checked(NamedTuple):
 
 
 def check(config: RunConfig) -> Checked:
-    """Checks model folder, sinks, environment, reward and memory. Imports no torch.
+    """Checks model folder, adapter, sinks, environment, reward and memory. Imports no torch.
 
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
     """
     _check_model(config)
     _check_engine(config)
+    _check_adapter(config)
     warnings = check_sinks(config.metrics)
     environments = open_environments(config)
     environments.check_endpoint(config)
@@ -112,6 +115,21 @@ def _check_engine(config: RunConfig) -> None:
         engine_arguments(config, config.seed, cpu=not read_machine().needs_gpu, backend="", extension="")
     except EngineError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_adapter(config: RunConfig) -> None:
+    if config.lora is None:
+        return
+    try:
+        base = BaseModel(config.model.path)
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+    if not base.files:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no safetensors files there; expected the weights of the base that "
+            "[lora] adapts"
+        )
+    adapter_shapes(config.lora, base.shapes, config.model.path)
 
 
 def _check_model(config: RunConfig) -> None:

@@ -53,6 +53,10 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of the weights: float32, as they are trained (the default), or rounded to half the size",
     )
+    parser.add_argument(
+        "--merged", action="store_true", help="of an adapter: the whole model, with the adapter added to its base"
+    )
+    parser.add_argument("--base", type=Path, metavar="DIR", help="with --merged: the base model, if it has moved")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -149,7 +153,15 @@ def _export(arguments: argparse.Namespace) -> int:
 
     try:
         with open_run(arguments.run, arguments.runs) as run:
-            name = export(run, arguments.checkpoint, arguments.folder, arguments.dtype, progress)
+            name = export(
+                run,
+                arguments.checkpoint,
+                arguments.folder,
+                arguments.dtype,
+                progress,
+                merged=arguments.merged,
+                base=arguments.base,
+            )
     except OSError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
@@ -171,7 +183,12 @@ COMMANDS = (
     Command("dead list", "list the dead letters of a run", _add_arguments, _dead_list),
     Command("dead show", "show the letters of one index with their content", _add_show_arguments, _dead_show),
     Command("dead requeue", "release dead indexes again", _add_requeue_arguments, _dead_requeue),
-    Command("export", "make a Hugging Face folder of a checkpoint's model", _add_export_arguments, _export),
+    Command(
+        "export",
+        "make a Hugging Face folder of a checkpoint's model, or peft's of its adapter",
+        _add_export_arguments,
+        _export,
+    ),
     Command("producers", "list a run's producers, and claims whose producer is gone", _add_arguments, _producers),
     Command("weights", "list the policies in a run's weight log, and who holds which", _add_arguments, _weights),
 )

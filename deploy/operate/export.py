@@ -1,23 +1,36 @@
-"""`penstock export`: a checkpoint of a run as a Hugging Face folder."""
+"""`penstock export`: a checkpoint of a run as a Hugging Face folder, or an adapter as peft's."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.export import export_model
-from penstock.consumers.stream.checkpoints import CheckpointError, export_checkpoint, read_state
+from penstock.consumers.learning.export import export_adapter, export_merged, export_model
+from penstock.consumers.stream.checkpoints import CheckpointError, Export, export_checkpoint, read_state
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
+from penstock.schemas.adapter import saved_identity
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit
 
 
-def export(run: OpenRun, wanted: str | None, folder: Path, dtype: str, progress: Callable[[str], None]) -> str:
+def export(
+    run: OpenRun,
+    wanted: str | None,
+    folder: Path,
+    dtype: str,
+    progress: Callable[[str], None],
+    *,
+    merged: bool = False,
+    base: Path | None = None,
+) -> str:
     """Makes `folder` of the checkpoint `wanted`, by default of the one that is committed; returns its name.
 
+    merged: an adapter becomes a whole model, of the base in `base`, by default where the run had it.
+
     Raises:
-        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole.
+        ConfigError: `folder` is not empty; there is no such checkpoint, or it is not whole; `merged` of a checkpoint
+            that holds all weights, or with another base than the adapter's.
         OSError: a file cannot be read or written.
     """
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
@@ -27,10 +40,19 @@ def export(run: OpenRun, wanted: str | None, folder: Path, dtype: str, progress:
     checkpoint = _find(run, run.folder, wanted)
     progress(f"checking {checkpoint}")
     try:
-        read_state(checkpoint)
+        adapter = saved_identity(read_state(checkpoint).learner)
     except CheckpointError as error:
         raise ConfigError(f"{error}; expected another one: {_there(run.folder)}") from None
-    export_checkpoint(checkpoint, folder, dtype, partial(export_model, progress=progress))
+    if adapter is None and (merged or base is not None):
+        raise ConfigError(f"{'--merged' if merged else '--base'}: {checkpoint} holds all weights; expected no option")
+    if base is not None and not merged:
+        raise ConfigError(f"--base {base}: an adapter is exported without its base; expected --merged with it")
+    make: Export = partial(export_model, progress=progress)
+    if adapter is not None:
+        make = partial(export_adapter, adapter, progress=progress)
+        if merged:
+            make = partial(export_merged, adapter, base or Path(adapter.base), progress=progress)
+    export_checkpoint(checkpoint, folder, dtype, make)
     return checkpoint.name
 
 

@@ -175,6 +175,7 @@ class ParityInput:
             policy_version=self.policy_version,
             forks=self.forks,
             announced=self.announced,
+            lora=self.config.lora,
         )
         num_groups = write_rollout_file(file, header, self.groups)
         return f"{file}: {num_groups} groups; {folder}: {len(copies)} versions"
@@ -236,6 +237,7 @@ def from_rollout_file(
         name=header.run or "rollouts",
         model=msgspec.convert({"path": str(path), "dtype": dtype}, ModelConfig),
         environment=EnvironmentConfig(path="nobody:Needed"),
+        lora=header.lora,
     )
     return ParityInput(
         title=f"rollout file {file.name}" + (f" of run {header.run}" if header.run else ""),

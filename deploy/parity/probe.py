@@ -1,10 +1,11 @@
 """The input of a check from one engine, booted for it: prompts sampled while weights change in flight."""
 
 import asyncio
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from penstock.producers.interfaces import CaptureError, EngineError
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.probe import PosedPrompt, WeightUpdate, batch_dependence, pose, probe
 from penstock.producers.rollout.run_environments import open_environments
-from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.adapter import adapter_shapes, parse_name
+from penstock.schemas.config import ConfigError, LoraConfig, RunConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_ids
 
@@ -120,7 +122,8 @@ def _sampling(config: RunConfig, prompts: list[PosedPrompt], max_model_len: int)
 
 
 def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[WeightUpdate]:
-    """Writes `v1.safetensors` and so on into `folder`: the base model's weights, each time changed a little at random.
+    """Writes `v1.safetensors` and so on into `folder`: the base model's weights, each time changed a little at random,
+    or small random adapters to them.
     Equal configurations make equal policies.
 
     Raises:
@@ -128,11 +131,17 @@ def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[Wei
         OSError: `folder` cannot be written.
     """
     weights: dict[str, Tensor] = {}
-    for file in BaseModel(config.model.path).files:
+    base = BaseModel(config.model.path)
+    for file in base.files:
         weights |= load_file(file)
     generator, dtype = torch.Generator().manual_seed(config.seed), config.model.dtype
     updates = []
     for version in range(1, num_updates + 1):
+        if config.lora is not None:
+            updates.append(
+                _write(version, _random_adapter(config.lora, base, weights, dtype, generator), folder, dtype)
+            )
+            continue
         for name, tensor in weights.items():
             if tensor.is_floating_point():
                 values = tensor.float()
@@ -140,6 +149,20 @@ def make_policies(config: RunConfig, folder: Path, num_updates: int) -> list[Wei
                 weights[name] = values + CHANGE[dtype] * values.square().mean().sqrt() * noise
         updates.append(_write(version, weights, folder, dtype))
     return updates
+
+
+def _random_adapter(
+    lora: LoraConfig, base: BaseModel, weights: Mapping[str, Tensor], dtype: str, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """An adapter whose product changes each weight by about the same share as a policy without adapters would."""
+    found: dict[str, Tensor] = {}
+    for name, shape in adapter_shapes(lora, base.shapes, base.folder).items():
+        module, factor = parse_name(name) or ("", "")
+        size = 1 / math.sqrt(lora.rank)
+        if factor == "B":
+            size = CHANGE[dtype] * weights[f"{module}.weight"].float().square().mean().sqrt().item() / lora.scaling
+        found[name] = size * torch.randn(shape, generator=generator)
+    return found
 
 
 def _write(version: int, weights: dict[str, Tensor], folder: Path, dtype: str) -> WeightUpdate:

@@ -54,7 +54,7 @@ class SafetensorsTransferEngine(WeightTransferEngine[SafetensorsInitInfo, Safete
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
         # At every update it warns about layers that have nothing to load: rotary embeddings, tied heads.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._files = PinnedFiles(_tensors) if self.device.type == "cuda" else None
+        self._files = PinnedFiles(read_tensors) if self.device.type == "cuda" else None
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)

@@ -398,7 +398,9 @@ def test_a_file_wins_over_the_shipped_run_file_of_its_name(capsys, tmp_path):
 @pytest.mark.parametrize("command", ["run", "producer", "trainer"])
 def test_a_name_of_no_run_file_is_refused_with_the_names_that_there_are(capsys, command):
     line = refused(capsys, command, "dmo")
-    assert line == "penstock: dmo: no such file; expected a run file or one of those shipped: calculator, demo"
+    assert (
+        line == "penstock: dmo: no such file; expected a run file or one of those shipped: calculator, demo-lora, demo"
+    )
 
 
 def test_parity_probes_a_shipped_run_file_where_no_run_has_its_name(capsys, tmp_path):

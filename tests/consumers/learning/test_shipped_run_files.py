@@ -27,10 +27,10 @@ def test_a_shipped_run_file_makes_an_update(tmp_path, file) -> None:
         trainer=msgspec.structs.replace(config.trainer, device="cpu"),
     )
     learner = Learner(config)
-    before = learner.model.module.state_dict()["lm_head.weight"].clone()
+    before = learner.published_weights()
     report = learner.step(pack([random_group(n, 0) for n in range(4)], lag_from(7), config))
     assert report.skipped_reason is None
-    assert not before.equal(learner.model.module.state_dict()["lm_head.weight"])
+    assert not all(tensor.equal(before[name]) for name, tensor in learner.published_weights().items())
 
 
 def test_the_composed_pipeline_runs_a_file_that_ships() -> None:
