@@ -27,6 +27,7 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 DEFAULT_OBJECTIVE = "penstock.consumers.learning.objectives.grpo:Grpo"
 OWN_REWARD = "environment"
 """The path of the environment's own reward."""
+DEFAULT_CURRICULUM = "penstock.consumers.stream.curricula:uniform"
 DEFAULT_ADVANTAGE = "penstock.consumers.learning.advantages:group_relative"
 
 
@@ -60,6 +61,15 @@ class EnvironmentConfig(Plug, frozen=True, kw_only=True):
     """Held-out prompts per evaluation, at most what it has; None takes evaluation.num_prompts."""
     evaluation_max_tokens: Positive | None = None
     """None takes evaluation.max_tokens, else `max_tokens`."""
+    num_tasks: Positive | None = None
+    """The tasks that a curriculum chooses among, 1 to this one; None takes the environment's own `num_tasks`."""
+
+
+class CurriculumPlug(Plug, frozen=True, kw_only=True):
+    """Which tasks of an environment come next (docs/environments.md)."""
+
+    path: str = DEFAULT_CURRICULUM
+    """A function of what became of the tasks so far, called with `kwargs`: `package.module:name`."""
 
 
 class ObjectivePlug(Plug, frozen=True, kw_only=True):
@@ -588,6 +598,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """The environment of a run that has one."""
     environments: tuple[EnvironmentConfig, ...] = ()
     """In place of `[environment]`, several in one run."""
+    curriculum: CurriculumPlug = CurriculumPlug()
     reward: RewardConfig = RewardConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
@@ -894,7 +905,7 @@ def _check(config: RunConfig, file: Path) -> None:
             f"{config.recording.segment_mb}"
         )
     plugs: dict[str, Plug] = dict(environment_fields(config))
-    plugs |= {name: getattr(config, name) for name in ("objective", "advantage")}
+    plugs |= {name: getattr(config, name) for name in ("curriculum", "objective", "advantage")}
     rewards = {"reward": config.reward} | {f"reward.components[{n}]": r for n, r in enumerate(config.reward.components)}
     plugs |= {name: each for name, each in rewards.items() if each.path != OWN_REWARD}
     for name, plug in plugs.items():

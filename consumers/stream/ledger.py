@@ -1,9 +1,11 @@
 """The ledger: which released index was settled, and how. Sets of indexes are kept as ranges."""
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+from penstock.consumers.stream.history import TaskHistory
 
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
@@ -137,17 +139,17 @@ class Ledger:
         """The release cursor: indexes 1 to this one were released."""
         self.tasks: dict[int, ReleasedTask] = {}
         """Of released indexes that are open or dead: whatever becomes of the run file, they keep their tasks."""
-        self.num_tasks: Counter[str] = Counter()
-        """By environment, how many of its tasks were released."""
+        self.histories: defaultdict[str, TaskHistory] = defaultdict(TaskHistory)
+        """By environment, what became of its tasks."""
 
     def release(self, task: ReleasedTask) -> None:
         """Books the next index as released."""
         self.num_released += 1
         self.tasks[self.num_released] = task
-        self.num_tasks[task.environment] += 1
+        self.histories[task.environment].release(task.number)
 
-    def settle(self, index: int, outcome: str, reason: str = "") -> None:
-        """Books `index`.
+    def settle(self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = ()) -> None:
+        """Books `index`. rewards: of its rollouts, unless it is dead.
 
         Raises:
             ValueError: it was settled before, which would be a broken promise.
@@ -155,6 +157,8 @@ class Ledger:
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.by_outcome[outcome].add(index)
+        if (task := self.tasks.get(index)) is not None:
+            self.histories[task.environment].settle(task.number, rewards)
         if outcome != "dead":
             self.tasks.pop(index, None)
         else:
@@ -174,6 +178,8 @@ class Ledger:
         if not self.by_outcome["dead"].discard(index):
             raise ValueError(f"index {index} is not dead; it cannot be opened again")
         self.settled.discard(index)
+        if (task := self.tasks.get(index)) is not None:
+            self.histories[task.environment].reopen(task.number)
         for reason, indexes in list(self.dead_by_reason.items()):
             if indexes.discard(index) and not indexes:
                 del self.dead_by_reason[reason]
@@ -208,7 +214,7 @@ class Ledger:
             "num_duplicates_dropped": self.num_duplicates_dropped,
             "num_released": self.num_released,
             "tasks": {str(index): list(task) for index, task in self.tasks.items()},
-            "num_tasks": dict(self.num_tasks),
+            "histories": {name: history.to_state() for name, history in self.histories.items()},
         }
 
     @classmethod
@@ -223,5 +229,5 @@ class Ledger:
         ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
         ledger.num_released = state["num_released"]
         ledger.tasks = {int(index): ReleasedTask(*task) for index, task in state["tasks"].items()}
-        ledger.num_tasks.update(state["num_tasks"])
+        ledger.histories.update({name: TaskHistory.from_state(found) for name, found in state["histories"].items()})
         return ledger

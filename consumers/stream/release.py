@@ -2,10 +2,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.consumers.stream.connection import TrainerConnection
-from penstock.consumers.stream.ledger import Ledger, RequeuedIndex
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RequeuedIndex
 from penstock.consumers.stream.reader import LagOf, Reader
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.stream.tasks import TaskPlan
@@ -45,17 +45,19 @@ class Releaser:
         self._waiting = ledger.postponed
 
     def top_up(self, policy_version: int) -> int:
-        """Releases new indexes; returns how many."""
+        """Releases new indexes; returns how many. Raises RunFailedError as `TaskPlan.next` does."""
         ledger = self._ledger
         target = len(ledger.settled) + min(self._config.credit, self._num_needed)
         before = ledger.num_released
-        if target <= before:
-            return 0
-        tasks = self._plan.next(target - before)
-        self._connection.call(lambda _: self._scripts.release(self._epoch, before, tasks, policy_version))
+        while ledger.num_released < target:
+            self._release(self._plan.next(target - ledger.num_released), policy_version)
+        return ledger.num_released - before
+
+    def _release(self, tasks: Sequence[ReleasedTask], policy_version: int) -> None:
+        after = self._ledger.num_released
+        self._connection.call(lambda _: self._scripts.release(self._epoch, after, tasks, policy_version))
         for task in tasks:
-            ledger.release(task)
-        return len(tasks)
+            self._ledger.release(task)
 
     def release_again(self, indexes: Collection[int], reason: str, policy_version: int) -> None:
         """Releases indexes once more that were released and are not settled."""

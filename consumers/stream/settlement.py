@@ -42,7 +42,8 @@ class Settlement:
     def settle_batch(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles groups that teach something as trained, the others as skipped."""
         for group in groups:
-            self._ledger.settle(group.index, "trained" if report.teaches(group.index) else "skipped")
+            rewards = [rollout.reward.value for rollout in group.rollouts]
+            self._ledger.settle(group.index, "trained" if report.teaches(group.index) else "skipped", rewards=rewards)
 
     def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
         """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""

@@ -38,7 +38,7 @@ _BYTES_PER_ROLLOUT = 512
 class Checked(NamedTuple):
     """A run that can be started.
 
-    config: with `num_evaluation_prompts` of each environment set. warnings: one line each.
+    config: with `num_evaluation_prompts` and `num_tasks` of each environment set. warnings: one line each.
     """
 
     config: RunConfig
@@ -57,7 +57,7 @@ def check(config: RunConfig) -> Checked:
     warnings = check_sinks(config.metrics)
     environments = open_environments(config)
     environments.check_endpoint(config)
-    config = _with_evaluation_sizes(config, environments)
+    config = _with_sizes(config, environments)
     for field, plug in environment_fields(config):
         _check_prompts(f"{field}.path = {plug.path!r}", environments.named(plug.name).environment)
     return Checked(config, [*warnings, *_check_memory(config)])
@@ -81,10 +81,13 @@ def _check_prompts(named: str, environment: Environment) -> None:
             ) from error
 
 
-def _with_evaluation_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
+def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
+    """The configuration with the number of held-out prompts of each environment, and of its tasks if a curriculum
+    chooses among them."""
     sized: dict[str, EnvironmentConfig] = {}
     for field, each in environment_fields(config):
-        available = environments.named(each.name).environment.num_evaluation_prompts
+        environment = environments.named(each.name).environment
+        available, num_tasks = environment.num_evaluation_prompts, getattr(environment, "num_tasks", None)
         if available < 0:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
         wanted = config.num_evaluation_prompts[each.name]
@@ -94,18 +97,27 @@ def _with_evaluation_sizes(config: RunConfig, environments: RunEnvironments) -> 
                 f"{f'{field}.num_evaluation_prompts' if own else 'evaluation.num_prompts'} = {wanted}: the environment "
                 f"has {available} held-out prompts; expected at most that"
             )
-        size = available if wanted is None else wanted
-        sized[each.name] = msgspec.structs.replace(each, num_evaluation_prompts=size)
+        if each.num_tasks is not None and num_tasks is not None and each.num_tasks > num_tasks:
+            raise ConfigError(
+                f"{field}.num_tasks = {each.num_tasks}: the environment has {num_tasks} tasks; expected at most that"
+            )
+        sized[each.name] = msgspec.structs.replace(
+            each,
+            num_evaluation_prompts=available if wanted is None else wanted,
+            num_tasks=num_tasks if each.num_tasks is None else each.num_tasks,
+        )
     if config.environment is not None:
         return msgspec.structs.replace(config, environment=sized[config.environment.name])
     return msgspec.structs.replace(config, environments=tuple(sized.values()))
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless objective and advantage function can be made and fit. Imports torch."""
+    """Raises ConfigError unless objective, advantage function and curriculum can be made and fit. Imports torch."""
     from penstock.consumers.learning import advantages, interfaces
+    from penstock.consumers.stream import ledger, tasks
 
     advantages.check_advantage(config.advantage)
+    tasks.TaskPlan(config, ledger.Ledger())
     interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))
 
 

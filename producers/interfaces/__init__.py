@@ -144,7 +144,11 @@ class InspectableEngine(Engine, Protocol):
 
 
 class Environment(Protocol):
-    """Poses tasks and scores answers. Constructed with the run file's keyword arguments and `seed`."""
+    """Poses tasks and scores answers. Constructed with the run file's keyword arguments and `seed`.
+
+    One of a data set may have an attribute `num_tasks`: `prompt` poses another row for every index up to it. Curricula
+    choose among these.
+    """
 
     num_evaluation_prompts: int
 

@@ -149,7 +149,7 @@ def _with_forgotten_ledger() -> None:
     def forget(state: dict) -> Ledger:
         ledger = from_state(state)
         fresh = Ledger()
-        fresh.num_released, fresh.tasks, fresh.num_tasks = ledger.num_released, ledger.tasks, ledger.num_tasks
+        fresh.num_released, fresh.tasks, fresh.histories = ledger.num_released, ledger.tasks, ledger.histories
         return fresh
 
     Ledger.from_state = staticmethod(forget)  # type: ignore[method-assign]

@@ -16,9 +16,12 @@ from penstock.consumers.learning import advantages
 from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.interfaces import LossInputs, Objective, check_objective
 from penstock.consumers.learning.objectives.grpo import Grpo
+from penstock.consumers.stream import curricula
+from penstock.consumers.stream.history import TaskHistory
+from penstock.consumers.stream.tasks import make_curriculum
 from penstock.producers.interfaces import Environment
 from penstock.producers.rollout.rewards import reward_components
-from penstock.schemas.config import AdvantageConfig, Plug, RunConfig, config_of
+from penstock.schemas.config import AdvantageConfig, CurriculumPlug, Plug, RunConfig, config_of
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt
 
@@ -164,6 +167,27 @@ def test_every_shipped_objective_of_the_page_takes_the_settings_beside_it() -> N
             field, _, value = setting.partition(" = ")
             found = getattr(built, field)
             assert found is None if not value else found == tomllib.loads(f"value = {value}")["value"], setting
+
+
+def test_the_curriculum_of_its_page_fits_and_its_table_has_all_that_ship(lab: Any) -> None:
+    lab("docs/environments.md")
+    history = TaskHistory(4)
+    for number in (1, 3, 1):
+        history.release(number)
+    own = make_curriculum(CurriculumPlug(path="my_lab.curricula:least_often"))
+    assert own(history, 3, 0) == [2, 4, 3]
+    rows = re.findall(r"^\| `(\w+)` \|.*?\|", section("docs/environments.md", "## Which tasks come next"), re.M)
+    shipped = [
+        name for name, kind in vars(curricula).items() if callable(kind) and kind.__module__ == curricula.__name__
+    ]
+    assert rows == [name for name in shipped if name[0] not in "_C"]
+    for name in rows:
+        chosen = make_curriculum(CurriculumPlug(path=f"{curricula.__name__}:{name}"))(history, 2, 0)
+        assert len(set(chosen)) == 2
+
+
+def section(page: str, head: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8").partition(head)[2].partition("\n## ")[0]
 
 
 def test_every_shipped_environment_of_the_page_is_there() -> None:

@@ -15,6 +15,7 @@ from hardy_producer import HardyProducer
 from mini_producer import MiniProducer
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
@@ -118,6 +119,19 @@ class TrainerBench:
         producer.start()
         self.producers.append(producer)
         return producer
+
+
+def tasks_taken(trainer) -> dict[int, ReleasedTask]:
+    """By index, filled while the trainer packs its batches."""
+    taken: dict[int, ReleasedTask] = {}
+    pack = trainer.learner.pack
+
+    def note_and_pack(groups, *arguments):
+        taken.update({group.index: ReleasedTask(group.environment, group.task) for group in groups})
+        return pack(groups, *arguments)
+
+    trainer.learner.pack = note_and_pack
+    return taken
 
 
 def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:

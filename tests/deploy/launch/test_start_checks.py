@@ -14,9 +14,11 @@ from penstock.deploy.launch.start_checks import (
     place_parts,
     resolved_toml,
 )
+from penstock.producers.environments.arithmetic import Arithmetic
 from penstock.schemas.config import (
     ConfigError,
     CorrectionConfig,
+    CurriculumPlug,
     EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -206,6 +208,24 @@ def test_an_evaluation_takes_all_held_out_prompts_unless_told_otherwise(config):
     assert check(fewer).config.num_evaluation_prompts == {"main": 3}
     with pytest.raises(ConfigError, match=f"evaluation.num_prompts = 9999: the environment has {available} held-out"):
         check(changed(config, evaluation=EvaluationConfig(num_prompts=9999)))
+
+
+def test_a_curriculum_has_the_number_of_tasks_of_the_environment_or_of_the_run_file(config):
+    curriculum = CurriculumPlug(path="penstock.consumers.stream.curricula:drop_flat")
+    unknown = changed(config, curriculum=curriculum)
+    with pytest.raises(ConfigError, match=r"environment.num_tasks is not set: curriculum.path = .*drop_flat' chooses"):
+        check_objective(check(unknown).config)
+    told = msgspec.structs.replace(config.environment, num_tasks=300)
+    check_objective(check(changed(unknown, environment=told)).config)
+    finite = EnvironmentConfig(path=f"{__name__}:Finite")
+    assert check(changed(unknown, environment=finite)).config.environment.num_tasks == 7
+    too_many = msgspec.structs.replace(finite, num_tasks=8)
+    with pytest.raises(ConfigError, match=r"environment.num_tasks = 8: the environment has 7 tasks; expected at most"):
+        check(changed(unknown, environment=too_many))
+
+
+class Finite(Arithmetic):
+    num_tasks = 7
 
 
 def test_each_of_several_environments_is_checked_under_its_own_field(config):

@@ -1,0 +1,87 @@
+"""Which tasks of an environment come next: pure functions of what became of them, named by a run file's `[curriculum]`.
+
+    uniform          the environment's tasks in their order, without end
+    drop_flat        those released least often, without those whose last groups had no reward variance
+    by_solve_rate    drawn by p (1 - p), p the solve rate: as often right as wrong first
+
+`drop_flat` is online difficulty filtering by dropping: a task that is always or never solved has no advantage (DAPO,
+arXiv 2503.14476, section 3.2, drops such groups). `by_solve_rate` is sampling for learnability (arXiv 2408.15099; for
+language models arXiv 2502.12272): p (1 - p) is the variance of a reward of 0 or 1. Departure: no completion is sampled
+for the estimate alone: p is of the groups that were released.
+
+Draws are by hashes of seed and counts, so that the same history gives the same tasks on every machine.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from penstock.consumers.stream.history import TaskHistory
+
+_OPEN = np.uint64(1 << 63)
+_DROPPED = np.uint64(1 << 62)
+_MOST_RELEASED = (1 << 30) - 1
+
+
+class Curriculum(Protocol):
+    """A pure function: the next `budget` tasks of an environment, from 1 to `history.num_tasks`, each once.
+
+    budget: at most `history.num_tasks`. seed: another one for every environment.
+    """
+
+    def __call__(self, history: TaskHistory, budget: int, seed: int) -> Sequence[int]: ...
+
+
+def uniform(history: TaskHistory, budget: int, seed: int) -> Sequence[int]:
+    """The numbers that follow those released; the only curriculum of environments without a number of tasks."""
+    return range(history.num_released + 1, history.num_released + 1 + budget)
+
+
+def drop_flat(history: TaskHistory, budget: int, seed: int, *, after: int = 2) -> Sequence[int]:
+    """Tasks in shuffled passes, without those whose last `after` groups had no reward variance. Where those left are
+    fewer than the budget, dropped ones come back, those of the fewest groups first; and open ones come last of all.
+
+    Raises:
+        ValueError: after is not 1 or more.
+    """
+    if after < 1:
+        raise ValueError(f"after is {after}, expected 1 or more")
+    shuffled = _hashes(seed, history.released, history.num_tasks) >> np.uint64(34)
+    key = np.minimum(history.released, _MOST_RELEASED).astype(np.uint64) << np.uint64(30) | shuffled
+    key |= np.where(history.num_open > 0, _OPEN, np.uint64(0))
+    key |= np.where(history.flat >= after, _DROPPED, np.uint64(0))
+    return _smallest(key, budget)
+
+
+def by_solve_rate(history: TaskHistory, budget: int, seed: int, *, floor: float = 0.05) -> Sequence[int]:
+    """Tasks drawn without replacement by the weight 4 p (1 - p) + floor, those not tried yet as of p = 1/2; open ones
+    only where there are no others. A draw is by the largest log(u) / weight (Efraimidis and Spirakis, 2006).
+
+    Raises:
+        ValueError: floor is not above 0, without which a task that was never solved would never be tried again.
+    """
+    if not floor > 0:
+        raise ValueError(f"floor is {floor}, expected above 0")
+    p = np.where(np.isnan(history.solve_rate), 0.5, history.solve_rate.astype(np.float64))
+    draws = np.full(history.num_tasks, history.num_released)
+    u = ((_hashes(seed, draws, history.num_tasks) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+    key = -np.log(u) / (4 * p * (1 - p) + floor)
+    return _smallest(np.where(history.num_open > 0, key + 1e9, key), budget)
+
+
+def _smallest(key: np.ndarray, count: int) -> list[int]:
+    """The numbers, from 1, of the `count` smallest, in ascending order of their keys."""
+    found = np.argpartition(key, count - 1)[:count] if count else np.zeros(0, np.int64)
+    return (found[np.argsort(key[found], kind="stable")] + 1).tolist()
+
+
+def _hashes(seed: int, counts: np.ndarray, num_tasks: int) -> np.ndarray:
+    """[num_tasks] uint64 by seed, count and task: the output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    mixed = np.full(num_tasks, seed % 2**64, np.uint64)
+    for part in (counts.astype(np.uint64), np.arange(num_tasks, dtype=np.uint64)):
+        mixed = (mixed ^ part) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return mixed

@@ -1,0 +1,235 @@
+"""Which tasks come next: pure functions of a history that is part of the ledger, checked before a release."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mini_producer import group_fields
+from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
+from penstock.consumers.stream.history import TaskHistory
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.stream.tasks import TaskPlan
+from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
+from scripted_learner import KilledError
+from trainer_bench import TrainerBench, assert_balanced, assert_settled_once, tasks_taken
+
+CURRICULA = "penstock.consumers.stream.curricula"
+
+
+def tried(history: TaskHistory, number: int, *rewards: float) -> None:
+    history.release(number)
+    history.settle(number, rewards)
+
+
+def config(path: str, *sizes: int | None, **kwargs) -> RunConfig:
+    return RunConfig(
+        name="r",
+        model=ModelConfig(path="m"),
+        curriculum=CurriculumPlug(path=path, kwargs=kwargs),
+        environments=tuple(EnvironmentConfig(path="a:B", name=f"e{n}", num_tasks=size) for n, size in enumerate(sizes)),
+    )
+
+
+def test_the_uniform_curriculum_goes_on_without_end():
+    history = TaskHistory()
+    for number in (1, 2, 3):
+        history.release(number)
+    assert list(uniform(history, 4, 0)) == [4, 5, 6, 7]
+
+
+def test_a_history_has_rates_flat_groups_and_what_is_open():
+    history = TaskHistory(4)
+    tried(history, 1, 1.0, 0.0)
+    tried(history, 1, 1.0, 1.0)
+    tried(history, 1, 2.0, 2.0)
+    tried(history, 2, -3.0, -3.0)
+    history.release(3)
+    tried(history, 4)
+    assert history.solve_rate.tolist()[:2] == [0.875, 0.0] and np.isnan(history.solve_rate[2:]).all()
+    assert history.flat.tolist() == [2, 1, 0, 0]
+    assert history.num_open.tolist() == [0, 0, 1, 0] and history.num_released == 6
+    tried(history, 1, 0.5, 0.0)
+    assert history.flat[0] == 0, "in a row"
+    history.reopen(4)
+    assert history.num_open.tolist() == [0, 0, 1, 1]
+    again = TaskHistory.from_state(history.to_state())
+    for name in ("released", "settled", "flat", "solve_rate"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(history, name))
+    again.resize(6)
+    assert (again.num_tasks, again.num_released, again.released[0]) == (6, 7, 4)
+    again.release(6)
+    again.resize(2)
+    again.settle(6, (1.0,))
+    assert again.released.tolist() == [4, 1]
+
+
+def test_a_pass_has_every_task_once_in_an_order_of_its_own():
+    history = TaskHistory(9)
+    passes = []
+    for _ in range(3):
+        passes.append([])
+        for budget in (4, 5):
+            for number in drop_flat(history, budget, 7):
+                tried(history, number, 0.0, 1.0)
+                passes[-1].append(number)
+    assert [sorted(each) for each in passes] == [list(range(1, 10))] * 3
+    assert len({tuple(each) for each in passes}) == 3
+
+
+def test_what_is_always_or_never_solved_is_dropped_and_comes_back_when_little_else_is_left():
+    history = TaskHistory(6)
+    for number in range(1, 7):
+        for _ in range(2):
+            tried(history, number, *((0.0, 1.0) if number < 4 else (1.0, 1.0)))
+    tried(history, 4, 0.0, 0.0)
+    history.release(2)
+    assert set(drop_flat(history, 2, 0)) == {1, 3}, "2 is open"
+    assert set(drop_flat(history, 4, 0)) == {1, 3, 5, 6}, "the dropped of the fewest groups"
+    assert set(drop_flat(history, 6, 0)) == set(range(1, 7)), "and what is open last"
+    assert set(drop_flat(history, 5, 0, after=3)) == {1, 3, 5, 6, 4}
+    assert set(drop_flat(history, 4, 0, after=3)) == {1, 3, 5, 6}
+
+
+def test_tasks_are_drawn_by_their_solve_rate():
+    history = TaskHistory(6)
+    for number, rewards in enumerate([(1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.9, 0.9), (1.0, 0.0)], start=1):
+        tried(history, number, *rewards)
+    history.release(5)
+    drawn: Counter[int] = Counter()
+    for n in range(4000):
+        history.num_released = n  # another draw
+        drawn.update(by_solve_rate(history, 1, 3))
+    assert drawn[5] == 0, "it is open"
+    weights = {1: 0.05, 2: 0.05, 3: 1.05, 4: 0.41, 6: 1.05}
+    for number, weight in weights.items():
+        assert drawn[number] / 4000 == pytest.approx(weight / sum(weights.values()), abs=0.03), number
+    assert sorted(by_solve_rate(history, 6, 3)) == [1, 2, 3, 4, 5, 6], "without replacement"
+
+
+def test_the_same_history_gives_the_same_tasks_on_every_machine():
+    history = TaskHistory(1000)
+    for number in range(1, 500):
+        tried(history, number, float(number % 2), float(number % 3 == 0))
+    assert drop_flat(history, 5, 1) == [506, 943, 851, 967, 766]
+    assert by_solve_rate(history, 5, 1) == [149, 961, 144, 808, 978]
+    assert drop_flat(history, 5, 2) != drop_flat(history, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        (f"{CURRICULA}:drop_flat", {"after": 0}, "ValueError: after is 0, expected 1 or more"),
+        (f"{CURRICULA}:by_solve_rate", {"floor": 0.0}, "ValueError: floor is 0.0, expected above 0"),
+        (f"{__name__}:twice", {}, "asked for 3 tasks of environment 'e0': returned task 1 twice; expected each once"),
+        (f"{__name__}:too_few", {}, "returned 2"),
+        (f"{__name__}:beyond", {}, "returned task 6, expected 1 to 5"),
+        (f"{__name__}:text", {}, "TypeError: 'str' object cannot be interpreted as an integer"),
+    ],
+)
+def test_a_choice_that_cannot_be_released_is_refused(path, kwargs, message):
+    with pytest.raises(RunFailedError, match=re.escape(message)):
+        TaskPlan(config(path, 5, **kwargs), Ledger()).next(3)
+
+
+def twice(history, budget, seed):
+    return [1] * budget
+
+
+def too_few(history, budget, seed):
+    return range(1, budget)
+
+
+def beyond(history, budget, seed):
+    return range(history.num_tasks - budget + 2, history.num_tasks + 2)
+
+
+def text(history, budget, seed):
+    return "abc"
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        (f"{CURRICULA}:harder", {}, "has no 'harder'; it defines"),
+        (
+            f"{CURRICULA}:drop_flat",
+            {"often": 3},
+            "got an unexpected keyword argument 'often'; expected a function (history",
+        ),
+        (f"{CURRICULA}:drop_flat", {}, "environments[1].num_tasks is not set: curriculum.path = "),
+    ],
+)
+def test_a_curriculum_that_does_not_fit_is_an_error_of_the_run_file(path, kwargs, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TaskPlan(config(path, 5, None, **kwargs), Ledger())
+
+
+def test_no_environment_is_asked_for_more_tasks_than_it_has():
+    plan = TaskPlan(config(f"{CURRICULA}:drop_flat", 3, 50), ledger := Ledger())
+    rounds = []
+    while ledger.num_released < 40:
+        rounds.append(plan.next(40 - ledger.num_released))
+        for task in rounds[-1]:
+            ledger.release(task)
+    assert len(rounds) > 1
+    for tasks in rounds:
+        assert len(set(tasks)) == len(tasks)
+    first = Counter(task.number for tasks in rounds for task in tasks if task.environment == "e0")
+    assert set(first) == {1, 2, 3} and max(first.values()) - min(first.values()) <= 1
+
+
+def answer(index: int, version: int) -> dict:
+    """Two groups of three have no reward variance."""
+    return group_fields(index, version, rewards=(0.0, float(index % 3 == 0)))
+
+
+@pytest.mark.redis
+def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, redis_client, tmp_path):
+    overrides = [f"curriculum.path={CURRICULA}:drop_flat", "curriculum.kwargs.after=1", "environment.num_tasks=30"]
+    overrides += ["mode=synchronous"]
+    bench.overrides = overrides
+    bench.hardy_producer(answer)
+    first = bench.trainer()
+    before = tasks_taken(first)
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    after = tasks_taken(second)
+    assert second.run()
+    assert_balanced(bench, second)
+    assert second.intake.ledger.settled.ranges() == [(1, 49)]
+    assert len(before.keys() & after.keys()) >= 8
+    history = second.intake.ledger.histories["main"]
+    assert history.num_released == 48 == history.settled.sum() and (history.flat > 0).any()
+    bench.close()
+    redis_client.flushall()
+    (tmp_path / "other").mkdir()
+    whole = TrainerBench(bench.url, tmp_path / "other")
+    whole.overrides = overrides
+    whole.hardy_producer(answer)
+    trainer = whole.trainer()
+    unharmed = tasks_taken(trainer)
+    assert trainer.run()
+    whole.close()
+    assert before | after == unharmed and {**after, **before} == unharmed
+
+
+@pytest.mark.redis
+def test_a_run_whose_curriculum_fails_ends_with_its_work_saved_and_goes_on_with_another(bench, redis_client):
+    bench.overrides = [f"curriculum.path={__name__}:failing", "environment.num_tasks=30"]
+    bench.hardy_producer()
+    with pytest.raises(RunFailedError, match="returned task 7 twice; expected each once"):
+        bench.trainer().run()
+    assert bench.ledger()["num_groups_trained"] > 0
+    bench.overrides = [f"curriculum.path={CURRICULA}:by_solve_rate", "environment.num_tasks=30"]
+    trainer = bench.trainer(resume=True)
+    assert trainer.run()
+    assert_settled_once(bench, redis_client)
+
+
+def failing(history, budget, seed):
+    return range(1, budget + 1) if history.num_released < 20 else [7] * budget
