@@ -210,7 +210,7 @@ def test_the_tests_that_need_a_gpu_are_found_and_run(tmp_path: Path, monkeypatch
     section.measure_tests(bench(tmp_path))
     assert commands[0][-2:] == ["-m", "gpu"]
     files = {Path(word).name for word in commands[0] if word.endswith(".py")}
-    assert {"test_attention.py", "test_head.py"} <= files and "test_learner.py" not in files
+    assert {"test_attention.py", "test_head.py", "test_on_gpu.py"} <= files and "test_learner.py" not in files
 
 
 def test_the_demo_is_judged_by_its_gate_and_by_what_it_learned(tmp_path: Path) -> None:

@@ -182,3 +182,13 @@ def test_an_engine_that_finds_no_gpu_is_refused_before_it_boots(monkeypatch) -> 
         EngineError, match=r"built for GPUs and finds none: expected an NVIDIA GPU .* the extra \[cpu\]"
     ):
         asyncio.run(engine_process.boot({"model": "m"}))
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_locked_pages(path: str) -> None:
+    from penstock.producers.engines.pinned_files import PinnedFiles
+
+    files = PinnedFiles(plain)
+    with files.reading([path]) as tensors:
+        assert_equal({name: tensor.to("cuda").cpu() for name, tensor in tensors}, WEIGHTS)
+    assert files._files[path]._is_locked
