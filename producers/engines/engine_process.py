@@ -48,13 +48,8 @@ async def boot(arguments: dict[str, Any]) -> AsyncLLM:
     """Builds the engine in a thread, so that signals are handled meanwhile; cancelling kills the processes it started.
 
     Raises:
-        EngineError: vLLM refuses, or is built for a device that is not here.
+        EngineError: vLLM refuses.
     """
-    if current_platform.is_unspecified():
-        raise EngineError(
-            "the installed vLLM is built for GPUs and finds none: expected an NVIDIA GPU that CUDA_VISIBLE_DEVICES "
-            "does not hide, or the extra [cpu]"
-        )
     is_alone = arguments["tensor_parallel_size"] == 1 and not MULTIPROCESS_ARGUMENTS & set(arguments)
     if current_platform.is_cpu() and is_alone:
         # On CPU vLLM runs the worker in a separate process, which costs a small model a third of its throughput.

@@ -69,8 +69,14 @@ class VllmEngine:
                 config.seed.
 
         Raises:
-            EngineError: vLLM refuses the model or a setting, or reports another value than the one asked for.
+            EngineError: vLLM finds no device, refuses the model or a setting, or reports another value than the one
+                asked for.
         """
+        if current_platform.is_unspecified():
+            raise EngineError(
+                "the installed vLLM is built for GPUs and finds none: expected an NVIDIA GPU that CUDA_VISIBLE_DEVICES "
+                "does not hide, or the extra [cpu]"
+            )
         base = BaseModel(config.model.path)
         cpu = current_platform.is_cpu()
         arguments = engine_arguments(

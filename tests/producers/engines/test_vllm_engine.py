@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -42,6 +43,14 @@ async def start_long_request(engine) -> asyncio.Task:
             return task
         await asyncio.sleep(0)
     raise AssertionError("the engine never accepted the request")
+
+
+async def test_a_build_for_gpus_is_refused_where_there_is_none(vllm_engine, make_config, tmp_path, monkeypatch):
+    from penstock.producers.engines import vllm
+
+    monkeypatch.setattr(vllm, "current_platform", SimpleNamespace(is_unspecified=lambda: True))
+    with pytest.raises(EngineError, match=r"built for GPUs and finds none: expected an NVIDIA GPU .* extra \[cpu\]"):
+        await vllm_engine.start(make_config(tmp_path))
 
 
 async def test_the_fingerprint_is_what_the_engine_reports(tied_engine):
