@@ -231,14 +231,16 @@ def _assemble(
     if keeps_record:
         recorder = RolloutRecorder(config, folder, epoch, state.taken, lag_of, learner.ranks.size)
 
-    def sync_record() -> None:
-        if recorder is None:
-            return
-        if intake.died:
+    def record_aside() -> None:
+        if recorder is not None and intake.died:
             recorder.add_dead(intake.died, progress.num_taken, progress.num_batches, lag_of.current)
             progress.num_taken += 1
             intake.died.clear()
-        recorder.sync()
+
+    def sync_record() -> None:
+        record_aside()
+        if recorder is not None:
+            recorder.sync()
 
     run_log = RunLog(config, folder, metrics, ledger, progress)
     shard = PolicyShard(learner.ranks, leadership.keys, connection.call, learner.published_parts)
@@ -266,6 +268,7 @@ def _assemble(
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),
         recorder=recorder,
+        record_aside=record_aside,
         run_log=run_log,
     )
 

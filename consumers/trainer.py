@@ -45,6 +45,7 @@ stands.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.consumers.learning.learner import Learner
@@ -84,6 +85,7 @@ class Trainer:
     recovery: Recovery
     gate: Gate
     recorder: RolloutRecorder | None
+    record_aside: Callable[[], None]
     run_log: RunLog
 
     def stop(self) -> None:
@@ -143,6 +145,7 @@ class Trainer:
             report = self.learner.step(batch)
             stepped_s = time.monotonic()
             self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
+            self.record_aside()
             if self.recorder is not None and self.config.record:  # before the ledger, which is not committed without it
                 self.recorder.add(Taken(progress.num_taken, progress.num_batches, groups, batch, report, lag_of))
             progress.num_taken += 1
@@ -154,7 +157,9 @@ class Trainer:
             self.run_log.update(
                 groups,
                 report,
+                passed=self.intake.take_passed(),
                 policy_version=self.policy.version,
+                credit=self.intake.credit,
                 num_ready=self.intake.num_ready,
                 wait_s=took_s - began_s,
                 step_s=stepped_s - took_s,
@@ -176,7 +181,7 @@ class Trainer:
         began_s = time.monotonic()
         log_at = began_s + WAITING_LOG_S
         while not self.stopping:
-            if self.intake.num_ready < num_groups:
+            if self.intake.is_short(num_groups):
                 if not self.intake.read():
                     self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
                     self._commit_if_due(busy=False)

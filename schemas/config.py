@@ -470,6 +470,20 @@ class CorrectionConfig(Section, frozen=True):
         )
 
 
+class BatchConfig(Section, frozen=True, kw_only=True):
+    fill: Literal["any", "with_variance"] = "any"
+    """Which groups a batch waits for. `any`: those that arrive first. `with_variance`: those of rewards that differ
+    (DAPO's dynamic sampling, arXiv 2503.14476, section 3.2); others are settled as skipped and others are sampled in
+    their place."""
+    max_skipped: Positive | None = None
+    """For `with_variance`: once a batch has skipped so many groups, it takes whatever arrives. None: four times
+    groups_per_batch."""
+
+    def __post_init__(self) -> None:
+        if self.max_skipped is not None and self.fill == "any":
+            raise ValueError(f"max_skipped = {self.max_skipped} with fill = 'any': expected fill = 'with_variance'")
+
+
 class GoalConfig(Section, frozen=True, kw_only=True):
     """What the held-out prompts are to reach: shown beside what they have, with the time that it took."""
 
@@ -594,6 +608,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig
     lora: LoraConfig | None = None
     """None trains all weights."""
+    batch: BatchConfig = BatchConfig()
     environment: EnvironmentConfig | None = None
     """The environment of a run that has one."""
     environments: tuple[EnvironmentConfig, ...] = ()
@@ -659,6 +674,17 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def credit(self) -> int:
         """The most groups that may be released and not settled."""
         return (self.lag_bound // self.steps_per_batch + 1) * self.groups_per_batch
+
+    @property
+    def max_skipped(self) -> int:
+        """The most groups that one batch may skip while it is filled."""
+        return 0 if self.batch.fill == "any" else self.batch.max_skipped or 4 * self.groups_per_batch
+
+    @property
+    def most_open(self) -> int:
+        """The most that the credit grows to, for groups that batches are expected to skip."""
+        is_fixed = self.mode == "synchronous"
+        return self.credit if is_fixed else self.credit + self.credit * self.max_skipped // self.groups_per_batch
 
     def folder(self, runs: Path) -> Path:
         return runs / self.name

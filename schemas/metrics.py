@@ -186,6 +186,14 @@ class TrainerMetric:
     EVALUATION_REWARD_PART = Metric(
         "penstock_evaluation_reward_part", "Mean of a part of the reward on held-out prompts", ("part",), unit="none"
     )
+    FILL_SKIPPED_GROUPS = Metric(
+        "penstock_fill_skipped_groups_total", "Groups without reward variance skipped while batches were filled"
+    )
+    FILL_SKIPPED_TOKENS = Metric(
+        "penstock_fill_skipped_tokens_total",
+        "Tokens sampled in groups skipped while batches were filled",
+        unit="tokens",
+    )
     ENVIRONMENT_REWARD = Metric(
         "penstock_environment_reward",
         "Mean reward of the batch's groups of an environment",

@@ -204,8 +204,13 @@ class RecordedGroup(NamedTuple):
         return decode_group(self.payload, dead=True)
 
 
+PASSED_OVER = "skipped while a batch was filled: its rewards do not differ"
+"""The reason in the record of a group that no batch took (`batch.fill`)."""
+
+
 def dead_group(index: int, reason: str, producer: str, payload: bytes) -> tuple[GroupEntry, RecordedGroup]:
-    """A group that a producer gave up or that the trainer refused: `dead`, its tokens without findings."""
+    """A group that no batch was made of, its tokens without findings: `dead`, or `skipped` if the reason says so."""
+    outcome: Outcome = "skipped" if reason == PASSED_OVER else "dead"
     try:
         group = decode_group(payload, dead=True)
     except RecordError:
@@ -215,7 +220,7 @@ def dead_group(index: int, reason: str, producer: str, payload: bytes) -> tuple[
         tuple(SegmentFindings((-1,) * len(segment.version_spans)) for segment in rollout.segments)
         for rollout in group.rollouts
     )
-    entry = group_entry(msgspec.structs.replace(group, index=index), unknown, "dead", reason=reason)
+    entry = group_entry(msgspec.structs.replace(group, index=index), unknown, outcome, reason=reason)
     is_scored = all(math.isfinite(reward) for reward in entry.rewards)
     return (entry if is_scored else msgspec.structs.replace(entry, rewards=())), RecordedGroup(payload, unknown)
 

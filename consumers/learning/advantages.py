@@ -176,6 +176,12 @@ def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> Ba
     )
 
 
+def has_variance(group: RolloutGroup, config: AdvantageConfig) -> bool:
+    """Whether the rewards that advantages would be taken of differ among siblings."""
+    values = batch_rewards([group], config).values
+    return bool((values != values[0]).any())
+
+
 class _EveryPart(dict[str, Any]):
     """Parts of every name."""
 

@@ -58,6 +58,8 @@ class TrainerMetrics:
         self._evaluation_reward = make(Gauge, M.EVALUATION_REWARD)
         self._evaluation_reward.set(math.nan)
         self._evaluation_parts = make(Gauge, M.EVALUATION_REWARD_PART)
+        self._fill_skipped_groups = make(Counter, M.FILL_SKIPPED_GROUPS)
+        self._fill_skipped_tokens = make(Counter, M.FILL_SKIPPED_TOKENS)
         self._environment_reward = make(Gauge, M.ENVIRONMENT_REWARD)
         self._environment_tokens = make(Gauge, M.ENVIRONMENT_TOKENS)
         self._environment_groups = make(Counter, M.ENVIRONMENT_GROUPS)
@@ -122,6 +124,9 @@ class TrainerMetrics:
         self._tokens_masked.labels("correction").inc(line["num_tokens_rejected"])
         self._updates.inc()
         self._last_update.set(line["time_s"])
+        self._fill_skipped_groups.inc(line["fill_skipped_groups"])
+        self._fill_skipped_tokens.inc(line["fill_skipped_tokens"])
+        self._credit.set(line["credit"])
         self._optimizer_steps.inc(line["num_optimizer_steps"])
         for reason, num_steps in line["steps_skipped"].items():
             self._steps_skipped.labels(reason).inc(num_steps)

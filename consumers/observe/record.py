@@ -36,7 +36,7 @@ from penstock.schemas.rollout import RolloutGroup, Segment, encode_group, one_li
 
 log = logging.getLogger(__name__)
 
-DIED_BEFORE = "its groups died before they could be trained"
+DIED_BEFORE = "its groups died or were skipped before they could be trained"
 
 
 class Taken(NamedTuple):

@@ -27,8 +27,11 @@ from penstock.schemas.rollout import RolloutGroup
 log = logging.getLogger(__name__)
 
 
-def by_environment(groups: Sequence[RolloutGroup], report: StepReport) -> dict[str, dict[str, float]]:
-    """Of each environment with groups in the batch: their `outcome`, and how many of them taught something."""
+def by_environment(
+    groups: Sequence[RolloutGroup], report: StepReport, passed: Sequence[RolloutGroup]
+) -> dict[str, dict[str, float]]:
+    """Of each environment with groups in the batch: their `outcome`, and how many of them taught something. Those
+    skipped while the batch was filled count as such."""
     own: dict[str, list[RolloutGroup]] = {}
     for group in groups:
         own.setdefault(group.environment, []).append(group)
@@ -37,7 +40,7 @@ def by_environment(groups: Sequence[RolloutGroup], report: StepReport) -> dict[s
         num_trained = sum(report.teaches(group.index) for group in of_it)
         found[name] = outcome(of_it) | {
             "num_groups_trained": num_trained,
-            "num_groups_skipped": len(of_it) - num_trained,
+            "num_groups_skipped": len(of_it) - num_trained + sum(group.environment == name for group in passed),
         }
     return found
 
@@ -77,14 +80,17 @@ class RunLog:
         groups: Sequence[RolloutGroup],
         report: StepReport,
         *,
+        passed: Sequence[RolloutGroup],
         policy_version: int,
+        credit: int,
         num_ready: int,
         wait_s: float,
         step_s: float,
         publish_s: float,
         publish_blocked_s: float,
     ) -> None:
-        """Logs one batch. publish_blocked_s: how long publications have held it up."""
+        """Logs one batch. passed: groups skipped while it was filled. credit: in force for the next one.
+        publish_blocked_s: how long publications have held it up."""
         now = time.time()
         # The first batch also waited for engines to boot, which is no wait for rollouts.
         wait_s = min(wait_s, max(0.0, now - min(group.timings.claimed_s for group in groups)))
@@ -101,7 +107,10 @@ class RunLog:
             "steps_skipped": report.steps_skipped,
             "num_groups_trained": len(report.advantages) - report.num_groups_skipped,
             "num_groups_skipped": report.num_groups_skipped,
-            "environments": by_environment(groups, report),
+            "fill_skipped_groups": len(passed),
+            "fill_skipped_tokens": sum(rollout.num_sampled_tokens for group in passed for rollout in group.rollouts),
+            "credit": credit,
+            "environments": by_environment(groups, report, passed),
             "queue_depth": num_ready,
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,

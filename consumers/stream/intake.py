@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import islice
 
+from penstock.consumers.learning.advantages import has_variance
 from penstock.consumers.learning.lag import LagTable, is_stale
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
@@ -12,7 +13,8 @@ from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import RunConfig
-from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.record import PASSED_OVER
+from penstock.schemas.rollout import RolloutGroup, encode_group
 
 
 class Intake:
@@ -35,7 +37,10 @@ class Intake:
         self.lag_of = lag_of
         self.reader = Reader(connection, keys, ledger, config.group_size, check)
         self.died: list[Refused] = []
-        """Groups that died before they could be trained, for the record, if the run keeps one."""
+        """Groups that died before they could be trained or were skipped, for the record, if the run keeps one."""
+        self.passed: list[RolloutGroup] = []
+        """Groups that the batch being filled has skipped, or the last one until `take_passed`."""
+        self._config = config
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
         self._progress = progress
@@ -69,6 +74,10 @@ class Intake:
         unblocks it."""
         return self.reader.read(self.lag_of, block=True)
 
+    def is_short(self, num_groups: int) -> bool:
+        """More has to be read before there is a batch of so many groups."""
+        return self.num_ready < num_groups or self._waits_for_all
+
     def batch(self, num_groups: int) -> list[RolloutGroup] | None:
         """The groups that arrived first, by index, none of them stale; None while there are too few. They stay ready
         until they are settled. Settles what was refused, and releases what the credit allows.
@@ -77,10 +86,11 @@ class Intake:
             RunFailedError: see `Settlement.settle_refused`.
         """
         self._settle_refused()
+        self._pass_over()
         if self.num_ready >= num_groups:
             self._postpone_stale()
         self.release()
-        if self.num_ready < num_groups:
+        if self.is_short(num_groups):
             return None
         first = islice(self.reader.ready.values(), num_groups)
         return sorted((ready.group for ready in first), key=lambda group: group.index)
@@ -94,6 +104,9 @@ class Intake:
             RunFailedError: see `Settlement.count_step`.
         """
         ready = self.reader.ready
+        if self._config.mode == "asynchronous":
+            share = len(self.passed) / (len(self.passed) + len(groups))
+            self._releaser.skipped_share = (self._releaser.skipped_share + share) / 2
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
         settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
         if report.counts_as_update:
@@ -102,6 +115,16 @@ class Intake:
         for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
             del ready[index]
         self._settlement.count_step(None if report.counts_as_update else report.skipped_reason)
+
+    def take_passed(self) -> list[RolloutGroup]:
+        """The groups that the last batch skipped while it was filled, once."""
+        passed, self.passed = self.passed, []
+        return passed
+
+    @property
+    def credit(self) -> int:
+        """The most groups that may be open now."""
+        return self._releaser.credit
 
     def release(self) -> None:
         """Releases as many indexes as the credit allows, those that are to be sampled again first."""
@@ -124,6 +147,31 @@ class Intake:
         if self._keeps_record:
             self.died += [record for record in refused if record.index is not None]
         self._settlement.settle_refused(refused)
+
+    @property
+    def _room_to_skip(self) -> int:
+        """Groups without variance that the batch being filled may still skip."""
+        return self._config.max_skipped - len(self.passed)
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """In synchronous mode it is decided what to skip when no group is under way, so that a run repeats itself."""
+        num_away = self.ledger.num_open - len(self.ledger.postponed) - self.num_ready
+        return self._config.mode == "synchronous" and self._room_to_skip > 0 and num_away > 0
+
+    def _pass_over(self) -> None:
+        """Settles ready groups without reward variance as skipped, if the batch waits for others: each makes room for
+        one more."""
+        if self._room_to_skip <= 0 or self._waits_for_all:
+            return
+        ready = self.reader.ready
+        flat = [index for index, each in ready.items() if not has_variance(each.group, self._config.advantage)]
+        for index in (sorted(flat) if self._config.mode == "synchronous" else flat)[: self._room_to_skip]:
+            group = ready.pop(index).group
+            self._settlement.pass_over(group)
+            self.passed.append(group)
+            if self._keeps_record:
+                self.died.append(Refused(index, PASSED_OVER, encode_group(group), producer=group.producer_id))
 
     def _postpone_stale(self) -> None:
         """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""

@@ -43,11 +43,19 @@ class Releaser:
         self._requeued: dict[int, RequeuedIndex] = {}
         """Requeued dead letters, as of the last reconcile; many may be released again already."""
         self._waiting = ledger.postponed
+        self.skipped_share = 0.0
+        """Of the groups read, those that batches skip while they are filled."""
+
+    @property
+    def credit(self) -> int:
+        """The most groups that may be open: as many that are trained as `RunConfig.credit` has, and the expected number
+        of others among them."""
+        return min(self._config.most_open, int(self._config.credit / (1 - self.skipped_share)))
 
     def top_up(self, policy_version: int) -> int:
         """Releases new indexes; returns how many. Raises RunFailedError as `TaskPlan.next` does."""
         ledger = self._ledger
-        target = len(ledger.settled) + min(self._config.credit, self._num_needed)
+        target = len(ledger.settled) + min(self.credit, self._num_needed)
         before = ledger.num_released
         while ledger.num_released < target:
             self._release(self._plan.next(target - ledger.num_released), policy_version)
@@ -78,7 +86,7 @@ class Releaser:
         """
         for index in [i for i in self._waiting if i in self._ledger.settled or i in reader.ready]:
             del self._waiting[index]  # its group arrived after all
-        room = self._config.credit - (self._ledger.num_open - len(self._waiting))
+        room = self.credit - (self._ledger.num_open - len(self._waiting))
         by_reason: dict[str, list[int]] = {}
         for index in list(self._waiting)[: max(0, room)]:
             by_reason.setdefault(self._waiting.pop(index), []).append(index)
@@ -137,7 +145,7 @@ class Releaser:
         self._requeued = {
             index: request for index, request in self._requeued.items() if ledger.may_reopen(index, request.letter)
         }
-        room = min(len(self._requeued), self._config.credit - ledger.num_open)
+        room = min(len(self._requeued), self.credit - ledger.num_open)
         if room <= 0 or not self._num_needed:
             return 0
         indexes = sorted(self._requeued)[:room]

@@ -45,6 +45,10 @@ class Settlement:
             rewards = [rollout.reward.value for rollout in group.rollouts]
             self._ledger.settle(group.index, "trained" if report.teaches(group.index) else "skipped", rewards=rewards)
 
+    def pass_over(self, group: RolloutGroup) -> None:
+        """Settles a group that no batch takes as skipped."""
+        self._ledger.settle(group.index, "skipped", rewards=[rollout.reward.value for rollout in group.rollouts])
+
     def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
         """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""
         for reason in sorted(set(reasons.values())):

@@ -168,10 +168,10 @@ def _check_memory(config: RunConfig) -> Iterator[str]:
 
 
 def _check_limit(config: RunConfig, found: str, limit_mb: float) -> None:
-    needed_mb = 2 * config.credit * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
+    needed_mb = 2 * config.most_open * min(estimated_group_bytes(config), MAX_ENTRY_BYTES) / 1e6
     if limit_mb < needed_mb:
         raise ConfigError(
-            f"{found}: the {config.credit} groups that may wait take up to {needed_mb / 2:.0f} MB; "
+            f"{found}: the {config.most_open} groups that may wait take up to {needed_mb / 2:.0f} MB; "
             f"expected at least twice that, {needed_mb:.0f}"
         )
 

@@ -147,6 +147,8 @@ class RunSnapshot:
 
     @property
     def credit(self) -> int | None:
+        if self.recent and "credit" in self.recent[-1].metrics:
+            return int(self.recent[-1].metrics["credit"])
         if self.config is not None:
             return self.config.credit
         return self.count("penstock_credit_groups")

@@ -92,6 +92,14 @@ def test_limits_of_an_environment_are_its_own_or_the_runs(tmp_path):
     assert config.max_tokens == 900, "the largest group that Redis may have to hold"
 
 
+def test_the_credit_leaves_room_for_groups_that_batches_skip(run_file):
+    config = load_config(run_file, ["batch.fill=with_variance"])
+    assert (config.credit, config.max_skipped, config.most_open) == (96, 128, 480)
+    assert load_config(run_file, ["batch={fill='with_variance', max_skipped=16}"]).most_open == 144
+    assert load_config(run_file, ["batch.fill=with_variance", "mode=synchronous"]).most_open == 32
+    assert load_config(run_file).most_open == 96
+
+
 def test_penalties_written_out_at_their_neutral_values_change_nothing(run_file):
     neutral = ["presence_penalty=0.0", "frequency_penalty=0.0", "repetition_penalty=1.0"]
     assert load_config(run_file, [f"sampling.{each}" for each in neutral]) == load_config(run_file)
@@ -124,6 +132,9 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("environment.name='a b'", r"environment.name = 'a b': Expected `str` matching"),
         ("environment.weight=0.0", r"environments have the weights {'main': 0.0}, expected a finite sum above 0"),
         ("environment.max_tokens=0", r"environment.max_tokens = 0: Expected `int` >= 1"),
+        ("batch.fill=variance", r"batch.fill = 'variance': expected one of 'any', 'with_variance'"),
+        ("batch.max_skipped=9", r"max_skipped = 9 with fill = 'any': expected fill = 'with_variance'"),
+        ("batch={fill='with_variance', max_skipped=0}", r"batch.max_skipped = 0: Expected `int` >= 1"),
         ("reward={kwargs={x=1}}", r"kwargs = {'x': 1} with path = 'environment': expected them in environment.kwargs"),
         ("reward.path=rloo", r"reward.path = 'rloo': expected package.module:Name"),
         (

@@ -59,6 +59,9 @@ def line(**fields: object) -> dict:
         "num_optimizer_steps": 4,
         "steps_skipped": {},
         "environments": {},
+        "fill_skipped_groups": 2,
+        "fill_skipped_tokens": 40,
+        "credit": 12,
         "num_groups_trained": 1,
         "num_groups_skipped": 0,
         "queue_depth": 3,
@@ -146,6 +149,15 @@ def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -
     assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 1
     metrics.evaluate({"reward": 0.5}, {"sums": {"reward": 0.5}})
     assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
+
+
+def test_what_filling_batches_costs_is_counted(metrics: TrainerMetrics) -> None:
+    value = metrics.registry.get_sample_value
+    metrics.record(line())
+    metrics.record(line(credit=18))
+    assert value("penstock_fill_skipped_groups_total") == 4
+    assert value("penstock_fill_skipped_tokens_total") == 80
+    assert value("penstock_credit_groups") == 18
 
 
 def test_what_only_the_objective_reports_is_served_under_its_name_while_it_is_reported(

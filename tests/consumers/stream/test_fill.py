@@ -1,0 +1,96 @@
+"""Batches filled with groups whose rewards differ: what is skipped is settled, counted, bounded, and starves nobody."""
+
+from collections import Counter
+
+import pytest
+
+from mini_producer import group_fields, make_group
+from penstock.consumers.learning.advantages import has_variance
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.release import Releaser
+from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.record_reader import Record
+from scripted_learner import KilledError
+from trainer_bench import assert_balanced, tasks_taken
+
+FILL = "batch.fill=with_variance"
+pytestmark = pytest.mark.redis
+
+
+def varied(index: int) -> bool:
+    """Of one index in three."""
+    return index % 3 == 0
+
+
+def answer(index: int, version: int) -> dict:
+    return group_fields(index, version, rewards=(0.0, float(varied(index))))
+
+
+def never(index: int, version: int) -> dict:
+    return group_fields(index, version, rewards=(0.0, 0.0))
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
+def test_every_batch_is_full_of_groups_that_teach_and_the_others_are_skipped(bench, redis_client, mode):
+    bench.overrides = [FILL, f"mode={mode}", "record=true"]
+    bench.producer(answer)
+    trainer = bench.trainer()
+    taken = tasks_taken(trainer)
+    assert trainer.run()
+    assert_balanced(bench, trainer)
+    assert len(taken) == 48 and all(map(varied, taken))
+    ledger = trainer.intake.ledger
+    assert set(ledger.by_outcome["trained"]) == set(taken)
+    assert not any(map(varied, ledger.by_outcome["skipped"]))
+    lines = bench.lines("updates.jsonl")
+    skipped = sum(line["fill_skipped_groups"] for line in lines)
+    assert skipped == ledger.count("skipped") - len(trainer.intake.passed) > 48
+    assert sum(line["environments"]["main"]["num_groups_skipped"] for line in lines) == skipped
+    assert sum(line["fill_skipped_tokens"] for line in lines) > skipped
+    assert bench.metrics.registry.get_sample_value("penstock_fill_skipped_groups_total") == skipped
+    trainer.close()
+    record = Record(bench.folder)
+    recorded = Counter(entry.outcome for at in record.batches for entry in record.batch(at)[0].groups)
+    assert recorded == {"trained": 48, "skipped": ledger.count("skipped")}, "none of them twice"
+
+
+def test_a_batch_that_has_skipped_enough_takes_what_arrives(bench, redis_client):
+    bench.overrides = [FILL, "batch.max_skipped=6"]
+    bench.producer(never)
+    trainer = bench.trainer()
+    assert trainer.run()
+    assert_balanced(bench, trainer)
+    assert [line["fill_skipped_groups"] for line in bench.lines("updates.jsonl")] == [6] * 12
+    assert trainer.intake.ledger.count("skipped") >= 12 * (6 + 4)
+
+
+def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches(bench, redis_client):
+    bench.overrides = [FILL, "mode=synchronous", "batch.max_skipped=9"]
+    bench.hardy_producer(answer)
+    first = bench.trainer()
+    before = tasks_taken(first)
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    after = tasks_taken(second)
+    assert second.run()
+    assert_balanced(bench, second)
+    assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
+
+
+def test_the_credit_grows_with_what_is_skipped_and_no_further_than_the_cap():
+    batch = BatchConfig(fill="with_variance", max_skipped=8)
+    environment = EnvironmentConfig(path="a:B")
+    config = RunConfig(name="r", groups_per_batch=4, model=ModelConfig(path="m"), environment=environment, batch=batch)
+    releaser = Releaser(None, None, Keys("r"), Ledger(), config, 0, lambda: 1)  # type: ignore[arg-type]
+    for share, credit in ((0.0, 12), (0.25, 16), (0.5, 24), (0.9, 36)):
+        releaser.skipped_share = share
+        assert releaser.credit == credit, "so many groups that teach among them"
+
+
+def test_a_reward_that_the_limit_replaces_counts_as_it_is_trained_on():
+    group = make_group(1, 0, rewards=(0.5, 0.5))
+    assert not has_variance(group, AdvantageConfig())
+    assert has_variance(make_group(1, 0, rewards=(0.5, 0.25)), AdvantageConfig())
