@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, LoraConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 USABLE = 0.9
@@ -62,7 +62,7 @@ class RankSetting(NamedTuple):
     """What a rank's memory depends on beside the model.
 
     dtype: `model.dtype`. tokens: of a pass. unsharded: gradients are reduced once an optimizer step. has_reference: a
-    KL term's model is held too.
+    KL term's model is held too. adapter: nothing but so many parameters are trained, of an adapter; 0 trains all.
     """
 
     ranks: int
@@ -72,6 +72,16 @@ class RankSetting(NamedTuple):
     unsharded: bool = False
     on_cuda: bool = True
     has_reference: bool = False
+    adapter: int = 0
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    """Of the targets that decoders of this shape call so."""
+    attention, mlp = {"q_proj": 1, "o_proj": 1, "k_proj": 2, "v_proj": 2}, ("gate_proj", "up_proj", "down_proj")
+    widths = (0, shape.query_width, shape.key_width)
+    sizes = {name: shape.hidden + widths[which] for name, which in attention.items()}
+    sizes |= dict.fromkeys(mlp, shape.hidden + shape.intermediate)
+    return shape.layers * lora.rank * sum(sizes.get(target, 0) for target in lora.targets)
 
 
 def block_bytes_per_token(shape: ModelShape, dtype: str) -> int:
@@ -107,6 +117,9 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
                                   + T (block's bytes a token)        twice, in `dtype` and float32, and the head's; what
                                                                      checkpointing computes again
                                   (b + 4) root                       the gradients of embedding and head, at the end
+
+    With an adapter of P parameters masters, gradients and moments take 16 P / N, unsharded gradients 4 P and the frozen
+    base b parameters / N; nothing is rounded for a pass, and there are no gradients of block, embedding and head.
     """
     b, n, tokens = DTYPE_BYTES[setting.dtype], setting.ranks, setting.tokens
     block, root, whole = shape.block_parameters, shape.root_parameters, shape.parameters
@@ -114,23 +127,30 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     kept = tokens * b * shape.hidden * shape.layers if setting.checkpointing else shape.layers * per_block
     elements, scratch = (1 << 28, 2 * 4096 * 8192) if setting.on_cuda else (1 << 25, 0)
     rows = min(tokens, max(elements // shape.vocabulary, shape.hidden // 4))
-    phases = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden)]
+    trained, has_gradients = setting.adapter or whole, not setting.adapter
+    phases = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden * has_gradients)]
     computed_again = per_block if setting.checkpointing else 0
     if n == 1:
-        gathered = b * whole * (setting.dtype == "bfloat16")
+        gathered = b * whole * (setting.dtype == "bfloat16" and has_gradients)
         phases += [computed_again]
     else:
         gathered = b * root
-        phases += [computed_again + (3 * b + 4) * block + b * root, (b + 4) * root]
+        phases += [computed_again + (2 * b + (b + 4) * has_gradients) * block + b * root * has_gradients]
+        phases += [(b + 4) * root * has_gradients]
     parts = {
-        "masters, gradients, moments": 16 * whole / n,
+        "masters, gradients, moments": 16 * trained / n,
+        "base model": b * whole * bool(setting.adapter) / n,
         "gathered all the while": gathered,
-        "unsharded gradients": 4 * whole * (setting.unsharded and n > 1),
+        "unsharded gradients": 4 * trained * (setting.unsharded and n > 1),
         "reference model": b * whole * setting.has_reference / n,
         "activations": kept + tokens * (3 * b + 16) * shape.hidden,
         "a block, or the head": max(phases),
     }
-    optional = {"unsharded gradients": setting.unsharded, "reference model": setting.has_reference}
+    optional = {
+        "base model": bool(setting.adapter),
+        "unsharded gradients": setting.unsharded,
+        "reference model": setting.has_reference,
+    }
     return {name: part for name, part in parts.items() if optional.get(name, True)}
 
 

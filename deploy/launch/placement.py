@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.deploy.launch.machine import Gpu, Machine
-from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, engine_bytes, rank_bytes
+from penstock.deploy.launch.memory import (
+    USABLE,
+    ModelShape,
+    RankSetting,
+    adapter_parameters,
+    engine_bytes,
+    rank_bytes,
+)
 from penstock.schemas.config import ConfigError, RunConfig
 
 OLDEST_DRIVERS = {12: 525, 13: 580}
@@ -244,7 +251,8 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         config.model.dtype,
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
-        has_reference=config.model.reference is not None or has_kl,
+        has_reference=config.model.reference is not None or (has_kl and config.lora is None),
+        adapter=0 if config.lora is None else adapter_parameters(shape, config.lora),
     )
     return rank_bytes(shape, setting)
 

@@ -244,6 +244,18 @@ def test_the_reference_of_a_kl_term_counts(tables):
     assert trainer.num_bytes - without.num_bytes == trainer.needs["reference model"] == 2 * SHAPE.parameters
 
 
+def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():
+    kl = {"objective": {"kwargs": {"kl_coefficient": 0.1}}}
+    (trainer, *_) = place(config(lora={"rank": 8, "targets": ["q_proj", "down_proj"]}, **kl), machine(3), SHAPE).shares
+    (whole, *_) = place(config(**kl), machine(3), SHAPE).shares
+    adapter = SHAPE.layers * 8 * (SHAPE.hidden + SHAPE.query_width + SHAPE.hidden + SHAPE.intermediate)
+    assert trainer.needs["base model"] == 2 * SHAPE.parameters and "reference model" not in trainer.needs
+    assert trainer.needs["masters, gradients, moments"] == 16 * adapter
+    assert trainer.needs["gathered all the while"] == 0
+    assert trainer.needs["activations"] == whole.needs["activations"]
+    assert trainer.needs["a block, or the head"] < whole.needs["a block, or the head"]
+
+
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():
     shipped = load_config(KUBERNETES / "overlays" / "gpu" / "run.toml")
     (shape,) = (each for each in SHAPES if each.name == shipped.model.path.rpartition("/")[2])
