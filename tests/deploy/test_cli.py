@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
@@ -415,3 +417,16 @@ def test_a_reader_that_leaves_early_ends_a_command_without_a_traceback(model_fol
         ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, env=dict(os.environ)
     )
     assert (shown.returncode, shown.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_dry_run_refuses_an_adapter_that_the_model_has_no_layers_for(capsys, model_folder):
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.norm.weight", "lm_head.weight")
+    save_file({name: np.zeros((2, 2), np.float32) for name in names}, model_folder / "model.safetensors")
+    adapter = ["run", "demo-lora", "--dry-run", "--set", f"model.path={model_folder}", "--set"]
+    line = refused(capsys, *adapter, "lora.targets=['wq']")
+    assert (
+        "lora.targets = ['wq']: the blocks of model.path = " in line
+        and "have no linear layer wq; expected some of norm, q_proj" in line
+    )
+    assert "lora.rank = 0: Expected `int` >= 1" in refused(capsys, *adapter, "lora.rank=0")
+    assert "dropout = 0.5: expected 0.0" in refused(capsys, *adapter, "lora.dropout=0.5")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.schemas.config import ModelConfig, TrainerConfig
+from penstock.schemas.config import LoraConfig, ModelConfig, TrainerConfig
 from rank_processes import on_ranks
 from rank_work import publish_and_read
 from training_groups import VOCABULARY, configuration, random_group, tiny_model
@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.redis, pytest.mark.xdist_group("ranks")]
 
 
 @pytest.mark.parametrize("server_binary", ["redis"], indirect=True)
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("experts", "lora"), [(False, None), (True, None), (False, LoraConfig(rank=3))])
 def test_the_shards_of_all_ranks_are_the_policy_that_one_rank_would_publish(
-    redis_url: str, tmp_path: Path, experts: bool
+    redis_url: str, tmp_path: Path, experts: bool, lora: LoraConfig | None
 ) -> None:
     if experts:
         fields = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8}
@@ -29,7 +29,8 @@ def test_the_shards_of_all_ranks_are_the_policy_that_one_rank_would_publish(
     config = configuration(
         str(tmp_path / "model"),
         model=ModelConfig(path=str(tmp_path / "model"), dtype="bfloat16"),
-        trainer=TrainerConfig(device="cpu", learning_rate=1e-5),
+        trainer=TrainerConfig(device="cpu", learning_rate=1e-5 if lora is None else 1e-3),
+        lora=lora,
     )
     batches = [[random_group(index, seed) for index in range(1, 5)] for seed in range(4)]
     found = on_ranks(2, publish_and_read, config, batches, redis_url, tmp_path, folder=tmp_path / "work")[0]

@@ -16,7 +16,7 @@ import redis
 import penstock.producers.__main__ as produce
 from penstock.deploy import cli
 from penstock.deploy.launch import joining
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.config import EnvironmentConfig, LoraConfig, ModelConfig, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Keys
 from penstock.schemas.model_digest import model_digest
@@ -274,3 +274,18 @@ def test_files_of_the_hub_that_nothing_reads_are_not_downloaded(monkeypatch: pyt
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", pretend)
     assert joining._find_model("lab/tiny") == tmp_path
+
+
+def test_a_run_of_adapters_needs_its_base_on_this_host(run, join, model: Path, on_another_host: Path) -> None:
+    run(lora=LoraConfig())
+    assert [started for _, _, started in (join(),)] != [[]], "the run's own path has it"
+    copy = Path(shutil.copytree(model, on_another_host / "copy"))
+    shutil.rmtree(model)
+    status, error, started = join()
+    assert (status, started) == (2, [])
+    assert (
+        f"publishes adapters ([lora]) to the model {str(model)!r}, whose weights are neither on this host nor" in error
+    )
+    assert "expected --model FOLDER or OWNER/NAME" in error
+    status, _, [(joined, _)] = join("--model", "copy")
+    assert status == 0 and joined.model.path == copy.name

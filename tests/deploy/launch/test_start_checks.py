@@ -3,7 +3,9 @@
 import tomllib
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine
@@ -22,6 +24,7 @@ from penstock.schemas.config import (
     EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    LoraConfig,
     MetricsConfig,
     ModelConfig,
     Plug,
@@ -303,3 +306,24 @@ class PosesText:
 def test_a_prompt_that_raises_or_is_none_is_refused_before_anything_boots(config, kwargs, message) -> None:
     with pytest.raises(ConfigError, match=message):
         check(changed(config, environment=EnvironmentConfig(path=f"{__name__}:PosesText", kwargs=kwargs)))
+
+
+def test_an_adapter_needs_the_base_s_weights_and_targets_that_it_has(config, model_folder):
+    with pytest.raises(ConfigError, match=r"no safetensors files there; expected the weights of the base"):
+        check(changed(config, lora=LoraConfig()))
+    names = [f"model.layers.1.{name}.weight" for name in LoraConfig().targets]
+    save_file({name: np.zeros((2, 2), np.float32) for name in names}, model_folder / "model.safetensors")
+    adapted = changed(config, lora=LoraConfig())
+    assert check(adapted).warnings == []
+    wrong = changed(adapted, lora=LoraConfig(targets=("qkv_proj", "q_proj")))
+    with pytest.raises(
+        ConfigError, match=r"lora.targets = .* no linear layer qkv_proj; expected some of down_proj, ga"
+    ):
+        check(wrong)
+
+
+def test_the_reference_of_an_adapter_is_not_replaced(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('name = "r"\n[model]\npath = "m"\nreference_every = 2\n[environment]\npath = "a:B"\n[lora]\n')
+    with pytest.raises(ConfigError, match=r"model.reference_every = 2 with \[lora\]: .*expected it to be left out"):
+        load_config(file)

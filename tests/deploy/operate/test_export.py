@@ -1,8 +1,10 @@
 """`penstock export`: which checkpoint, where to, and what is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +15,7 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.config import LoraConfig
 from penstock.schemas.keys import Keys
 from training_groups import configuration, tiny_model
 
@@ -116,3 +119,32 @@ def test_a_run_that_has_no_checkpoint_yet_says_so(export, written) -> None:
     save_run_file(configuration(written / "base", name="new"), written / "runs" / "new")
     status, _, err = export(of="new")
     assert status == 2 and "run new has no checkpoint yet" in err
+
+
+def test_an_adapter_is_exported_as_peft_s_folder_or_merged_into_its_base(export, written, tmp_path) -> None:
+    config = configuration(written / "base", name="adapted", lora=LoraConfig(rank=2, alpha=6.0, targets=("q_proj",)))
+    runs = written / "runs" / "adapted"
+    save_run_file(config, runs)
+    checkpoints = Checkpoints(runs / "checkpoints", 9, written / "base")
+    checkpoints.claim_epoch(0)
+    learner = Learner(config)
+    for parameter in learner.model.parameters():
+        parameter.data.fill_(0.5)
+    checkpoints.begin(learner, msgspec.structs.replace(CheckpointState.new(4), learner=learner.state())).result()
+    assert export(of="adapted", folder=tmp_path / "adapter")[0] == 0
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["target_modules"]) == (2, ["q_proj"])
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").decode([65, 66]) == "AB"
+    status, out, _ = export("--merged", of="adapted", folder=tmp_path / "merged")
+    assert status == 0 and "merged" in out
+    base, merged = (load_file(folder / "model.safetensors") for folder in (written / "base", tmp_path / "merged"))
+    for name, tensor in merged.items():
+        # alpha / rank = 3, and the product is 2 * 0.5 * 0.5 everywhere.
+        assert torch.allclose(tensor, base[name] + 1.5 * name.endswith("q_proj.weight"), atol=1e-6), name
+    tiny_model(tmp_path / "other", seed=5)
+    status, _, err = export("--merged", "--base", str(tmp_path / "other"), of="adapted")
+    assert status == 2 and "expected the base of the adapter, the model that was" in err
+    status, _, err = export("--base", str(tmp_path / "other"), of="adapted")
+    assert status == 2 and "an adapter is exported without its base; expected --merged with it" in err
+    status, _, err = export("--merged")
+    assert status == 2 and "--merged: " in err and "holds all weights; expected no option" in err

@@ -14,7 +14,7 @@ import pytest
 from penstock.consumers.learning.learner import Learner
 from penstock.deploy import cli
 from penstock.deploy.replay import command
-from penstock.schemas.config import RecordingConfig, TrainerConfig
+from penstock.schemas.config import LoraConfig, RecordingConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
 from rank_processes import command_on_ranks, log_of, on_ranks
 from rank_work import record_updates
@@ -323,3 +323,12 @@ def test_ranks_of_another_number_than_the_run_s_are_refused(training, capsys, mo
     assert "2 ranks started, to be played on 1: expected 1, or --set trainer.num_processes=2" in refused(
         capsys, training
     )
+
+
+def test_a_run_of_an_adapter_is_played_bit_for_bit_from_its_record_and_from_a_checkpoint(tmp_path, model, capsys):
+    training = RecordedTraining(tmp_path / "runs" / "test", model)
+    training.train(3, config=settings(model, lora=LoraConfig(rank=3, alpha=6.0)))
+    status, out, err = replay(capsys, training)
+    assert status == 0, err
+    assert "are those of the run, bit for bit, at all 3 updates" in out
+    assert losses(training, "1", "own") == training.losses

@@ -10,6 +10,7 @@ from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import (
     EngineConfig,
     EnvironmentConfig,
+    LoraConfig,
     ModelConfig,
     ProducersConfig,
     RunConfig,
@@ -187,3 +188,18 @@ def test_an_engine_over_more_gpus_than_there_are_is_refused(tmp_path):
     with pytest.raises(EngineError, match=r"engine\.tensor_parallel_size = 4: 2 GPUs here; expected at most that"):
         engine_arguments(run, 5, num_gpus=2, **given)
     assert engine_arguments(run, 5, num_gpus=4, **given)["tensor_parallel_size"] == 4
+
+
+def test_an_adapter_has_one_slot_of_a_rank_that_vllm_knows_and_its_own_place_in_the_run_file():
+    run = config(lora=LoraConfig(rank=20, alpha=5.0, targets=("q_proj", "down_proj")))
+    arguments = arguments_of(run)
+    assert (arguments["enable_lora"], arguments["max_loras"], arguments["max_lora_rank"]) == (True, 1, 32)
+    assert arguments["lora_target_modules"] == ["q_proj", "down_proj"]
+    verify(arguments, run, [report(run)])
+    with pytest.raises(EngineError, match=r"lora.rank: wanted 32, but the running engine reports 16"):
+        verify(arguments, run, [report(run, max_lora_rank=16)])
+    args = EngineConfig(args={"enable_lora": True})
+    with pytest.raises(EngineError, match=r"engine.args.enable_lora = True: expected lora to be set instead"):
+        arguments_of(config(engine=args))
+    found = json.loads(fingerprint(run, report(run), "1").other["lora"])
+    assert found == {"rank": 20, "alpha": 5.0, "targets": ["q_proj", "down_proj"], "dropout": 0.0}

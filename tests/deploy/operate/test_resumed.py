@@ -1,0 +1,42 @@
+"""What a run is continued from is checked before anything starts."""
+
+from pathlib import Path
+
+import msgspec
+
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
+from penstock.deploy import cli
+from penstock.deploy.launch import start_checks
+from penstock.deploy.launch.machine import Machine
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.config import EnvironmentConfig, LoraConfig
+from training_groups import configuration, tiny_model
+
+ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
+
+
+def test_a_resumed_adapter_of_another_base_or_scale_is_refused_before_anything_starts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(start_checks, "read_machine", Machine)  # whatever this one has
+    monkeypatch.chdir(tmp_path)
+    tiny_model(tmp_path / "tiny")
+    config = configuration(tmp_path / "tiny", name="r", lora=LoraConfig(rank=2), environment=ARITHMETIC)
+    save_run_file(config, tmp_path / "runs" / "r")
+    checkpoints = Checkpoints(tmp_path / "runs" / "r" / "checkpoints", 2, tmp_path / "tiny")
+    checkpoints.claim_epoch(0)
+    learner = Learner(config)
+    checkpoints.begin(learner, msgspec.structs.replace(CheckpointState.new(3), learner=learner.state())).result()
+
+    def resumed(*overrides: str) -> str:
+        words = (word for each in overrides for word in ("--set", each))
+        file = str(Path("runs") / "r" / "run.toml")
+        status = cli.main(["run", file, "--resume", "--dry-run", *words])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert status == (2 if overrides else 0), line
+        return line
+
+    assert "all is well" in resumed()
+    assert "lora.alpha = 8.0: the adapter in " in resumed("lora.alpha=8.0")
+    assert "lora.rank = 4: the adapter in " in resumed("lora.rank=4")
+    tiny_model(tmp_path / "other", seed=1)
+    assert "holds an adapter of another base: digest" in resumed(f"model.path={tmp_path / 'other'}")
