@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import redis
 
 from penstock.consumers.distributed.watch import Watch
@@ -37,6 +38,7 @@ from penstock.consumers.weights.shard import PolicyShard
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import make_version
 from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
@@ -254,6 +256,7 @@ def _assemble(
         config.weights.keep_versions,
         epoch,
         run_log.publication,
+        msgspec.UNSET if config.lora is None else model_digest(Path(config.model.path)),
     )
     learner.before_update = publisher.wait_for_snapshot
     return Trainer(

@@ -52,6 +52,8 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     chunks: their pieces are all elements of all tensors, each once, unchanged ones too.
     store: where the chunks are: "redis", a folder, or an fsspec URL.
     created_s: when it was announced, in seconds since 1970; 0 if it does not say.
+    base_digest: of the model that the tensors are an adapter to, see `penstock.schemas.model_digest`; not there if they
+        are a whole model.
     """
 
     version: int
@@ -62,6 +64,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[Chunk, ...] = ()
     store: str = "redis"
     created_s: float = 0.0
+    base_digest: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def chunk_bytes(self) -> int:

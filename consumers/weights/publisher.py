@@ -87,7 +87,8 @@ class Publisher:
     One publication is under way at a time. What ends it without an announcement is raised by the next call of
     `publish`, `check` or `wait`.
 
-    shard: of this rank. ranks: those that share the model. on_published: called in the thread.
+    shard: of this rank. ranks: those that share the model. on_published: called in the thread. base_digest: as in
+    `WeightManifest`.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Publisher:
         keep_versions: int,
         epoch: int,
         on_published: Callable[[Publication], None] = lambda publication: None,
+        base_digest: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
         self._connection, self._scripts, self._keys = connection, scripts, keys
         self._shard, self._ranks, self._beside = shard, ranks, ranks.beside("publisher")
@@ -114,6 +116,7 @@ class Publisher:
         self._kept = KeptWeights(keep_versions)
         self._epoch = epoch
         self._on_published = on_published
+        self._base_digest = base_digest
         self._newest: tuple[int, int, bool] | None = None
         """Version, parent version, and whether it is an epoch's first policy after a resume, of the one announced last.
         """
@@ -339,6 +342,7 @@ class Publisher:
                     chunks=tuple(chunks),
                     store=place,
                     created_s=time.time(),
+                    base_digest=self._base_digest,
                 )
             has_no_room = isinstance(failure, NoRoomError | RedisFullError)
             if has_no_room or not isinstance(failure, ChunkStoreError):

@@ -98,6 +98,10 @@ def engine_arguments(
     if engine.max_model_len is not None:
         arguments["max_model_len"] = engine.max_model_len
     if (lora := config.lora) is not None:
+        if not cpu and config.model.dtype == "float32":
+            raise EngineError(
+                "model.dtype = 'float32' with [lora]: vLLM's LoRA kernels for GPUs take 16 bits; expected 'bfloat16'"
+            )
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,

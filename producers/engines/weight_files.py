@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from penstock.producers.interfaces import EngineError, WeightLoadError
 from penstock.schemas.adapter import parse_name
 from penstock.schemas.config import LoraConfig
+from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.weights.layout import SAFETENSORS_NAMES
 
@@ -77,6 +79,10 @@ class BaseModel:
         self.shapes: Shapes = {tensor.name: tensor.shape for tensor in tensors}
         self.optional = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
 
+    @cached_property
+    def digest(self) -> str:
+        return model_digest(Path(self.folder))
+
 
 def _checkpoint_files(folder: Path) -> list[str]:
     """A sharded checkpoint's files by its index, else the one file, else every safetensors file there is."""
@@ -107,6 +113,11 @@ def check(path: str, manifest: WeightManifest, base: BaseModel, dtype: str, lora
         found = read_header(path)
     except (OSError, HeaderError) as error:
         raise WeightLoadError(f"{where}: {error}") from error
+    if manifest.base_digest and manifest.base_digest != base.digest:
+        raise WeightLoadError(
+            f"{where}: an adapter to a base of digest {manifest.base_digest[:12]}, but model.path = {base.folder!r} "
+            f"has {base.digest[:12]} here; expected the model that the trainer has"
+        )
     announced = {tensor.name: tensor for tensor in manifest.tensors}
     for name in announced.keys() | found.keys():
         if found.get(name) != announced.get(name):

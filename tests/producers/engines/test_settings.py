@@ -198,6 +198,9 @@ def test_an_adapter_has_one_slot_of_a_rank_that_vllm_knows_and_its_own_place_in_
     verify(arguments, run, [report(run)])
     with pytest.raises(EngineError, match=r"lora.rank: wanted 32, but the running engine reports 16"):
         verify(arguments, run, [report(run, max_lora_rank=16)])
+    with pytest.raises(EngineError, match=r"model.dtype = 'float32' with \[lora\]: .*expected 'bfloat16'"):
+        arguments_of(run, cpu=False)
+    assert arguments_of(config("bfloat16", lora=LoraConfig()), cpu=False)["max_lora_rank"] == 32
     args = EngineConfig(args={"enable_lora": True})
     with pytest.raises(EngineError, match=r"engine.args.enable_lora = True: expected lora to be set instead"):
         arguments_of(config(engine=args))

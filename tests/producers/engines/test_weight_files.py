@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from penstock.producers.engines.weight_files import BaseModel, HeaderError, check, read_header
 from penstock.producers.interfaces import EngineError, WeightLoadError
+from penstock.schemas.config import LoraConfig
 from penstock.schemas.policy import TensorSpec, WeightManifest
 
 WEIGHTS = {"model.embed_tokens.weight": torch.zeros(8, 4), "model.norm.weight": torch.ones(4)}
@@ -118,3 +119,25 @@ def test_a_sharded_checkpoint_is_read_by_its_index(tmp_path):
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert BaseModel(str(tmp_path)).shapes == {"a": (1,), "b": (2,)}
+
+
+def test_an_adapter_is_checked_against_the_shapes_and_the_digest_of_its_base(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4)}, folder / "model.safetensors")
+    base, lora, name = BaseModel(str(folder)), LoraConfig(rank=2), "base_model.model.model.layers.0.mlp.up_proj.lora_"
+    adapter = {f"{name}A.weight": torch.zeros(2, 4), f"{name}B.weight": torch.zeros(6, 2)}
+    path, manifest = written(adapter, tmp_path)
+    check(path, msgspec.structs.replace(manifest, base_digest=base.digest), base, "float32", lora)
+    other = msgspec.structs.replace(manifest, base_digest="0" * 32)
+    with pytest.raises(WeightLoadError, match=r"policy 3: an adapter to a base of digest 000000000000, but model.path"):
+        check(path, other, base, "float32", lora)
+    for wrong, message in (
+        ({f"{name}A.weight": torch.zeros(3, 4)}, r"lora_A.weight: shape \(3, 4\), the model's is \(2, 4\)"),
+        ({f"{name}B.weight": torch.zeros(5, 2)}, r"lora_B.weight: shape \(5, 2\), the model's is \(6, 2\)"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4)}, r"not in the model: \['model.layers.0.mlp.up_proj"),
+    ):
+        path, manifest = written(wrong, tmp_path)
+        with pytest.raises(WeightLoadError, match=message):
+            check(path, manifest, base, "float32", lora)
