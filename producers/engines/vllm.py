@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -207,7 +207,7 @@ class VllmEngine:
 
     async def _on_ranks(self, method: str, *arguments: Any) -> None:
         """Calls a method of every worker; raises RuntimeError once all have answered if one failed."""
-        results_of(await self._llm.collective_rpc(TRY, args=(method, *arguments)))
+        results_of(await self._answered(self._llm.collective_rpc(TRY, args=(method, *arguments))))
 
     async def _replay(self, token_ids: list[int]) -> None:
         """Has the engine compute a sequence anew, bypassing its prefix cache."""
@@ -250,8 +250,24 @@ class VllmEngine:
         """Loads `paths` and labels them; returns the seconds during which no token was sampled."""
         # One call in place of pause_generation(), update_weights() and their like, each a round trip.
         call = self._llm.engine_core.call_utility_async
-        pause_s, _ = await call(UPDATE, paths, str(version), self._salted, self._drained)
+        pause_s, _ = await self._answered(call(UPDATE, paths, str(version), self._salted, self._drained))
         return float(pause_s)
+
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The answer of the engine's process, for which vLLM waits for ever if that dies.
+
+        Raises:
+            EngineDeadError: it has died.
+        """
+        calling, watch = asyncio.ensure_future(call), self._llm.output_handler
+        try:
+            # It ends with the process.
+            await asyncio.wait({calling} if watch is None else {calling, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise EngineDeadError()
+            return calling.result()
+        finally:
+            calling.cancel()
 
     async def _warm_up(self, config: RunConfig) -> None:
         """Compiles the kernels for one sequence and for many before the first request."""

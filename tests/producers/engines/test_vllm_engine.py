@@ -193,15 +193,22 @@ async def test_cancelling_the_start_leaves_no_process_behind(
     gc.collect()  # what vLLM leaves behind of an engine that never was
 
 
-async def test_an_engine_process_that_dies_fails_its_requests(vllm_engine, make_config, make_qwen3, tmp_path):
-    make_qwen3(tied=True, seed=0).save_pretrained(tmp_path / "model")
+async def test_an_engine_process_that_dies_fails_its_requests_and_the_load_under_way(
+    vllm_engine, make_config, make_qwen3, parameters, write_policy, tmp_path
+):
+    model = make_qwen3(tied=True, seed=0)
+    model.save_pretrained(tmp_path / "model")
     before = engine_processes()
     engine = await vllm_engine.start(make_config(tmp_path / "model", engine=EAGER))
     (process,) = engine_processes() - before
     running = await start_long_request(engine)
+    process.suspend()
+    loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(model), 1, tmp_path)))
+    await asyncio.sleep(0.05)
     process.kill()
-    with pytest.raises(EngineError, match="died"):
-        await running
+    for task in (running, loading):
+        with pytest.raises(EngineError, match="died"):
+            await asyncio.wait_for(task, timeout=30)
     with pytest.raises(EngineError, match="died"):
         await engine.generate(PROMPT, SamplingSettings(max_tokens=4), 1, "late")
     await engine.close()
