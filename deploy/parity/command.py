@@ -316,7 +316,7 @@ def print_gate_refusal(run_folder: Path, since_s: float) -> bool:
     print_verdict(verdict)
     print(f"report    {run_folder / REPORT_FILE}")
     print(
-        "penstock: the parity gate refuses to train, and nothing was trained. Mend it, then start under another name "
+        "penstock: the parity gate refuses to train. Mend it, then start under another name "
         f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same",
         file=sys.stderr,
     )

@@ -11,8 +11,10 @@ from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
+from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import VERSIONS_PER_EPOCH
 from penstock.schemas.rollout import decode_group
+from penstock.schemas.weights.log import read_log
 from real_server import RealServer
 from scripted_learner import KilledError
 from trainer_bench import assert_balanced
@@ -338,3 +340,12 @@ def test_a_run_without_held_out_prompts_evaluates_nothing_and_ends(bench):
     bench.producer()
     assert bench.trainer().run()
     assert bench.lines("evaluations.jsonl") == []
+
+
+def test_the_policies_of_an_adapter_name_its_base(bench, redis_client, model_folder):
+    bench.overrides = ["lora={}", f"model.path={json.dumps(str(model_folder))}"]
+    trainer = bench.trainer()
+    trainer.policy.publish_first()
+    trainer.policy.wait()
+    announced = read_log(redis_client, bench.keys).announced
+    assert [manifest.base_digest for manifest in announced.values()] == [model_digest(model_folder)]
