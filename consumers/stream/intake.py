@@ -128,7 +128,7 @@ class Intake:
 
     def release(self) -> None:
         """Releases as many indexes as the credit allows, those that are to be sampled again first."""
-        version = self.lag_of.current
+        version, self._releaser.num_ready = self.lag_of.current, self.num_ready
         self._releaser.release_postponed(self.reader, version)
         self._releaser.release_requeued(version)
         self._releaser.top_up(version)

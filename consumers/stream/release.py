@@ -45,12 +45,15 @@ class Releaser:
         self._waiting = ledger.postponed
         self.skipped_share = 0.0
         """Of the groups read, those that batches skip while they are filled."""
+        self.num_ready = 0
+        """Groups that were read and will be trained."""
 
     @property
     def credit(self) -> int:
-        """The most groups that may be open: as many that are trained as `RunConfig.credit` has, and the expected number
-        of others among them."""
-        return min(self._config.most_open, int(self._config.credit / (1 - self.skipped_share)))
+        """The most groups that may be open: as many that will be trained as `RunConfig.credit` has, and the expected
+        number of others among those that are not read yet."""
+        away = max(0, self._config.credit - self.num_ready)
+        return min(self._config.most_open, self._config.credit - away + int(away / (1 - self.skipped_share)))
 
     def top_up(self, policy_version: int) -> int:
         """Releases new indexes; returns how many. Raises RunFailedError as `TaskPlan.next` does."""

@@ -85,9 +85,9 @@ def test_the_credit_grows_with_what_is_skipped_and_no_further_than_the_cap():
     environment = EnvironmentConfig(path="a:B")
     config = RunConfig(name="r", groups_per_batch=4, model=ModelConfig(path="m"), environment=environment, batch=batch)
     releaser = Releaser(None, None, Keys("r"), Ledger(), config, 0, lambda: 1)  # type: ignore[arg-type]
-    for share, credit in ((0.0, 12), (0.25, 16), (0.5, 24), (0.9, 36)):
-        releaser.skipped_share = share
-        assert releaser.credit == credit, "so many groups that teach among them"
+    for share, ready, credit in ((0.0, 0, 12), (0.25, 0, 16), (0.5, 0, 24), (0.9, 0, 36), (0.5, 8, 16), (0.5, 99, 12)):
+        releaser.skipped_share, releaser.num_ready = share, ready
+        assert releaser.credit == credit, "12 groups that teach are expected among them, those that are ready for sure"
 
 
 def test_a_reward_that_the_limit_replaces_counts_as_it_is_trained_on():
