@@ -62,7 +62,7 @@ class RankSetting(NamedTuple):
     """What a rank's memory depends on beside the model.
 
     dtype: `model.dtype`. tokens: of a pass. unsharded: gradients are reduced once an optimizer step. has_reference: a
-    KL term's model is held too. adapter: nothing but so many parameters are trained, of an adapter; 0 trains all.
+    KL term's model is held too. adapter: nothing but so many parameters are trained, of an adapter; None trains all.
     """
 
     ranks: int
@@ -72,7 +72,7 @@ class RankSetting(NamedTuple):
     unsharded: bool = False
     on_cuda: bool = True
     has_reference: bool = False
-    adapter: int = 0
+    adapter: int | None = None
 
 
 def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
@@ -127,7 +127,8 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     kept = tokens * b * shape.hidden * shape.layers if setting.checkpointing else shape.layers * per_block
     elements, scratch = (1 << 28, 2 * 4096 * 8192) if setting.on_cuda else (1 << 25, 0)
     rows = min(tokens, max(elements // shape.vocabulary, shape.hidden // 4))
-    trained, has_gradients = setting.adapter or whole, not setting.adapter
+    has_gradients = setting.adapter is None
+    trained = whole if setting.adapter is None else setting.adapter
     phases = [4 * (rows * shape.vocabulary + scratch + shape.vocabulary * shape.hidden * has_gradients)]
     computed_again = per_block if setting.checkpointing else 0
     if n == 1:
@@ -139,7 +140,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         phases += [(b + 4) * root * has_gradients]
     parts = {
         "masters, gradients, moments": 16 * trained / n,
-        "base model": b * whole * bool(setting.adapter) / n,
+        "base model": b * whole * (not has_gradients) / n,
         "gathered all the while": gathered,
         "unsharded gradients": 4 * trained * (setting.unsharded and n > 1),
         "reference model": b * whole * setting.has_reference / n,
@@ -147,7 +148,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         "a block, or the head": max(phases),
     }
     optional = {
-        "base model": bool(setting.adapter),
+        "base model": not has_gradients,
         "unsharded gradients": setting.unsharded,
         "reference model": setting.has_reference,
     }

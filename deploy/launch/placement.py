@@ -252,7 +252,7 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
         has_reference=config.model.reference is not None or (has_kl and config.lora is None),
-        adapter=0 if config.lora is None else adapter_parameters(shape, config.lora),
+        adapter=None if config.lora is None else adapter_parameters(shape, config.lora),
     )
     return rank_bytes(shape, setting)
 

@@ -256,6 +256,11 @@ def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():
     assert trainer.needs["a block, or the head"] < whole.needs["a block, or the head"]
 
 
+def test_an_adapter_of_layers_that_are_called_otherwise_is_no_training_of_all_weights():
+    (trainer, *_) = place(config(lora={"targets": ["qkv_proj"]}), machine(3), SHAPE).shares
+    assert trainer.needs["masters, gradients, moments"] == 0 and trainer.needs["base model"] == 2 * SHAPE.parameters
+
+
 def test_the_run_file_for_gpus_that_ships_fits_the_gpus_it_names():
     shipped = load_config(KUBERNETES / "overlays" / "gpu" / "run.toml")
     (shape,) = (each for each in SHAPES if each.name == shipped.model.path.rpartition("/")[2])
