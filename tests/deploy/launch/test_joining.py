@@ -155,9 +155,9 @@ def test_a_base_model_is_found_by_its_name_on_the_hub(run, redis_url: str, model
 
 
 def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client: redis.Redis) -> None:
-    run(environment=EnvironmentConfig(path="my_lab.tasks:Capitals"))
+    run(environment=EnvironmentConfig(path="no_lab.tasks:Capitals"))
     environment = (
-        "environment.path = 'my_lab.tasks:Capitals': cannot import 'my_lab.tasks': No module named 'my_lab'; a "
+        "environment.path = 'no_lab.tasks:Capitals': cannot import 'no_lab.tasks': No module named 'no_lab'; a "
         "producer that joins needs the run's modules, and the files they read, on its own host: in the working "
         f"directory {os.getcwd()} or on PYTHONPATH"
     )
