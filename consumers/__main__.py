@@ -25,11 +25,10 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
-from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.published_policy import PublishedPolicy

@@ -57,9 +57,9 @@ from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
-from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RolloutGroup

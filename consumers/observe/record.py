@@ -16,8 +16,8 @@ from penstock.consumers.learning.lag import KnownLags, LagTable, known_lags, spa
 from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
 from penstock.consumers.observe.record_files import RecordFiles
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.reader import Refused
-from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.config import RunConfig
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.record import (

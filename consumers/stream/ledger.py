@@ -14,6 +14,10 @@ MAX_KIND_CHARACTERS = 64
 OTHER_KIND = "other"
 
 
+class RunFailedError(RuntimeError):
+    """The run cannot go on; the message says why."""
+
+
 class IndexRanges:
     """A set of positive integers, small while they are nearly consecutive."""
 

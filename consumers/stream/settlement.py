@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from penstock.consumers.learning.step_report import StepReport
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import ReadyGroup, Refused
 from penstock.schemas.rollout import ABANDONED, RolloutGroup, encode_group
 
@@ -16,10 +16,6 @@ SendLetter = Callable[[int | None, str, bytes, bytes, str, str], None]
 MAX_FAILED_STEPS_IN_A_ROW = 8
 MOST_SHOWN = 8
 """Reasons quoted in the error that ends a run; `penstock audit` has them all."""
-
-
-class RunFailedError(RuntimeError):
-    """The run cannot go on; the message says why."""
 
 
 class Settlement:

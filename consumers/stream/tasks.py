@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from penstock.consumers.stream.curricula import Curriculum
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask
-from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
 from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, Plug, RunConfig, environment_fields
 from penstock.schemas.process.plugins import resolve
 

@@ -8,7 +8,7 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.model_digest import model_digest

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.consumers.stream.commit_schedule import CommitSchedule
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.scripts import FencedError
-from penstock.consumers.stream.settlement import RunFailedError
 from penstock.consumers.trainer import Trainer
 from scripted_learner import KilledError
 from trainer_bench import TrainerBench, assert_settled_once, at_step

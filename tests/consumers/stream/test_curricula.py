@@ -9,8 +9,7 @@ import pytest
 from mini_producer import group_fields
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
-from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.settlement import RunFailedError
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from scripted_learner import KilledError

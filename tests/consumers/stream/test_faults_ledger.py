@@ -10,8 +10,8 @@ import penstock.consumers.trainer
 from mini_producer import dead_fields, group_fields
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.checkpoints import CheckpointError
+from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.scripts import FencedError
-from penstock.consumers.stream.settlement import RunFailedError
 from penstock.schemas.keys import PRODUCERS_GROUP
 from scripted_learner import KilledError
 from trainer_bench import assert_settled_once, at_step

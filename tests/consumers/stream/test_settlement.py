@@ -7,9 +7,9 @@ import pytest
 
 import penstock.consumers.trainer
 from mini_producer import dead_fields, group_fields
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.reader import Refused
-from penstock.consumers.stream.settlement import RunFailedError, Settlement
+from penstock.consumers.stream.settlement import Settlement
 from scripted_learner import KilledError
 from trainer_bench import TrainerBench, assert_settled_once
 from waiting import wait_for
