@@ -15,7 +15,7 @@ import numpy as np
 Row = dict[str, Any]
 
 _ROW_GROUPS_KEPT = 8
-"""Decoded row groups of Parquet files that are held in memory."""
+"""Decoded row groups that are held in memory, of all Parquet files together."""
 _SCAN_BYTES = 1 << 24
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FILES = (".jsonl", ".parquet", ".json", ".csv")
@@ -122,7 +122,6 @@ class _Parquet:
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._columns = [name for name in columns if name in self._file.schema_arrow.names] or None
-        self._group = functools.lru_cache(_ROW_GROUPS_KEPT)(self._read)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -130,15 +129,20 @@ class _Parquet:
     def __getitem__(self, number: int) -> Row:
         group = bisect_right(self._starts, number) - 1
         try:
-            return self._group(group).slice(number - self._starts[group], 1).to_pylist()[0]
+            return _row_group(self, group).slice(number - self._starts[group], 1).to_pylist()[0]
         except (ValueError, OSError) as error:
             raise ValueError(f"{self.place(number)}: {error}; expected a whole Parquet file") from error
 
     def place(self, number: int) -> str:
         return f"{self._name}: row {number}"
 
-    def _read(self, group: int) -> Any:
+    def read(self, group: int) -> Any:
         return self._file.read_row_group(group, columns=self._columns)
+
+
+@functools.lru_cache(_ROW_GROUPS_KEPT)
+def _row_group(file: _Parquet, number: int) -> Any:
+    return file.read(number)
 
 
 class _HuggingFace:

@@ -1,8 +1,10 @@
 """Tasks from data sets: the same from every kind of file, in an order of the index alone, never all in memory."""
 
+import gc
 import json
 import re
 import tracemalloc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -126,14 +128,32 @@ def test_opening_lines_takes_no_memory_for_their_content(tmp_path, monkeypatch):
 
 def test_a_parquet_row_is_read_with_its_row_group_and_the_named_columns_alone(tmp_path, monkeypatch):
     read = []
-    original = rows._Parquet._read
-    monkeypatch.setattr(rows._Parquet, "_read", lambda self, group: read.append(original(self, group)) or read[-1])
+    original = rows._Parquet.read
+    monkeypatch.setattr(rows._Parquet, "read", lambda self, group: read.append(original(self, group)) or read[-1])
     columns = {"prompt": "question", "answer": "solution"}
     environment = Dataset(seed=0, training=write_parquet(tmp_path / "a.parquet"), columns=columns)
     assert [(table.num_rows, table.column_names) for table in read] == [(5, ["question", "solution"])]
     for index in range(1, 24):
         environment.prompt(index)
     assert len(read) == 5, "what was read last is kept"
+
+
+def test_a_folder_of_many_parquet_files_holds_no_more_row_groups_than_one_file(tmp_path, monkeypatch):
+    read = []
+    original = rows._Parquet.read
+
+    def read_and_note(self, group):
+        table = original(self, group)
+        read.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr(rows._Parquet, "read", read_and_note)
+    for n, record in enumerate(RECORDS):
+        write_parquet(tmp_path / f"{n:02}.parquet", [record])
+    environment = Dataset(seed=0, training=str(tmp_path), columns=COLUMNS)
+    assert {environment.prompt(n).answer for n in range(1, 24)} == {str(n) for n in range(1, 24)}
+    gc.collect()
+    assert sum(table() is not None for table in read) == rows._ROW_GROUPS_KEPT
 
 
 def test_blank_lines_at_the_end_are_no_rows(tmp_path):
@@ -144,9 +164,10 @@ def test_blank_lines_at_the_end_are_no_rows(tmp_path):
 
 
 def test_the_reward_of_mathematics_goes_with_any_data_set():
-    assert math_verified(Prompt(text="?", answer="1/2"), "So \\boxed{0.5}") == 1.0
-    assert math_verified(Prompt(text="?", answer="1/2"), "0.5") == 0.0
-    assert math_verified(Prompt(text="?", answer="1/2"), "0.5", require_boxed=False) == 1.0
+    half = Prompt(text="?", answer="1/2")
+    assert math_verified(half, "So \\boxed{0.5}", scoring_timeout_s=60.0) == 1.0
+    assert math_verified(half, "0.5", scoring_timeout_s=60.0) == 0.0
+    assert math_verified(half, "0.5", require_boxed=False, scoring_timeout_s=60.0) == 1.0
 
 
 @pytest.mark.parametrize(
