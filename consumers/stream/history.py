@@ -56,7 +56,8 @@ class TaskHistory:
         if number > self.num_tasks:
             return
         at = number - 1
-        self.settled[at] += 1
+        # One released under `uniform`, or while there were fewer tasks, was not counted.
+        self.settled[at] = min(self.settled[at] + 1, self.released[at])
         if not rewards:
             return
         rate = min(1.0, max(0.0, sum(rewards) / len(rewards)))
@@ -66,7 +67,7 @@ class TaskHistory:
     def reopen(self, number: int) -> None:
         """Notes that a dead group's task is to be settled again."""
         if number <= self.num_tasks:
-            self.settled[number - 1] -= 1
+            self.settled[number - 1] = max(self.settled[number - 1] - 1, 0)
 
     def to_state(self) -> dict[str, Any]:
         columns = b"".join(getattr(self, name).tobytes() for name in _NEW)

@@ -65,6 +65,15 @@ def test_a_history_has_rates_flat_groups_and_what_is_open():
     assert again.released.tolist() == [4, 1]
 
 
+def test_a_task_released_before_it_was_counted_leaves_none_open_and_none_owed():
+    history = TaskHistory(2)
+    history.settle(1, (1.0, 0.0))
+    history.reopen(2)
+    assert history.num_open.tolist() == [0, 0]
+    history.release(1)
+    assert set(drop_flat(history, 1, 0)) == {2}, "1 is open"
+
+
 def test_a_pass_has_every_task_once_in_an_order_of_its_own():
     history = TaskHistory(9)
     passes = []
