@@ -131,10 +131,9 @@ class TrainerMetrics:
         for reason, num_steps in line["steps_skipped"].items():
             self._steps_skipped.labels(reason).inc(num_steps)
         environments = line["environments"]
-        _set_labelled(self._environment_reward, {name: found["reward"] for name, found in environments.items()})
-        _set_labelled(
-            self._environment_tokens, {name: found["completion_tokens"] for name, found in environments.items()}
-        )
+        in_batch = {name: found for name, found in environments.items() if REWARD in found}
+        _set_labelled(self._environment_reward, {name: found[REWARD] for name, found in in_batch.items()})
+        _set_labelled(self._environment_tokens, {name: found["completion_tokens"] for name, found in in_batch.items()})
         for name, found in environments.items():
             for outcome in ("trained", "skipped"):
                 self._environment_groups.labels(name, outcome).inc(found[f"num_groups_{outcome}"])

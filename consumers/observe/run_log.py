@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 def by_environment(
     groups: Sequence[RolloutGroup], report: StepReport, passed: Sequence[RolloutGroup]
 ) -> dict[str, dict[str, float]]:
-    """Of each environment with groups in the batch: their `outcome`, and how many of them taught something. Those
-    skipped while the batch was filled count as such."""
-    own: dict[str, list[RolloutGroup]] = {}
+    """Of each environment: the `outcome` of its groups in the batch, if it has any, and how many of them taught
+    something. Those skipped while the batch was filled count as such."""
+    own: dict[str, list[RolloutGroup]] = {group.environment: [] for group in passed}
     for group in groups:
         own.setdefault(group.environment, []).append(group)
     found: dict[str, dict[str, float]] = {}

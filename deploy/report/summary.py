@@ -200,7 +200,8 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
             if (figures := point.environments.get(name))
         ]
         groups = {each: int(sum(_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
-        found[name] = {**groups, "course": course(own), "held_out": held_out(evaluated)}
+        in_batches = [line for line in own if REWARD in line.metrics]
+        found[name] = {**groups, "course": course(in_batches), "held_out": held_out(evaluated)}
     return found
 
 

@@ -147,6 +147,9 @@ def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -
     assert value("penstock_environment_completion_tokens", {"environment": "sums"}) == 7
     assert value("penstock_environment_groups_total", {"environment": "sums", "outcome": "trained"}) == 6
     assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 1
+    metrics.record(line(environments={"words": {"num_groups_trained": 0, "num_groups_skipped": 4}}))
+    assert value("penstock_environment_reward", {"environment": "words"}) is None, "no group of it in the batch"
+    assert value("penstock_environment_groups_total", {"environment": "words", "outcome": "skipped"}) == 5
     metrics.evaluate({"reward": 0.5}, {"sums": {"reward": 0.5}})
     assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
 

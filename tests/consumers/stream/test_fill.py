@@ -1,11 +1,14 @@
 """Batches filled with groups whose rewards differ: what is skipped is settled, counted, bounded, and starves nobody."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from mini_producer import group_fields, make_group
 from penstock.consumers.learning.advantages import has_variance
+from penstock.consumers.observe.run_log import by_environment
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.release import Releaser
 from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
@@ -80,6 +83,13 @@ def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches
     assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
 
 
+def test_an_environment_whose_groups_were_all_skipped_is_logged_beside_those_of_the_batch():
+    trained, passed = (replace(make_group(index, 0), environment=name) for index, name in ((1, "sums"), (2, "words")))
+    found = by_environment([trained], SimpleNamespace(teaches=lambda _: True), [passed, passed])
+    assert found["words"] == {"num_groups_trained": 0, "num_groups_skipped": 2}
+    assert found["sums"]["reward"] == 0.5 and found["sums"]["num_groups_skipped"] == 0
+
+
 def test_the_credit_grows_with_what_is_skipped_and_no_further_than_the_cap():
     batch = BatchConfig(fill="with_variance", max_skipped=8)
     environment = EnvironmentConfig(path="a:B")
@@ -92,5 +102,9 @@ def test_the_credit_grows_with_what_is_skipped_and_no_further_than_the_cap():
 
 def test_a_reward_that_the_limit_replaces_counts_as_it_is_trained_on():
     group = make_group(1, 0, rewards=(0.5, 0.5))
+    (segment,) = group.rollouts[0].segments
+    cut = replace(group.rollouts[0], segments=(replace(segment, finish_reason="length"),))
+    group = replace(group, rollouts=(cut, group.rollouts[1]))
     assert not has_variance(group, AdvantageConfig())
-    assert has_variance(make_group(1, 0, rewards=(0.5, 0.25)), AdvantageConfig())
+    assert has_variance(group, AdvantageConfig(truncated="penalize", truncated_reward=0.0))
+    assert not has_variance(group, AdvantageConfig(truncated="penalize", truncated_reward=0.5))

@@ -219,14 +219,18 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
         return {"reward": reward, "reward/exact": 1.0, "num_groups_trained": 2, "num_groups_skipped": 1}
 
     lines = [update_line(n, environments={"sums": own(n / 10), "words": own(0.0)}) for n in (1, 2)]
-    write_lines(run_folder / "updates.jsonl", [*lines, update_line(3, environments={"sums": own(0.7)})])
+    none_in_batch = {"num_groups_trained": 0, "num_groups_skipped": 5}
+    lines += [update_line(3, environments={"sums": own(0.7), "words": none_in_batch})]
+    write_lines(run_folder / "updates.jsonl", lines)
     evaluated = evaluation_line(3, 0.8, 1031.0) | {"environments": {"words": {"reward": 0.25}}}
     write_lines(run_folder / "evaluations.jsonl", [evaluated])
     summary = write_summary(run_folder)
     assert summary["environments"]["sums"]["num_groups_trained"] == 6
     rows = dict(table_rows(summary))
     assert rows["  sums"].startswith("0.100 → 0.700  (exact 1.000 → 1.000); held-out n/a; 6 groups trained, 3 skipped")
-    assert rows["  words"].startswith("0.000 → 0.000") and "held-out 0.250 → 0.250; 4 groups" in rows["  words"]
+    assert rows["  words"].startswith("0.000 → 0.000") and rows["  words"].endswith(
+        "held-out 0.250 → 0.250; 4 groups trained, 7 skipped"
+    )
 
 
 def test_after_a_resume_the_later_line_of_a_batch_counts(run_folder: Path) -> None:
