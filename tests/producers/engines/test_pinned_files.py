@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from waiting import wait_for
+
 pytestmark = [pytest.mark.vllm]
 
 WEIGHTS = {
@@ -89,13 +91,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
 
 
-def wait_until_free(driver: Driver) -> None:
-    deadline = time.monotonic() + 10
-    while driver.locked:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_tensors_are_those_that_safetensors_reads_in_file_order(files, path: str) -> None:
     with files.reading([path]) as tensors:
         assert [name for name, _ in tensors] == [name for name, _ in plain([path])]
@@ -125,8 +120,7 @@ def test_a_file_that_is_removed_is_let_go_of_without_another_load(files, driver:
     read(files, path)
     held = f"{path} (deleted)"
     os.unlink(path)
-    wait_until_free(driver)
-    assert held not in Path("/proc/self/maps").read_text()
+    wait_for(lambda: not driver.locked and held not in Path("/proc/self/maps").read_text())
 
 
 def test_nothing_is_let_go_of_while_it_is_read(files, driver: Driver, path: str) -> None:
@@ -136,15 +130,14 @@ def test_nothing_is_let_go_of_while_it_is_read(files, driver: Driver, path: str)
         time.sleep(0.05)
         assert driver.locked
         assert_equal(dict([first, *tensors]), WEIGHTS)
-    wait_until_free(driver)
+    wait_for(lambda: not driver.locked)
 
 
 def test_memory_that_cannot_be_locked_is_read_all_the_same(files, driver: Driver, path: str) -> None:
     driver.refuses = True
     assert_equal(read(files, path), WEIGHTS)
     os.unlink(path)  # what was not locked is not unlocked
-    time.sleep(0.05)
-    assert files._files == {}
+    wait_for(lambda: files._files == {})
 
 
 def test_a_file_that_may_not_be_written_to_is_read_by_safetensors(files, driver, path: str, monkeypatch) -> None:
