@@ -218,6 +218,8 @@ def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(base: Pat
 
 
 def test_a_checkpoint_becomes_peft_s_folder_which_peft_loads_and_merges(base: Path, tmp_path: Path) -> None:
+    import peft  # takes seconds, and this test alone needs it
+
     learner = trained(base)
     learner.begin_checkpoint(tmp_path / "tensors").result()
     learner.export(tmp_path / "tensors", base, tmp_path / "adapter", "float32")
@@ -227,7 +229,6 @@ def test_a_checkpoint_becomes_peft_s_folder_which_peft_loads_and_merges(base: Pa
     assert all(torch.equal(tensor, published[name]) for name, tensor in stored.items())
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (3, 6.0, str(base))
-    peft = pytest.importorskip("peft")
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     expected = logits(merged(learner, base))
     assert (logits(loaded) - expected).abs().max() <= 1e-5
