@@ -131,6 +131,7 @@ def measure_labels(bench: Bench) -> list[Figure]:
 
 def _tests(bench: Bench, name: str, arguments: Sequence[str]) -> Figure:
     report = bench.folder / "tests.xml"
+    report.unlink(missing_ok=True)  # another row's
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=900", "-p", "no:cacheprovider", f"--junitxml={report}"]
     log = bench.folder / "tests.log"
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -213,6 +213,17 @@ def test_the_tests_that_need_a_gpu_are_found_and_run(tmp_path: Path, monkeypatch
     assert {"test_attention.py", "test_head.py", "test_on_gpu.py"} <= files and "test_learner.py" not in files
 
 
+def test_tests_that_leave_no_report_are_not_judged_by_that_of_another_row(tmp_path: Path, monkeypatch) -> None:
+    def fail(children: list) -> None:
+        raise BenchError("pytest ended with signal SIGSEGV")
+
+    (tmp_path / "tests.xml").write_text('<testsuite tests="9" skipped="0" failures="0" errors="0"/>')
+    monkeypatch.setattr(section, "Child", lambda *_, **__: None)
+    monkeypatch.setattr(section, "wait_for", fail)
+    with pytest.raises(BenchError, match="SIGSEGV"):
+        section.measure_labels(bench(tmp_path))
+
+
 def test_the_demo_is_judged_by_its_gate_and_by_what_it_learned(tmp_path: Path) -> None:
     report = {
         "dtype": "bfloat16",
