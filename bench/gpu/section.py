@@ -42,7 +42,7 @@ from docs.sizing import SHAPES
 from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES
 from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
-from penstock.deploy.launch.redis_server import RedisServer
+from penstock.deploy.launch.redis_server import RedisServer, ServerError
 from penstock.deploy.report.telemetry import read_telemetry
 from penstock.producers.weights.host_copy import default_folder
 from penstock.schemas.config import ConfigError
@@ -102,18 +102,26 @@ def absent(name: str, reason: str) -> Figure:
     return compare(f"{name}: not measured", unit="", measured=None, details={"reason": reason})
 
 
+def failed(name: str, reason: str) -> Figure:
+    """Its goal is to be measured at all."""
+    goal = Goal(at_least=1.0)
+    return compare(f"{name}: failed", unit="", measured=None, reference=1.0, goal=goal, details={"reason": reason})
+
+
 def _or_absent(name: str, row: Callable[[Bench], Sequence[Figure]], bench: Bench, *, engine: bool) -> Sequence[Figure]:
-    """A row's figures; one that says why, if it cannot be measured. engine: whether it needs vLLM."""
+    """A row's figures; one that says why, if it cannot be measured or fails. engine: whether it needs vLLM."""
     if engine and importlib.util.find_spec("vllm") is None:
         return [absent(name, "vLLM is not installed")]
     if bench.settings.device == "cuda" and not torch.cuda.is_available():
         return [absent(name, "torch finds no CUDA device")]
     try:
         return row(bench)
-    except BenchError as error:
-        return [absent(name, str(error))]
-    except (ConfigError, OSError, RuntimeError) as error:  # no server, no room, out of memory
+    except (ServerError, OSError, torch.OutOfMemoryError) as error:  # no server, no room
         return [absent(name, f"{type(error).__name__}: {error}")]
+    except BenchError as error:
+        return [failed(name, str(error))]
+    except (ConfigError, RuntimeError) as error:
+        return [failed(name, f"{type(error).__name__}: {error}")]
 
 
 def _apart(bench: Bench, name: str, job: object, kind: type) -> Any:
@@ -216,7 +224,7 @@ def measure_trainer(bench: Bench) -> list[Figure]:
         try:
             found = _apart(bench, f"trainer-{shape.name}", job, TrainerFound)
         except BenchError as error:
-            figures.append(absent(f"trainer, {shape.name}", str(error)))
+            figures.append(failed(f"trainer, {shape.name}", str(error)))
         else:
             figures += trainer_figures(shape.name, found, formula_gb)
         shutil.rmtree(folder, ignore_errors=True)

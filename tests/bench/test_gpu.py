@@ -152,13 +152,13 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(section, "measure_apart", fail)
     (figure,) = GPU.rows["head"](bench(tmp_path))
-    assert "CUDA error" in figure.details["reason"]
+    assert "CUDA error" in figure.details["reason"] and figure.reached is False
     output = Console(width=100, record=True, file=io.StringIO())
     machine = {"processor": "p", "num_cores_usable": 1, "load_average_before": [0.0]}
     print_result(
         Result(section="gpu", date="2031-01-01", machine=machine, settings={}, wall_s=1.0, figures=(figure,)), output
     )
-    assert "head: not measured: head ended with status 1; its log ends:" in output.export_text()
+    assert "head: failed: head ended with status 1; its log ends:" in output.export_text()
 
 
 @pytest.mark.parametrize("error", [ServerError("no server"), torch.OutOfMemoryError("no room"), OSError("full")])
