@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import re
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,10 @@ def open_rows(source: str, *, split: str, subset: str | None = None, columns: Se
         ValueError: nothing there that can be read, or no row in it; the message names it and what was expected.
     """
     path = Path(source)
-    files = sorted(path.glob("*.jsonl")) or sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    kinds = [sorted(path.glob(pattern)) for pattern in ("*.jsonl", "*.parquet")] if path.is_dir() else [[path]]
+    if all(kinds) and len(kinds) > 1:
+        raise ValueError(f"{source!r} holds .jsonl and .parquet files, expected one kind")
+    files = next(filter(None, kinds), [])
     if files and files[0].is_file():
         parts = [_open_file(file, columns) for file in files]
         rows: DataRows = parts[0] if len(parts) == 1 else _Joined(parts)
@@ -73,8 +77,12 @@ class _JsonLines:
     """One JSON object a line. The file is read through once for the places of its lines: 16 bytes of memory each."""
 
     def __init__(self, file: Path) -> None:
-        self._file = os.open(file, os.O_RDONLY)
         self._name = str(file)
+        try:
+            self._file = os.open(file, os.O_RDONLY)
+        except OSError as error:
+            raise ValueError(f"{self._name}: {error.strerror}; expected a file that can be read") from error
+        weakref.finalize(self, os.close, self._file)
         ends: list[np.ndarray] = []
         size = os.fstat(self._file).st_size
         for start in range(0, size, _SCAN_BYTES):
@@ -86,9 +94,6 @@ class _JsonLines:
         """From 0, those that are not empty."""
         if len(self):
             self[len(self) - 1]  # a file that is cut short is an error now
-
-    def __del__(self) -> None:
-        os.close(self._file)
 
     def __len__(self) -> int:
         return len(self._lines)

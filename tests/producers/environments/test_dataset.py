@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import tracemalloc
 import weakref
@@ -221,3 +222,22 @@ def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
 def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
     with pytest.raises(ValueError, match="split 'test': KeyError"):
         Dataset(seed=0, training=saved_by_datasets(tmp_path / "saved"), columns=COLUMNS, split="test")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n')
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)  # root may read everything
+    with pytest.raises(ValueError, match=f"training: {re.escape(str(file))}: Permission denied; expected a file that"):
+        Dataset(seed=0, training=str(file))
+
+
+def test_a_folder_of_two_kinds_of_files_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    write_parquet(tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"holds \.jsonl and \.parquet files, expected one kind"):
+        Dataset(seed=0, training=str(tmp_path))
