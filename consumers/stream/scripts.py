@@ -100,7 +100,7 @@ return released
 )
 
 # ARGV: epoch, policy version, then index, environment and number of each task. A letter that a requeue or a rollback
-# has voided makes room for the next one.
+# has voided makes room for the next one. Redis may have lost the tasks of the first release.
 _RELEASE_AGAIN = (
     _FENCE
     + """
@@ -108,6 +108,7 @@ for i = 3, #ARGV, 3 do
   redis.call('HDEL', KEYS[3], ARGV[i])
   redis.call(
     'XADD', KEYS[2], '*', 'index', ARGV[i], 'version', ARGV[2], 'environment', ARGV[i + 1], 'task', ARGV[i + 2])
+  redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 2] .. ' ' .. ARGV[i + 1])
 end
 return (#ARGV - 2) / 3
 """
@@ -300,7 +301,7 @@ class Scripts:
 
     def release_again(self, epoch: int, version: int, tasks: Sequence[tuple[int, ReleasedTask]]) -> None:
         """Releases indexes once more, each with its task."""
-        keys = [self._keys.commit, self._keys.prompts, self._keys.dead_index]
+        keys = [self._keys.commit, self._keys.prompts, self._keys.dead_index, self._keys.tasks]
         for start in range(0, len(tasks), INDEXES_PER_CALL):
             part = tasks[start : start + INDEXES_PER_CALL]
             self._run("release_again", keys, epoch, version, *(each for index, task in part for each in (index, *task)))

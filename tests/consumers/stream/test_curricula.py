@@ -9,9 +9,10 @@ import pytest
 from mini_producer import group_fields
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
-from penstock.consumers.stream.ledger import Ledger, RunFailedError
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.keys import Field
 from scripted_learner import KilledError
 from trainer_bench import TrainerBench, assert_balanced, assert_settled_once, tasks_taken
 
@@ -224,6 +225,19 @@ def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, r
     assert trainer.run()
     whole.close()
     assert before | after == unharmed and {**after, **before} == unharmed
+
+
+@pytest.mark.redis
+def test_indexes_that_redis_lost_keep_their_tasks_when_the_trainer_is_killed_too(bench, redis_client):
+    bench.overrides = [f"curriculum.path={CURRICULA}:by_solve_rate", "environment.num_tasks=30"]
+    first = bench.trainer()
+    first.intake.reconcile()
+    redis_client.delete(bench.keys.prompts, bench.keys.tasks)
+    first.intake.reconcile()
+    prompts = [fields for _, fields in redis_client.xrange(bench.keys.prompts)]
+    assert len(prompts) == 12
+    released = {int(each[Field.INDEX]): ReleasedTask("main", int(each[Field.TASK])) for each in prompts}
+    assert bench.trainer(resume=True).intake.ledger.tasks == released
 
 
 @pytest.mark.redis

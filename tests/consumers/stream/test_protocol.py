@@ -289,6 +289,9 @@ def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redi
     released = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.prompts)]
     assert released == [(b"words", b"1"), (b"sums", b"1"), (b"sums", b"2"), (b"sums", b"1")]
     assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"2": b"1 sums", b"3": b"2 sums"}
+    redis_client.delete(KEYS.tasks)
+    scripts.release_again(0, 0, [(1, ReleasedTask("words", 1)), (3, ReleasedTask("sums", 2))])
+    assert redis_client.hgetall(KEYS.tasks) == {b"1": b"1 words", b"3": b"2 sums"}, "a second release as the first"
     scripts.commit(0, "c", b"0-0", b"0-0", 2)
     assert redis_client.hgetall(KEYS.tasks) == {b"3": b"2 sums"}
 
