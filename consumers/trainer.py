@@ -157,7 +157,7 @@ class Trainer:
             self.run_log.update(
                 groups,
                 report,
-                passed=self.intake.take_passed(),
+                passed=progress.take_passed(),
                 policy_version=self.policy.version,
                 credit=self.intake.credit,
                 num_ready=self.intake.num_ready,

@@ -6,7 +6,7 @@ Training does not depend on any of it.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.consumers.observe.ledger_file import LedgerFile
 from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.observe.sinks.feeding import Sinks
 from penstock.consumers.parity.gate import Alert
+from penstock.consumers.stream.checkpoints import PassedOver
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 def by_environment(
-    groups: Sequence[RolloutGroup], report: StepReport, passed: Sequence[RolloutGroup]
+    groups: Sequence[RolloutGroup], report: StepReport, passed: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
     """Of each environment: the `outcome` of its groups in the batch, if it has any, and how many of them taught
-    something. Those skipped while the batch was filled count as such."""
-    own: dict[str, list[RolloutGroup]] = {group.environment: [] for group in passed}
+    something. passed: how many groups of each were skipped while the batch was filled; they count as such."""
+    own: dict[str, list[RolloutGroup]] = {name: [] for name in passed}
     for group in groups:
         own.setdefault(group.environment, []).append(group)
     found: dict[str, dict[str, float]] = {}
@@ -40,7 +41,7 @@ def by_environment(
         num_trained = sum(report.teaches(group.index) for group in of_it)
         found[name] = outcome(of_it) | {
             "num_groups_trained": num_trained,
-            "num_groups_skipped": len(of_it) - num_trained + sum(group.environment == name for group in passed),
+            "num_groups_skipped": len(of_it) - num_trained + passed.get(name, 0),
         }
     return found
 
@@ -80,7 +81,7 @@ class RunLog:
         groups: Sequence[RolloutGroup],
         report: StepReport,
         *,
-        passed: Sequence[RolloutGroup],
+        passed: PassedOver,
         policy_version: int,
         credit: int,
         num_ready: int,
@@ -107,10 +108,10 @@ class RunLog:
             "steps_skipped": report.steps_skipped,
             "num_groups_trained": len(report.advantages) - report.num_groups_skipped,
             "num_groups_skipped": report.num_groups_skipped,
-            "fill_skipped_groups": len(passed),
-            "fill_skipped_tokens": sum(rollout.num_sampled_tokens for group in passed for rollout in group.rollouts),
+            "fill_skipped_groups": passed.count,
+            "fill_skipped_tokens": passed.num_tokens,
             "credit": credit,
-            "environments": by_environment(groups, report, passed),
+            "environments": by_environment(groups, report, passed.num_groups),
             "queue_depth": num_ready,
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,

@@ -145,4 +145,6 @@ class Commits:
             learner=self._learner.state(),
             rng=rng_state(),
             taken=progress.taken,
+            passed=progress.passed,
+            skipped_share=progress.skipped_share,
         )

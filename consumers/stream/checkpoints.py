@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from penstock.schemas.process.files import digest, fsync, make_private
+from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,23 @@ class CheckpointWriteError(OSError):
     """A checkpoint could not be written. Nothing of it is left, and those before it stay."""
 
 
+class PassedOver(msgspec.Struct):
+    """Groups that a batch has skipped while it was filled, and what they cost."""
+
+    num_groups: dict[str, int] = {}
+    """By environment."""
+    num_tokens: int = 0
+    """Sampled in them."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.num_groups.values())
+
+    def add(self, group: RolloutGroup) -> None:
+        self.num_groups[group.environment] = self.num_groups.get(group.environment, 0) + 1
+        self.num_tokens += sum(rollout.num_sampled_tokens for rollout in group.rollouts)
+
+
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """The state that a trainer continues from, beside model and optimizer."""
 
@@ -67,6 +85,10 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     taken: dict[int, int] = {}
     """By epoch of the trainers on the way here, the batches taken when it ended, those before it included: the
     places at which the record of rollouts is cut."""
+    passed: PassedOver = msgspec.field(default_factory=PassedOver)
+    """By the batch that was being filled."""
+    skipped_share: float = 0.0
+    """Of the groups that the last batches read: by it the credit grows."""
 
     @classmethod
     def new(cls, policy_version: int) -> "CheckpointState":

@@ -38,8 +38,6 @@ class Intake:
         self.reader = Reader(connection, keys, ledger, config.group_size, check)
         self.died: list[Refused] = []
         """Groups that died before they could be trained or were skipped, for the record, if the run keeps one."""
-        self.passed: list[RolloutGroup] = []
-        """Groups that the batch being filled has skipped, or the last one until `take_passed`."""
         self._config = config
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
@@ -103,23 +101,18 @@ class Intake:
         Raises:
             RunFailedError: see `Settlement.count_step`.
         """
-        ready = self.reader.ready
+        ready, progress = self.reader.ready, self._progress
         if self._config.mode == "asynchronous":
-            share = len(self.passed) / (len(self.passed) + len(groups))
-            self._releaser.skipped_share = (self._releaser.skipped_share + share) / 2
+            share = progress.passed.count / (progress.passed.count + len(groups))
+            progress.skipped_share = (progress.skipped_share + share) / 2
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
         settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
         if report.counts_as_update:
             self._settlement.settle_batch(settled, report)
-            self._progress.num_batches += 1
+            progress.num_batches += 1
         for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
             del ready[index]
         self._settlement.count_step(None if report.counts_as_update else report.skipped_reason)
-
-    def take_passed(self) -> list[RolloutGroup]:
-        """The groups that the last batch skipped while it was filled, once."""
-        passed, self.passed = self.passed, []
-        return passed
 
     @property
     def credit(self) -> int:
@@ -128,7 +121,8 @@ class Intake:
 
     def release(self) -> None:
         """Releases as many indexes as the credit allows, those that are to be sampled again first."""
-        version, self._releaser.num_ready = self.lag_of.current, self.num_ready
+        version = self.lag_of.current
+        self._releaser.num_ready, self._releaser.skipped_share = self.num_ready, self._progress.skipped_share
         self._releaser.release_postponed(self.reader, version)
         self._releaser.release_requeued(version)
         self._releaser.top_up(version)
@@ -151,7 +145,7 @@ class Intake:
     @property
     def _room_to_skip(self) -> int:
         """Groups without variance that the batch being filled may still skip."""
-        return self._config.max_skipped - len(self.passed)
+        return self._config.max_skipped - self._progress.passed.count
 
     @property
     def _waits_for_all(self) -> bool:
@@ -169,7 +163,7 @@ class Intake:
         for index in (sorted(flat) if self._config.mode == "synchronous" else flat)[: self._room_to_skip]:
             group = ready.pop(index).group
             self._settlement.pass_over(group)
-            self.passed.append(group)
+            self._progress.passed.add(group)
             if self._keeps_record:
                 self.died.append(Refused(index, PASSED_OVER, encode_group(group), producer=group.producer_id))
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.consumers.learning.step_report import StepReport
-from penstock.consumers.stream.checkpoints import CheckpointState
+from penstock.consumers.stream.checkpoints import CheckpointState, PassedOver
 from penstock.schemas.rollout import RolloutGroup
 
 
@@ -17,6 +17,10 @@ class RunProgress:
         """Updates made."""
         self.num_taken = max(state.taken.values(), default=0)
         """Batches taken, failed ones included: the position of the next one in the record of rollouts."""
+        self.passed = state.passed
+        """Groups that the batch being filled has skipped, or the last one until `take_passed`."""
+        self.skipped_share = state.skipped_share
+        """Of the groups read, those that batches skip while they are filled: a mean of the last ones."""
         self.totals: dict[str, int | float] = {
             "num_tokens_trained": 0, "num_tokens_masked_lag": 0, "num_tokens_rejected": 0, "num_steps_skipped": 0,
             "train_s": 0.0, "first_prompt_s": 0.0, "last_update_s": 0.0, **state.counters,
@@ -27,6 +31,11 @@ class RunProgress:
     def taken(self) -> dict[int, int]:
         """`num_taken` at the end of each epoch on the way here, and now."""
         return {**self._taken_before, self.epoch: self.num_taken}
+
+    def take_passed(self) -> PassedOver:
+        """What the last batch skipped while it was filled, once."""
+        passed, self.passed = self.passed, PassedOver()
+        return passed
 
     def add(self, groups: Sequence[RolloutGroup], report: StepReport, step_s: float) -> None:
         """Adds one batch to the totals."""

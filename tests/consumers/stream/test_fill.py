@@ -15,7 +15,7 @@ from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentCon
 from penstock.schemas.keys import Keys
 from penstock.schemas.record_reader import Record
 from scripted_learner import KilledError
-from trainer_bench import assert_balanced, tasks_taken
+from trainer_bench import assert_balanced, at_step, tasks_taken
 
 FILL = "batch.fill=with_variance"
 pytestmark = pytest.mark.redis
@@ -48,7 +48,7 @@ def test_every_batch_is_full_of_groups_that_teach_and_the_others_are_skipped(ben
     assert not any(map(varied, ledger.by_outcome["skipped"]))
     lines = bench.lines("updates.jsonl")
     skipped = sum(line["fill_skipped_groups"] for line in lines)
-    assert skipped == ledger.count("skipped") - len(trainer.intake.passed) > 48
+    assert skipped == ledger.count("skipped") - trainer.progress.passed.count > 48
     assert sum(line["environments"]["main"]["num_groups_skipped"] for line in lines) == skipped
     assert sum(line["fill_skipped_tokens"] for line in lines) > skipped
     assert bench.metrics.registry.get_sample_value("penstock_fill_skipped_groups_total") == skipped
@@ -83,9 +83,45 @@ def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches
     assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
 
 
+def test_a_run_that_was_stopped_while_it_filled_a_batch_goes_on_with_that_batch(bench, redis_client):
+    bench.overrides = [FILL, "mode=synchronous", "batch.max_skipped=6"]
+    first = bench.trainer()
+
+    def stop_and_answer(index: int, version: int) -> dict:
+        if index == 25:  # released when 21 to 24 were skipped
+            first.stop()
+        return never(index, version)
+
+    bench.hardy_producer(stop_and_answer)
+    before = tasks_taken(first)
+    assert not first.run()
+    assert len(first.intake.ledger.by_outcome["trained"]) == 0 and len(before) == 8
+    second = bench.trainer(resume=True)
+    after = tasks_taken(second)
+    assert second.run()
+    assert_balanced(bench, second)
+    in_order = [10 * batch + n for batch in range(12) for n in (7, 8, 9, 10)]
+    assert [*before, *after] == in_order, "6 of each 10 are skipped"
+    lines = bench.lines("updates.jsonl")
+    assert [line["fill_skipped_groups"] for line in lines] == [6] * 12
+    assert [line["fill_skipped_tokens"] for line in lines] == [6 * 2 * 3] * 12
+    assert {line["environments"]["main"]["num_groups_skipped"] for line in lines} == {6 + 4}
+
+
+def test_a_run_that_goes_on_knows_by_how_much_its_credit_had_grown(bench, redis_client):
+    bench.overrides = [FILL, "batch.max_skipped=6"]
+    bench.hardy_producer(never)
+    first = bench.trainer()
+    at_step(first, 0, first.stop)
+    assert not first.run()
+    second = bench.trainer(resume=True)
+    second.intake.release()
+    assert (bench.config.credit, second.intake.credit) == (12, 17), "12 + 12 * (1 / 0.7 - 1): half of 6 in 10"
+
+
 def test_an_environment_whose_groups_were_all_skipped_is_logged_beside_those_of_the_batch():
-    trained, passed = (replace(make_group(index, 0), environment=name) for index, name in ((1, "sums"), (2, "words")))
-    found = by_environment([trained], SimpleNamespace(teaches=lambda _: True), [passed, passed])
+    trained = replace(make_group(1, 0), environment="sums")
+    found = by_environment([trained], SimpleNamespace(teaches=lambda _: True), {"words": 2})
     assert found["words"] == {"num_groups_trained": 0, "num_groups_skipped": 2}
     assert found["sums"]["reward"] == 0.5 and found["sums"]["num_groups_skipped"] == 0
 
