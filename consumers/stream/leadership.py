@@ -127,7 +127,7 @@ class Leadership:
         return had
 
     def restore(self) -> None:
-        """Restores commit hash and description on a server that was emptied or fell back to an older state.
+        """Restores commit hash, description and tasks on a server that was emptied or fell back to an older state.
 
         Raises:
             FencedError: a newer trainer has the run.
@@ -137,6 +137,8 @@ class Leadership:
             raise FencedError(f"this trainer is of epoch {self.epoch}, and the checkpoint folder knows epoch {newest}")
         found = self.scripts.restore(self.epoch, self._owner, *self._restorable())
         self.scripts.describe(self.epoch, self._description)
+        if self._commit_state is not None:
+            self.scripts.note_tasks(self.epoch, self._commit_state[0].tasks.copy())
         if found != self.epoch:
             where = "nothing of the run" if found < 0 else f"the run in epoch {found}"
             log.warning("redis has %s: restoring epoch %d and what belongs to it", where, self.epoch)

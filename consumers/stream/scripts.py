@@ -284,6 +284,11 @@ class Scripts:
         flat = [part for field in fields.items() for part in field]
         self._run("describe", [self._keys.commit, self._keys.description], epoch, *flat)
 
+    def note_tasks(self, epoch: int, tasks: Mapping[int, ReleasedTask]) -> None:
+        """Notes the tasks of released indexes, as their releases did: Redis may have lost them."""
+        flat = [part for index, task in tasks.items() for part in (index, f"{task.number} {task.environment}")]
+        self._run("describe", [self._keys.commit, self._keys.tasks], epoch, *flat)
+
     def hold_lease(self, owner: str, lease_s: float) -> bool:
         """Takes a free lease, or renews `owner`'s; False if another holds it."""
         return bool(self._run("hold_lease", [self._keys.lease], owner, int(lease_s * 1000)))

@@ -241,6 +241,18 @@ def test_indexes_that_redis_lost_keep_their_tasks_when_the_trainer_is_killed_too
 
 
 @pytest.mark.redis
+def test_a_group_that_came_before_its_lost_index_was_released_again_keeps_its_task(bench, redis_client):
+    bench.overrides = [f"curriculum.path={CURRICULA}:by_solve_rate", "environment.num_tasks=30"]
+    first = bench.trainer()
+    first.intake.reconcile()
+    redis_client.flushall()
+    redis_client.xadd(bench.keys.rollouts, group_fields(5, 0))
+    first.intake.reconcile()
+    assert redis_client.xlen(bench.keys.prompts) == 11
+    assert bench.trainer(resume=True).intake.ledger.tasks == first.intake.ledger.tasks
+
+
+@pytest.mark.redis
 def test_a_run_whose_curriculum_fails_ends_with_its_work_saved_and_goes_on_with_another(bench, redis_client):
     bench.overrides = [f"curriculum.path={__name__}:failing", "environment.num_tasks=30"]
     bench.hardy_producer()
