@@ -144,7 +144,7 @@ class PackedModel:
         return body
 
     def parameters(self) -> list[nn.Parameter]:
-        """The masters, tied ones once; of a model that several ranks share this rank's shards."""
+        """The masters, tied ones once, none of a frozen model; of one that several ranks share this rank's shards."""
         return [parameter for parameter in self.at_rest().parameters() if parameter.requires_grad]
 
     def at_rest(self) -> Any:

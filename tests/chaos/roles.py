@@ -19,7 +19,7 @@ import penstock.producers.__main__ as producer_entry
 import penstock.producers.weights.host_copy as host_copy
 from penstock.consumers.learning.batch import MiniBatch
 from penstock.consumers.stream.intake import Intake
-from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion, Restore
@@ -122,9 +122,9 @@ def _without_deduplication() -> None:
             self._ledger.settled = settled
 
     @functools.wraps(settle)
-    def settle_again(self, index, outcome, reason=""):
+    def settle_again(self, index, *rest, **more):
         if index not in self.settled:
-            settle(self, index, outcome, reason)
+            settle(self, index, *rest, **more)
 
     Intake._postpone_stale = lambda self: None  # type: ignore[method-assign]
     Reader.read = read_again  # type: ignore[method-assign]
@@ -149,7 +149,9 @@ def _with_forgotten_ledger() -> None:
     def forget(state: dict) -> Ledger:
         ledger = from_state(state)
         fresh = Ledger()
-        fresh.num_released, fresh.tasks, fresh.histories = ledger.num_released, ledger.tasks, ledger.histories
+        fresh.num_released, fresh.histories = ledger.num_released, ledger.histories
+        (environment,) = ledger.histories
+        fresh.tasks = {index: ReleasedTask(environment, index) for index in range(1, ledger.num_released + 1)}
         return fresh
 
     Ledger.from_state = staticmethod(forget)  # type: ignore[method-assign]

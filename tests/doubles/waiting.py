@@ -30,7 +30,7 @@ def wait_for(
     return seen
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110, what is waited for happens in Redis or another task
             await asyncio.sleep(0.01)

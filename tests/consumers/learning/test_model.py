@@ -103,7 +103,7 @@ def test_an_objective_of_the_wrong_shape_is_refused_with_the_expected_signature(
 def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) -> None:
     config = configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"))
     masters, frozen = (PackedModel(str(folder), "bfloat16", torch.device("cpu"), frozen=each) for each in (False, True))
-    assert {(p.dtype, p.requires_grad) for p in frozen.parameters()} == {(torch.bfloat16, False)}
+    assert {(p.dtype, p.requires_grad) for p in frozen.module.parameters()} == {(torch.bfloat16, False)}
     microbatch = _batch(config).microbatches[0]
     for found, expected in zip(frozen.forward(microbatch), masters.forward(microbatch), strict=True):
         assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
@@ -112,7 +112,9 @@ def test_a_frozen_model_is_held_as_published_and_computes_the_same_bits(folder) 
 def test_the_reference_of_a_kl_term_is_held_as_published(folder) -> None:
     kl = Plug(path="penstock.consumers.learning.objectives.grpo:Grpo", kwargs={"kl_coefficient": 0.1})
     learner = Learner(configuration(folder, model=ModelConfig(path=str(folder), dtype="bfloat16"), objective=kl))
-    assert {(p.dtype, p.requires_grad) for p in learner.scorer.reference.parameters()} == {(torch.bfloat16, False)}
+    assert {(p.dtype, p.requires_grad) for p in learner.scorer.reference.module.parameters()} == {
+        (torch.bfloat16, False)
+    }
     assert learner.step(_batch(learner.config)).skipped_reason is None
 
 
