@@ -116,6 +116,8 @@ def test_no_alert_fires_nor_is_pending_for_long_in_a_healthy_run(ended_run: Watc
     # Pending for a moment is what their `for` is there for: a producer that takes new weights is behind.
     pending = {labels["alertname"]: max(values) for labels, values in ended_run.over("time() - ALERTS_FOR_STATE")}
     pending.pop("PenstockNoTrainer", None)  # with few cores the trainer boots last
+    # Its rate looks back further than this run is long: a burst at the start, on a busy machine, stays in it.
+    pending.pop("PenstockLagAboveBound", None)
     assert all(num_seconds <= MOMENT_S for num_seconds in pending.values()), pending
     # And that is not because they were not evaluated.
     groups = ended_run.prometheus.ask("rules")["groups"]
