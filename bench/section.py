@@ -17,6 +17,7 @@ import penstock.consumers.stream.connection
 import penstock.producers.stream.connection
 from bench.result import BenchError, Breakdown, Figure, Result, describe_machine, now
 from penstock.deploy.launch.child import Child, describe_status
+from penstock.producers.weights.host_copy import default_folder
 
 PART_LIMIT_S = 900.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -91,6 +92,16 @@ def _scratch(work: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
         raise
     shutil.rmtree(folder)
+
+
+@contextmanager
+def host_folder(name: str) -> Iterator[Path]:
+    """A new folder where the host's copies lie in a run, removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=default_folder()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def measure_apart(

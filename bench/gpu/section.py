@@ -4,9 +4,7 @@ import importlib.util
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +32,7 @@ from bench.gpu.part import (
 from bench.pipeline.section import ENGINE_PART, random_model, run_config, save, streaming_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import BenchError, Figure, Goal, compare
-from bench.section import Bench, BenchSection, make_model, measure_apart, wait_for
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart, wait_for
 from bench.sizing import save_random
 from bench.weights.pauses import Paused, PauseSettings
 from bench.weights.section import PAUSE_MODELS, pause_figure
@@ -44,7 +42,6 @@ from penstock.deploy.launch.child import Child
 from penstock.deploy.launch.memory import USABLE, ModelShape, RankSetting, total_gb
 from penstock.deploy.launch.redis_server import RedisServer, ServerError
 from penstock.deploy.report.telemetry import read_telemetry
-from penstock.producers.weights.host_copy import default_folder
 from penstock.schemas.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -262,19 +259,9 @@ def trainer_figures(name: str, found: TrainerFound, formula_gb: float) -> Iterat
     )
 
 
-@contextmanager
-def _host_folder() -> Iterator[Path]:
-    """A folder where the host's copy lies in a run."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=default_folder()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 def measure_weights(bench: Bench) -> list[Figure]:
     settings = bench.settings
-    with _host_folder() as folder:
+    with host_folder("gpu") as folder:
         job = WeightsJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
@@ -302,7 +289,7 @@ def weights_figures(job: WeightsJob, found: WeightsFound) -> Iterator[Figure]:
 
 def measure_load(bench: Bench) -> list[Figure]:
     settings = bench.settings
-    with _host_folder() as folder:
+    with host_folder("gpu") as folder:
         job = LoadJob(
             device=settings.device, folder=str(folder), num_bytes=settings.weights_bytes, rounds=settings.rounds
         )
@@ -382,7 +369,7 @@ def demo_figures(run_folder: Path) -> Iterator[Figure]:
 
 def measure_pause(bench: Bench) -> list[Figure]:
     settings, shape = bench.settings, bench.settings.pause_shape
-    with _host_folder() as folder:
+    with host_folder("gpu") as folder:
         save_random(shape, folder, device=settings.device, dtype=torch.bfloat16)
         torch.cuda.empty_cache()
         config = run_config(

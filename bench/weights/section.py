@@ -1,7 +1,5 @@
 """The weights section: what a published policy costs the trainer, the way, the producers and their engines."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +10,21 @@ import msgspec
 from bench.pipeline.modes import ModeRun, paused_share, run_mode
 from bench.pipeline.section import random_model, run_config, save
 from bench.result import Figure, Goal, compare
-from bench.section import Bench, BenchSection, found_apart, make_model, measure_apart, start_apart, wait_for
+from bench.section import (
+    Bench,
+    BenchSection,
+    found_apart,
+    host_folder,
+    make_model,
+    measure_apart,
+    start_apart,
+    wait_for,
+)
 from bench.weights.changes import Changes, ChangesJob, qwen_508m
 from bench.weights.holding import Held, HoldingJob
 from bench.weights.pauses import Paused, PauseSettings
 from bench.weights.publishing import Published, PublishingJob
 from penstock.deploy.launch.redis_server import RedisServer
-from penstock.producers.weights.host_copy import default_folder
 
 MB = 1_000_000
 
@@ -292,22 +298,16 @@ def _run(
     today: bool = False,
 ) -> tuple[Published, list[Held]]:
     """A trainer that publishes, and producers that hold what it publishes, beside it."""
-    scratch = _scratch(name)
-    try:
-        with _server(bench, name) as url:
-            jobs = {
-                f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
-                for n in range(holders)
-            }
-            children = [start_apart(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
-            job = _publishing(
-                bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today
-            )
-            children.append(start_apart(name, "bench.weights.publishing", job, bench.folder))
-            wait_for(children)
-        return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
-    finally:
-        shutil.rmtree(scratch)
+    with host_folder(name) as scratch, _server(bench, name) as url:
+        jobs = {
+            f"{name}-holder-{n}": HoldingJob(url=url, run=name, host_folder=str(scratch), last=num_versions)
+            for n in range(holders)
+        }
+        children = [start_apart(each, "bench.weights.holding", job, bench.folder) for each, job in jobs.items()]
+        job = _publishing(bench, url, name, size_mb, num_versions, scratch, burn_s=burn_s, holders=holders, today=today)
+        children.append(start_apart(name, "bench.weights.publishing", job, bench.folder))
+        wait_for(children)
+    return found_apart(name, Published, bench.folder), [found_apart(each, Held, bench.folder) for each in jobs]
 
 
 def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: int) -> None:
@@ -319,13 +319,10 @@ def _publish(bench: Bench, url: str, name: str, size_mb: float, num_versions: in
 
 
 def _hold(bench: Bench, url: str, run: str, last: int, name: str) -> Held:
-    scratch = _scratch(name)
-    try:
+    with host_folder(name) as scratch:
         job = HoldingJob(url=url, run=run, host_folder=str(scratch), last=last)
-        wait_for([start_apart(f"{run}-holder", "bench.weights.holding", job, bench.folder)])
-        return found_apart(f"{run}-holder", Held, bench.folder)
-    finally:
-        shutil.rmtree(scratch)
+        found: Held = measure_apart(f"{run}-holder", "bench.weights.holding", job, Held, bench.folder)
+        return found
 
 
 def _publishing(
@@ -340,10 +337,6 @@ def _publishing(
         folder=str(folder),
         **more,  # type: ignore[arg-type]
     )
-
-
-def _scratch(name: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=default_folder()))
 
 
 WEIGHTS = BenchSection(
