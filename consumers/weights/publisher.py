@@ -11,10 +11,10 @@ anchor     now and then the policy is written whole as well    -
 """
 
 import contextlib
+import functools
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import FencedError, Scripts
 from penstock.consumers.weights.kept import KeptWeights
 from penstock.consumers.weights.shard import DenseError, NoRoomError, PolicyShard, Task, Written
+from penstock.consumers.weights.worker import Worker
 from penstock.schemas.config import ConfigError, WeightsConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import Chunk, WeightManifest
@@ -40,11 +41,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 FULL_LOG_S = 30.0
-HEAD_START_S = 0.03
-"""How long the publication of a small policy has the interpreter to itself: it is announced within it, and later, and
-so with more lag, beside a thread that packs the next batch."""
-SMALL_BYTES = 16 << 20
-"""A policy of more takes longer to write than a head start would save."""
 END_S = 5.0
 """How long a trainer that ends waits for its last publication; one that is fenced takes its chunks away."""
 ANCHORS_IN_REDIS = 4
@@ -127,7 +123,7 @@ class Publisher:
         self._num_attempts = 0
         self._under_way: Future[None] = Future()
         self._under_way.set_result(None)
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("publisher")
         self._failure: BaseException | None = None
         """What has ended a thread after the announcement."""
         self._ended = False
@@ -187,6 +183,8 @@ class Publisher:
         self._ended = True
         with contextlib.suppress(Exception):  # the trainer ends already, for a reason of its own
             self._under_way.result(END_S)
+        self._worker.end()
+        self._shard.snapshots.end()
 
     def announce_again(self, *, thoroughly: bool = False) -> None:
         """Begins to write the newest policy whole, unless Redis and the stores still lead to it, and to announce it if
@@ -204,24 +202,9 @@ class Publisher:
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
         self._under_way = Future()
-        before = self._thread
-        self._thread = threading.Thread(
-            target=self._run, args=(before, self._under_way, work, arguments), name="publisher", daemon=True
-        )
-        self._thread.start()
-        if tensor_bytes(self._shard.snapshots.tensors) <= SMALL_BYTES:
-            with contextlib.suppress(TimeoutError):
-                self._under_way.exception(HEAD_START_S)
+        self._worker.give(functools.partial(self._run, self._under_way, work, arguments))
 
-    def _run(
-        self,
-        before: threading.Thread | None,
-        done: Future[None],
-        work: Callable[..., None],
-        arguments: tuple[object, ...],
-    ) -> None:
-        if before is not None:
-            before.join()  # it may write an anchor
+    def _run(self, done: Future[None], work: Callable[..., None], arguments: tuple[object, ...]) -> None:
         try:
             if self._failure is not None:
                 raise self._failure

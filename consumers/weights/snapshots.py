@@ -1,6 +1,5 @@
 """Copies of the published policy in host memory: the newest one, and the one before."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.consumers.learning.published import PublishedPart
+from penstock.consumers.weights.worker import Worker
 from penstock.schemas.policy import TensorSpec
 from penstock.schemas.weights.layout import Array, as_bits
 
@@ -27,6 +27,7 @@ class Snapshots:
         self._taken: dict[int, Future[None]] = {}
         """By version: another thread may ask for one before it is begun."""
         self._newest = -1
+        self._worker = Worker("snapshot")
         self.tensors: tuple[TensorSpec, ...] = ()
         """Those published, whole, once the first snapshot is taken."""
         self.starts: list[int] = []
@@ -47,13 +48,17 @@ class Snapshots:
         if self._future(version).done():  # a policy that is published once more
             del self._taken[version]
         self._newest = version
-        arguments = self._future(version), version, parts, spare, ready
-        threading.Thread(target=self._take, args=arguments, name="snapshot", daemon=True).start()
+        taken = self._future(version)
+        self._worker.give(lambda: self._take(taken, version, parts, spare, ready))
 
     def wait(self) -> None:
         """Returns once the last snapshot is taken; raises what it has failed with."""
         if self._newest >= 0:
             self._future(self._newest).result()
+
+    def end(self) -> None:
+        """The last snapshot is begun."""
+        self._worker.end()
 
     def bits(self, version: int) -> list[Array]:
         """This rank's elements of each tensor, as unsigned integers, [count]; of the last version or the one before.

@@ -1,6 +1,7 @@
 """A publisher of masters that tests move at random, and what readers of its weight log get."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import redis
@@ -28,9 +29,12 @@ class WalkingMasters:
     def __init__(self, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         self._draw = torch.Generator().manual_seed(seed)
         self.weights = {name: torch.randn(shape, generator=self._draw) for name, shape in shapes.items()}
+        self.before_update: Callable[[], None] = lambda: None
+        """As the learner's: waits for the snapshot."""
 
     def walk(self, density: float, size: float = 1e-2) -> None:
         """Moves this share of the elements."""
+        self.before_update()
         for tensor in self.weights.values():
             hit = torch.rand(tensor.shape, generator=self._draw) < density
             tensor += hit * size * torch.randn(tensor.shape, generator=self._draw)
@@ -84,6 +88,7 @@ class Publishing:
             epoch,
             self.publications.append,
         )
+        masters.before_update = self.publisher.wait_for_snapshot
         self.reader = WeightReader(self.connection.call, self.keys)
         self._file = folder / "policy.safetensors"
         self._is_first = True
@@ -99,9 +104,9 @@ class Publishing:
     def settle(self) -> None:
         """Returns once everything that the last publication led to is over."""
         self.publisher.wait()
-        thread = self.publisher._thread
-        assert thread is not None
-        thread.join(60)
+        is_over: Future[None] = Future()
+        self.publisher._worker.give(lambda: is_over.set_result(None))
+        is_over.result(60)
         self.publisher.wait()
 
     def versions(self) -> list[int]:
