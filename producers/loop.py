@@ -71,6 +71,7 @@ class Producer:
         self.stop = stop or asyncio.Event()
         self._config = config
         self._context = context
+        self._environments = environments
         self._engine = engine
         self.table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
         reader = WeightReader(connection.call, keys)
@@ -83,6 +84,8 @@ class Producer:
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
+        self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
+        """Claimed by `endpoint`, which does not converse about them."""
         self._run_is_finished = False
         self._tokens_per_s = 0.0
         self.endpoint = None
@@ -99,6 +102,7 @@ class Producer:
                 environments=environments,
                 tokenizer=tokenizer,
                 parser=answer_parser,
+                pass_on=self._passed_on.put_nowait,
             )
 
     async def open(self) -> None:
@@ -148,10 +152,10 @@ class Producer:
     async def _work_until_stopped(self) -> None:
         """Claims and runs groups until `stop`, then ends what runs: steps 1 and 2 of a clean stop."""
         async with asyncio.TaskGroup() as groups:
-            claiming = groups.create_task(self._claim(groups))
+            claiming = [groups.create_task(self._claim(groups)), groups.create_task(self._take_passed_on(groups))]
             serving = groups.create_task(self._serve_agents())
             await self.stop.wait()
-            await cancel_and_wait([claiming])
+            await cancel_and_wait(claiming)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
                     if self.endpoint is not None:
@@ -192,10 +196,18 @@ class Producer:
             await self.weights.wait_until_current(self._config.lag_bound)
             await self.table.wait_for_room()
             for claim in await self._claims.take():
-                if claim.attempt == 1:
-                    self._start(groups, claim)
-                else:
-                    await self._run_alone(groups, claim)
+                await self._begin(groups, claim)
+
+    async def _take_passed_on(self, groups: asyncio.TaskGroup) -> None:
+        """Waits for claims that the endpoint passes on; runs until cancelled."""
+        while True:
+            await self._begin(groups, await self._passed_on.get())
+
+    async def _begin(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
+        if claim.attempt == 1:
+            self._start(groups, claim)
+        else:
+            await self._run_alone(groups, claim)
 
     def _start(self, groups: asyncio.TaskGroup, claim: Claim) -> None:
         task = groups.create_task(self._run(claim))
@@ -225,8 +237,8 @@ class Producer:
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
         run = self._episodes.run
-        if claim.evaluation_id is not None and self.endpoint is not None and self.endpoint.evaluates:
-            run = self.endpoint.evaluate
+        if self.endpoint is not None and self._environments.converses(claim.environment):
+            run = self.endpoint.evaluate  # a conversation about a training prompt never comes here
         try:
             self.writer.put(claim, await run(claim))
         except EngineError:

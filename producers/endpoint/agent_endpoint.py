@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from penstock.producers.endpoint.agents import Agents
@@ -25,6 +26,7 @@ class AgentEndpoint:
 
     tokenizer: a transformers tokenizer with a chat template.
     parser: of reasoning and tool calls; None leaves both in the text.
+    pass_on: see `Agents`.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class AgentEndpoint:
         environments: RunEnvironments,
         tokenizer: Any,
         parser: AnswerParser | None,
+        pass_on: Callable[[Claim], None],
     ) -> None:
         """
         Raises:
@@ -72,9 +75,10 @@ class AgentEndpoint:
             weights=weights,
             writer=writer,
             fingerprint=engine.fingerprint,
+            pass_on=pass_on,
         )
         self._inside: InsideAgents | None = None
-        if environments.converse:
+        if environments.any_converse:
             self._inside = InsideAgents(
                 context,
                 environments,
@@ -97,13 +101,8 @@ class AgentEndpoint:
         """Where agents reach this producer; empty before `start`."""
         return self._server.url
 
-    @property
-    def evaluates(self) -> bool:
-        """Held-out prompts are conversations too."""
-        return self._inside is not None
-
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """See `InsideAgents.evaluate`; only if the endpoint `evaluates`."""
+        """See `InsideAgents.evaluate`, of an environment that converses."""
         if self._inside is None:
             raise ValueError("the environments do not converse")
         return await self._inside.evaluate(claim)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
@@ -37,6 +38,7 @@ class Agents:
     """The groups that agents have open on this producer.
 
     claims: from the prompts stream alone, one at a time.
+    pass_on: takes a claim that is no conversation, in a run of which others are.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Agents:
         weights: WeightFollower,
         writer: Writer,
         fingerprint: EngineFingerprint,
+        pass_on: Callable[[Claim], None],
     ) -> None:
         config, keys = context.config, context.keys
         self._idle_timeout_s = endpoint.idle_timeout_s
@@ -74,6 +77,7 @@ class Agents:
         self._weights = weights
         self._writer = writer
         self._fingerprint = fingerprint
+        self._pass_on = pass_on
         self._metrics = context.metrics
         self._events = context.events
         self._groups: list[AgentGroup] = []
@@ -204,8 +208,8 @@ class Agents:
         return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
 
     async def _take(self) -> bool:
-        """Claims until there is a group with a free place; False if no prompt is left."""
-        while claims := await self.claims.take():
+        """Claims until there is a group with a free place; False if no prompt or no room is left."""
+        while self.has_room and (claims := await self.claims.take()):
             for claim in claims:
                 self._pose(claim)
             if self._with_place() is not None:
@@ -218,6 +222,9 @@ class Agents:
             return
         try:
             source = self._environments.named(claim.environment)
+            if self._environments.any_converse and not source.converses:
+                self._pass_on(claim)
+                return
             prompt = pose(source.environment, claim.task)
             rollout_bytes = self._rollout_bytes(prompt)
         except Exception as error:  # the environment is the user's

@@ -51,22 +51,22 @@ class RunEnvironments:
         self._by_name = {each.name: each for each in environments}
 
     @property
-    def converse(self) -> bool:
-        """They hold their conversations themselves."""
+    def any_converse(self) -> bool:
+        """Some hold their conversations themselves; the others' prompts are answered in one turn then."""
         return any(each.converses for each in self)
 
+    def converses(self, name: str) -> bool:
+        """Whether prompts of this name are conversations; False for a name that is not in the run file."""
+        return any(each.converses for each in self if each.name == (name or next(iter(self)).name))
+
     def check_endpoint(self, config: RunConfig) -> None:
-        """Raises ConfigError if some converse and others do not, or if they do without an endpoint."""
-        converse = {each.name: each.converses for each in self}
-        if self.converse and config.endpoint is None:
-            field, plug = next((field, plug) for field, plug in environment_fields(config) if converse[plug.name])
-            raise ConfigError(
-                f"{field}.path = {plug.path!r}: it converses, which goes through the endpoint; "
-                "expected an [endpoint] table in the run file"
-            )
-        if self.converse and not all(converse.values()):
-            without = [name for name in converse if not converse[name]]
-            raise ConfigError(f"environments: {', '.join(without)} without `converse`; expected it of all or of none")
+        """Raises ConfigError if one converses and there is no endpoint."""
+        for field, plug in environment_fields(config):
+            if config.endpoint is None and self.converses(plug.name):
+                raise ConfigError(
+                    f"{field}.path = {plug.path!r}: it converses, which goes through the endpoint; "
+                    "expected an [endpoint] table in the run file"
+                )
 
     def __iter__(self) -> Iterator[RunEnvironment]:
         return iter(self._by_name.values())

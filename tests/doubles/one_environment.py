@@ -1,5 +1,6 @@
-"""A run's environments, of which a test has made the only one."""
+"""A run's environments, which a test has made."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments
@@ -7,5 +8,10 @@ from penstock.schemas.config import RunConfig
 
 
 def alone(config: RunConfig, environment: Any) -> RunEnvironments:
-    (settings,) = config.every_environment.values()
-    return RunEnvironments([RunEnvironment.of(config, settings, environment)])
+    (name,) = config.every_environment
+    return several(config, {name: environment})
+
+
+def several(config: RunConfig, by_name: Mapping[str, Any]) -> RunEnvironments:
+    settings = config.every_environment
+    return RunEnvironments(RunEnvironment.of(config, settings[name], each) for name, each in by_name.items())

@@ -102,13 +102,14 @@ class HandTrainer:
         """Announces a whole policy of one tensor that holds `version`; `changes` falsify the manifest."""
         return self.log.whole(version, {"weight": numpy.array([version], numpy.float32).view(numpy.uint32)}, **changes)
 
-    def release(self, first: int, last: int, version: int = 0) -> None:
+    def release(self, first: int, last: int, version: int = 0, environment: str = "") -> None:
         for index in range(first, last + 1):
-            self.client.xadd(self.keys.prompts, {Field.INDEX: index, Field.VERSION: version})
+            fields = {Field.INDEX: index, Field.VERSION: version, Field.ENVIRONMENT: environment}
+            self.client.xadd(self.keys.prompts, fields)
 
-    def evaluate(self, version: int, last: int) -> None:
-        for n in range(1, last + 1):
-            self.client.xadd(self.keys.evaluations, {"n": n}, id=f"{version}-{n}")
+    def evaluate(self, version: int, last: int, first: int = 1, environment: str = "") -> None:
+        for n in range(first, last + 1):
+            self.client.xadd(self.keys.evaluations, {Field.ENVIRONMENT: environment}, id=f"{version}-{n}")
 
     def read(self, num_entries: int, timeout_s: float = 90.0) -> list[dict[bytes, bytes]]:
         """The next entries of the rollout stream; fails after `timeout_s`."""

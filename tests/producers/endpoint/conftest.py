@@ -9,11 +9,11 @@ import pytest
 
 from agent_client import AgentClient, tool_user
 from chat_templates import tokenizer_of
-from one_environment import alone
+from one_environment import alone, several
 from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.context import ProducerContext
-from penstock.schemas.config import EndpointConfig, SamplingConfig
+from penstock.schemas.config import EndpointConfig, EnvironmentConfig, SamplingConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.rollout import RolloutGroup, decode_group
 from producer_run import QUICK, Numbers
@@ -63,7 +63,7 @@ class Served(NamedTuple):
 @pytest.fixture
 async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """`await serve(engine, producer_id, beside=..., **changes)` starts a producer that serves agents; `beside` another
-    one of the same run."""
+    one of the same run. environment: one, or several by name."""
     started: list[Served] = []
 
     async def start(
@@ -77,6 +77,10 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         **changes: Any,
     ) -> Served:
         fields = {"producers": QUICK, "sampling": SamplingConfig(max_tokens=200), "endpoint": endpoint, **changes}
+        by_name = environment if isinstance(environment, dict) else {}
+        if by_name:
+            named = tuple(EnvironmentConfig(name=name, path="tests:Own") for name in by_name)
+            fields |= {"environment": None, "environments": named}
         config = make_config(**fields)
         server = beside.server if beside is not None else redis_server()
         trainer = beside.trainer if beside is not None else hand_trainer(server.client, config, tmp_path)
@@ -87,7 +91,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         context = ProducerContext(
             config, runs=tmp_path, producer_id=producer_id, connection=connect(server), metrics=metrics
         )
-        environments = alone(config, environment)
+        environments = several(config, by_name) if by_name else alone(config, environment)
         producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TaggedCalls())
         await producer.open()
         task = asyncio.create_task(producer.serve())

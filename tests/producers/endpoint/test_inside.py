@@ -7,15 +7,16 @@ import math
 
 import pytest
 
-from agent_client import tool_user
+from agent_client import spelled, tool_user
+from chat_templates import decode
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.interfaces import EngineError, RolloutFacts
 from penstock.producers.rollout.sampling import request_seed
-from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig
+from penstock.schemas.config import ConfigError, EndpointConfig, EvaluationConfig, ProducersConfig
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import decode_group
-from producer_run import KEYS
+from producer_run import KEYS, Numbers
 from scripted_engine import ScriptedEngine
 from tool_caller import ToolCaller
 from waiting import until
@@ -363,6 +364,55 @@ async def test_an_engine_that_dies_under_a_conversation_ends_the_producer(serve)
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(one.task, 20)
     assert caught.group_contains(EngineError)
+
+
+async def test_an_environment_of_prompts_is_answered_in_one_turn_beside_one_that_converses(serve) -> None:
+    class Talker(ToolCaller):
+        num_evaluation_prompts = 1
+
+    conversing = tool_user()
+
+    def script(ids: list[int], sibling: int) -> list[int]:
+        return conversing(ids, sibling) if "<|im_start|>" in decode("chatml", ids) else spelled("ok")
+
+    engine = ScriptedEngine(script=script, max_model_len=4096)
+    one = await serve(engine, environment={"talk": Talker(), "ask": Numbers()}, group_size=2)
+    for index in range(1, 21):
+        one.trainer.release(index, index, environment="ask" if index % 4 else "talk")
+    one.trainer.evaluate(0, 1, environment="talk")
+    one.trainer.evaluate(0, 2, first=2, environment="ask")
+    entries = {int(fields[Field.INDEX]): fields for fields in await one.entries(20)}
+    assert sorted(entries) == list(range(1, 21))
+    assert {index for index, fields in entries.items() if fields[Field.KIND] == Kind.DEAD} == {13, 14}
+    assert entries[13][Field.REASON] == b"prompt: LookupError: task 13 is missing"
+    assert entries[14][Field.REASON].startswith(b"reward: ")  # by the environment's own reward
+    for index in entries.keys() - {13, 14}:
+        group, talks = decode_group(entries[index][Field.PAYLOAD]), index % 4 == 0
+        assert group.prompt.text == str(index) and group.environment == ("talk" if talks else "ask")
+        for rollout in group.rollouts:
+            (segment,) = rollout.segments
+            assert len(segment.loss_mask) == (3 if talks else 1)
+            assert rollout.reward.parts == ({"calls": 2.0} if talks else {})
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 2)
+    for _, fields in one.server.client.xrange(KEYS.evaluation_results):
+        group = decode_group(fields[Field.PAYLOAD])
+        assert len(group.rollouts[0].segments[0].loss_mask) == {"0-1": 3, "0-2": 1}[group.evaluation_id]
+    await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.producer.table)
+
+
+async def test_prompts_of_one_turn_take_no_more_room_than_there_is_and_are_handed_back_at_a_stop(serve) -> None:
+    environment, room = {"talk": ToolCaller(), "ask": Numbers()}, ProducersConfig(groups_in_flight=3)
+    engine = ScriptedEngine(token_s=5.0, max_model_len=4096)
+    one = await serve(engine, environment=environment, group_size=2, producers=room)
+    one.trainer.release(1, 8, environment="ask")
+    await until(lambda: engine.num_active == 2)  # requests, one for the siblings of a group; a place is for evaluations
+    await asyncio.sleep(0.3)
+    assert len(one.producer.table) == 2
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+    left = one.server.client.xrange(KEYS.prompts)
+    assert sorted(int(fields[Field.INDEX]) for _, fields in left) == list(range(1, 9))
+    assert engine.num_active == 0
 
 
 async def test_an_environment_that_converses_needs_the_endpoint_s_table(serve) -> None:
