@@ -33,13 +33,13 @@ class HoldingJob(msgspec.Struct, frozen=True, kw_only=True):
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """held_s: version to the monotonic time from which on the copy held it. first_s: from the start to the first one.
 
-    own_bytes: the most memory that was this process's alone, over what it had before the copy was opened. copy_bytes:
-    the most in the copy's folder. num_bytes: fetched.
+    own_bytes: memory that was this process's alone, over what it had before the copy was opened: each monotonic time
+    at which it changed, and to how much. copy_bytes: the most in the copy's folder. num_bytes: fetched.
     """
 
     held_s: dict[int, float]
     first_s: float
-    own_bytes: int
+    own_bytes: list[tuple[float, int]]
     copy_bytes: int
     num_bytes: int
 
@@ -83,20 +83,23 @@ class _Memory:
     """Looks again and again at the resident memory that is this process's own, and no file's."""
 
     def __init__(self) -> None:
-        self._before = self._most = _own_bytes()
+        self._before = _own_bytes()
+        self._found: list[tuple[float, int]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
 
-    def end(self) -> int:
-        """The most there was, over what there was at first."""
+    def end(self) -> list[tuple[float, int]]:
+        """See `Held.own_bytes`."""
         self._ended.set()
         self._thread.join()
-        return self._most - self._before
+        return self._found
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
-            self._most = max(self._most, _own_bytes())
+            found = _own_bytes() - self._before
+            if not self._found or found != self._found[-1][1]:
+                self._found.append((time.monotonic(), found))
 
 
 def _own_bytes() -> int:

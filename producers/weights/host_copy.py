@@ -357,9 +357,8 @@ class HostCopy:
             file = self._create(layout) if is_whole else _mapped(self.path)
             undo: list[Part] = []
             for step in steps:
-                undo += apply(self._fetch(step) if step.parts is None else step.parts, layout, file)
-                if not is_small:
-                    undo.clear()
+                parts = self._fetch(step) if step.parts is None else step.parts
+                apply(parts, layout, file, undo if is_small else None)
             verify(target, layout, file)
             if held is not None and is_small and sum(len(part.values) for part in undo) <= SMALL * layout.tensor_bytes:
                 self._keep_undo(_Undo(of=identity(target), to=held, parts=pack(undo[::-1])))

@@ -30,13 +30,14 @@ class ChunkError(ValueError):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """The changed elements of one piece. positions: None if all `count` are in `values`."""
+    """The changed elements of one piece. positions: None if all `count` are in `values`. Both are views of the chunk
+    that they were decoded from."""
 
     tensor: int
     start: int
     count: int
-    positions: bytes | None
-    values: bytes
+    positions: memoryview | None
+    values: memoryview
 
 
 class Slice(NamedTuple):
@@ -74,7 +75,7 @@ def changed(tensor: int, start: int, old: Array, new: Array) -> tuple[Part | Non
         return dense(tensor, start, new), len(positions)
     codes = np.full(num_codes, _SKIP, np.uint8)
     codes[np.cumsum(skips + 1) - 1] = gaps - skips * _SKIP
-    return Part(tensor, start, len(new), codes.tobytes(), _planes(new[positions])), len(positions)
+    return Part(tensor, start, len(new), codes.data, _planes(new[positions])), len(positions)
 
 
 def pack(parts: Sequence[Part]) -> bytes:
@@ -107,16 +108,14 @@ def unpack(data: bytes) -> list[Part]:
         raise ChunkError(f"no chunk: {error}") from None
 
 
-def apply(parts: Sequence[Part], layout: Layout, file: Any) -> list[Part]:
+def apply(parts: Sequence[Part], layout: Layout, file: Any, undo: list[Part] | None = None) -> None:
     """Overwrites the changed elements in `file`, the bytes of a policy in this layout.
 
-    Returns:
-        What takes the change back; to be applied in reverse order, after that of any later chunk.
+    undo: gets what takes the change back; to be applied in reverse order, after that of any later chunk.
 
     Raises:
         ChunkError: a part does not fit the policy; those before it are applied.
     """
-    undo = []
     for part in parts:
         try:
             target = layout.elements(file, part.tensor, part.start, part.count)
@@ -129,13 +128,13 @@ def apply(parts: Sequence[Part], layout: Layout, file: Any) -> list[Part]:
                 f"{layout.tensors[part.tensor].name}: {len(part.values)} bytes for {num_values} elements of "
                 f"{target.dtype.itemsize} bytes"
             )
-        undo.append(msgspec.structs.replace(part, values=_planes(target[where])))
+        if undo is not None:
+            undo.append(msgspec.structs.replace(part, values=_planes(target[where])))
         target[where] = _elements(part.values, target.dtype)
-    return undo
 
 
 def _positions(part: Part) -> Array:
-    codes = np.frombuffer(part.positions or b"", np.uint8)
+    codes = np.frombuffer(part.positions if part.positions is not None else b"", np.uint8)
     is_element = codes != _SKIP
     positions: Array = np.cumsum(codes + is_element.astype(np.int64))[is_element] - 1
     if len(positions) and positions[-1] >= part.count:
@@ -143,11 +142,11 @@ def _positions(part: Part) -> Array:
     return positions
 
 
-def _planes(elements: Array) -> bytes:
-    return np.ascontiguousarray(elements.view(np.uint8).reshape(-1, elements.dtype.itemsize).T).tobytes()
+def _planes(elements: Array) -> memoryview:
+    return elements.view(np.uint8).reshape(-1, elements.dtype.itemsize).T.copy().reshape(-1).data
 
 
-def _elements(values: bytes, bits: np.dtype[Any]) -> Array:
+def _elements(values: memoryview, bits: np.dtype[Any]) -> Array:
     planes = np.frombuffer(values, np.uint8).reshape(bits.itemsize, -1)
     elements: Array = np.ascontiguousarray(planes.T).reshape(-1).view(bits)
     return elements

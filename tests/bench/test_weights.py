@@ -8,11 +8,11 @@ from bench.weights.publishing import Masters, Published
 from bench.weights.section import blocked_figures, changed_figure, late_figure, pause_figure, way_figures
 
 
-def held(*held_s: float, own_bytes: int = 0) -> Held:
+def held(*held_s: float, own_bytes: tuple[tuple[float, int], ...] = ((0.0, 0),)) -> Held:
     return Held(
         held_s=dict(enumerate(held_s)),
         first_s=held_s[0],
-        own_bytes=own_bytes,
+        own_bytes=list(own_bytes),
         copy_bytes=1_010_000,
         num_bytes=7,
     )
@@ -30,11 +30,15 @@ def test_the_trainer_is_blocked_against_a_copy_and_against_a_whole_file():
 
 
 def test_the_way_ends_with_the_last_producer_that_holds_the_policy():
-    several = [held(5, 10.4, 20.5, 30.5, own_bytes=30_000), held(6, 10.5, 20.4, 30.6)]
+    several = [
+        held(5, 10.4, 20.5, 30.5, own_bytes=((1.0, 30_000), (2.0, 5_000), (4.0, 20_000))),
+        held(6, 10.5, 20.4, 30.6, own_bytes=((0.5, 1_000), (3.0, 25_000))),
+    ]
     one, four, memory = way_figures(1, PUBLISHED, held(5, 10.5, 20.4, 30.6), PUBLISHED, several)
     assert one.measured == pytest.approx(0.5) and one.ratio == pytest.approx(0.5) and one.reached
     assert four.ratio == pytest.approx(1.0)
-    assert memory.ratio == pytest.approx(1.04)
+    assert memory.ratio == pytest.approx(1.055)  # the most at once: 20,000 and 25,000 beside the copy
+    assert memory.details["most_of_each_bytes"] == [30_000, 25_000]
 
 
 def test_joining_late_is_compared_with_reading_the_anchor():

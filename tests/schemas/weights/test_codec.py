@@ -48,7 +48,8 @@ def test_a_change_is_exact_idempotent_and_can_be_taken_back(
     after[start : start + count] = new
     parts = [] if part is None else [part]
     assert (part is None) == (num_changed == 0)
-    undo = apply(unpack(pack(parts)), layout, file)
+    undo: list[Part] = []
+    apply(unpack(pack(parts)), layout, file, undo)
     assert whole.tobytes() == after.tobytes()
     apply(unpack(pack(parts)), layout, file)
     assert whole.tobytes() == after.tobytes()
@@ -83,10 +84,10 @@ def test_bits_are_compared_and_not_values() -> None:
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (Part(0, 0, 4, None, b"1234"), "t0: 4 bytes for 4 elements of 2 bytes"),
-        (Part(0, 0, 4, bytes([9]), b"12"), "position 9 of a piece of 4 elements"),
-        (Part(0, 2, 4, None, b"12345678"), "elements 2 to 6 of tensor 0"),
-        (Part(7, 0, 4, None, b"12345678"), "tensor 7"),
+        (Part(0, 0, 4, None, memoryview(b"1234")), "t0: 4 bytes for 4 elements of 2 bytes"),
+        (Part(0, 0, 4, memoryview(bytes([9])), memoryview(b"12")), "position 9 of a piece of 4 elements"),
+        (Part(0, 2, 4, None, memoryview(b"12345678")), "elements 2 to 6 of tensor 0"),
+        (Part(7, 0, 4, None, memoryview(b"12345678")), "tensor 7"),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_by_name(part: Part, says: str) -> None:
