@@ -134,7 +134,7 @@ class ProducerMetric:
 
 
 class TrainerMetric:
-    """Beside these the trainer serves `TRAINER_GAUGES` and `TRAINER_GAUGES_BY_LAG`."""
+    """Beside these the trainer serves `TRAINER_GAUGES` and those by lag and by environment."""
 
     TOKEN_LAG = Metric("penstock_token_lag_steps", "Lag of sampled tokens at consumption", (), TOKEN_LAG_BUCKETS)
     TOKENS_TRAINED = Metric(
@@ -192,18 +192,6 @@ class TrainerMetric:
     FILL_SKIPPED_TOKENS = Metric(
         "penstock_fill_skipped_tokens_total",
         "Tokens sampled in groups skipped while batches were filled",
-        unit="tokens",
-    )
-    ENVIRONMENT_REWARD = Metric(
-        "penstock_environment_reward",
-        "Mean reward of the batch's groups of an environment",
-        ("environment",),
-        unit="none",
-    )
-    ENVIRONMENT_TOKENS = Metric(
-        "penstock_environment_completion_tokens",
-        "Sampled tokens of a rollout of an environment, mean over the batch",
-        ("environment",),
         unit="tokens",
     )
     ENVIRONMENT_GROUPS = Metric(
@@ -391,6 +379,24 @@ TRAINER_GAUGES_BY_LAG: dict[str, Metric] = {
 """Gauges of the last batch with a label `lag`. `kl` is `kl/lag_0` ... `kl/lag_8+` in updates.jsonl, see `lag_key`.
 
 A bucket in which the batch has no token has no sample.
+"""
+
+TRAINER_GAUGES_BY_ENVIRONMENT: dict[str, Metric] = {
+    key: Metric(prometheus_name("environment/" + key), help + ", by environment", ("environment",), unit=unit)
+    for key, (help, unit) in {
+        "reward": ("Mean reward of the batch", "none"),
+        "completion_tokens": ("Sampled tokens of a rollout, mean", "tokens"),
+        "lag_mean": ("Lag of sampled tokens at consumption, mean", "steps"),
+        "chi2": ("Chi-square of the tokens' ratios", "none"),
+        "ess_fraction": ("Effective sample size over tokens before truncation", ""),
+        "applied_ess_fraction": ("Effective sample size over tokens of the weights applied", ""),
+        "corrected_frac": ("Share of tokens that the correction rejected or bounded", ""),
+        "masked_frac": ("Share of tokens that the correction rejected", ""),
+    }.items()
+}
+"""Gauges of the last batch with a label `environment`, by their key in the tables of `environments` in updates.jsonl.
+
+An environment without a group in the batch has no sample.
 """
 
 

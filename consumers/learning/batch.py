@@ -196,6 +196,10 @@ class Batch:
     num_rows: int
     lag_histogram: dict[int, int]
     """Tokens of every group by lag, masked ones included, ascending."""
+    lag_mean: dict[str, float]
+    """Of these tokens by the name of their environment."""
+    environments: Tensor
+    """[R] int64, the place of each rollout's environment in `lag_mean`."""
     outcome: dict[str, float]
     """`penstock.consumers.learning.outcome.outcome` of every group."""
     rewards: BatchRewards

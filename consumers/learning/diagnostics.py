@@ -63,7 +63,8 @@ class MismatchSums:
     """
 
     tokens: Tensor
-    """[6, len(TOKEN_TERMS)] float64: sums over the loss mask's tokens by lag bucket; without lags all in the first."""
+    """[E, 6, len(TOKEN_TERMS)] float64: sums over the loss mask's tokens by environment and lag bucket; without
+    environments one, without lags all in the first bucket."""
     rows: Tensor
     """[len(ROW_TERMS)] float64: sums over the rows."""
     maxima: Tensor
@@ -90,6 +91,8 @@ class MismatchSums:
         corrected_mask: Tensor | None = None,
         current_logprobs: Tensor | None = None,
         level: Level = "token",
+        environments: Tensor | None = None,
+        num_environments: int = 1,
     ) -> "MismatchSums":
         """The sums of M sampled tokens, whole rows packed one behind the other.
 
@@ -107,6 +110,7 @@ class MismatchSums:
             current_logprobs: [M], the policy under update if it has left the proximal one; for kl_new_old alone.
             level: what `clipped_frac` holds against the threshold: each token's rho, or each row's geometric mean
                 or product of them.
+            environments: [M] int64, the number of each token's environment, below `num_environments`.
 
         Raises:
             ValueError: shapes that differ, a mask that is not bool, a lag that is no integer, a threshold below 1, an
@@ -115,7 +119,8 @@ class MismatchSums:
         optional = {"weights": weights, "lag": lag, "advantages": advantages, "keep_mask": keep_mask}
         optional["corrected_mask"] = corrected_mask
         tensors = {"rollout_logprobs": rollout_logprobs, "loss_mask": loss_mask, "row_ids": row_ids, **optional}
-        for name, tensor in (tensors | {"current_logprobs": current_logprobs}).items():
+        tensors |= {"current_logprobs": current_logprobs, "environments": environments}
+        for name, tensor in tensors.items():
             if tensor is not None and (tensor.dim() != 1 or tensor.shape != train_logprobs.shape):
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected that of train_logprobs, [M]; "
@@ -132,10 +137,12 @@ class MismatchSums:
         tokens = Tokens.of(train_logprobs, rollout_logprobs, loss_mask, row_ids, current_logprobs, threshold)
         rows = row_terms(tokens, level)
         known = {name for name, tensor in optional.items() if tensor is not None}
+        terms = token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask)
+        buckets = lag_buckets(lag, tokens.row)
+        if environments is not None:
+            buckets = buckets + len(LAG_LABELS) * environments
         return cls(
-            tokens=sums_by_bucket(
-                token_terms(tokens, weights, lag, advantages, keep_mask, corrected_mask), lag_buckets(lag, tokens.row)
-            ),
+            tokens=sums_by_bucket(terms, buckets, num_environments),
             rows=torch.stack([rows[name].sum() for name in ROW_TERMS]),
             maxima=maxima_of(tokens, rows["diff"]),
             threshold=threshold,
@@ -177,7 +184,7 @@ class MismatchSums:
         Raises:
             ValueError: tokens of a lag below 0.
         """
-        values = torch.cat([self.tokens.flatten(), self.rows, self.maxima]).tolist()
+        values = torch.cat([self.tokens.sum(0).flatten(), self.rows, self.maxima]).tolist()
         width = len(TOKEN_TERMS)
         buckets = [
             dict(zip(TOKEN_TERMS, values[i * width : (i + 1) * width], strict=True)) for i in range(len(LAG_LABELS))
@@ -196,6 +203,11 @@ class MismatchSums:
                 if bucket["num_tokens"]:
                     found |= {lag_key(name, label): value for name, value in self._of_bucket(bucket).items()}
         return found
+
+    def by_environment(self) -> list[dict[str, float]]:
+        """The metrics that lag buckets have, of each environment's tokens; empty without one in the loss mask."""
+        sums = [dict(zip(TOKEN_TERMS, own, strict=True)) for own in self.tokens.sum(1).tolist()]
+        return [self._of_bucket(own) if own["num_tokens"] else {} for own in sums]
 
     def _peers(self, total: dict[str, float], rows: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
         """The peers' metrics under the peers' names and by their formulas, epsilons and empty rows included."""
@@ -236,7 +248,7 @@ class MismatchSums:
         }
 
     def _of_bucket(self, sums: dict[str, float]) -> dict[str, float]:
-        """The metrics of one lag bucket and, except `_ONLY_BY_LAG`, of the whole batch."""
+        """The metrics of one lag bucket, of one environment and, except `_ONLY_BY_LAG`, of the whole batch."""
         found = {
             "num_tokens": sums["num_tokens"],
             "kl": _mean(sums, "minus_l"),
@@ -369,13 +381,16 @@ def lag_buckets(lag: Tensor | None, row: Tensor) -> Tensor:
     return bucket
 
 
-def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor) -> Tensor:
-    """[6, len(TOKEN_TERMS)] float64: `token_terms` summed by lag bucket."""
+def sums_by_bucket(terms: Mapping[str, Tensor], buckets: Tensor, num_environments: int) -> Tensor:
+    """[num_environments, 6, len(TOKEN_TERMS)] float64: `token_terms` summed by environment and lag bucket.
+
+    buckets: [M] int64, the environment's number times 6, and the place in LAG_LABELS.
+    """
     some = terms["num_tokens"]
     zero = torch.zeros(len(some), dtype=torch.float64, device=some.device)
     columns = torch.stack([terms[name].double() if name in terms else zero for name in TOKEN_TERMS], dim=1)
-    sums = torch.zeros(len(LAG_LABELS), len(TOKEN_TERMS), dtype=torch.float64, device=some.device)
-    return sums.index_add_(0, buckets, columns)
+    sums = torch.zeros(num_environments * len(LAG_LABELS), len(TOKEN_TERMS), dtype=torch.float64, device=some.device)
+    return sums.index_add_(0, buckets, columns).view(num_environments, len(LAG_LABELS), len(TOKEN_TERMS))
 
 
 def row_terms(tokens: Tokens, level: Level) -> dict[str, Tensor]:

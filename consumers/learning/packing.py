@@ -1,6 +1,7 @@
 """From prompt groups to tensors: rows packed without padding, a context that siblings share stored once."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -78,16 +79,24 @@ def pack(
     every_row = every_row or config.advantage.kl_coefficient > 0
     parts = [_rows_of(part, of_group, lags, config, every_row) for part in _parts(groups, config)]
     rows = [row for part in parts for row in part.rows]
-    histogram: dict[int, int] = {}
+    histograms: dict[str, Counter[int]] = {name: Counter() for name in sorted({each.environment for each in groups})}
+    of_index = {group.index: histograms[group.environment] for group in groups}
     for row in (*rows, *(row for part in parts for row in part.skipped)):
         for lag, count in row.lags:
-            histogram[lag] = histogram.get(lag, 0) + count
+            of_index[row.place.group][lag] += count
+    histogram = sum(histograms.values(), Counter[int]())
+    names = list(histograms)
     return Batch(
         minibatches=tuple(_pack_part(part, config, sharing) for part in parts),
         num_tokens_trained=_num_unmasked(rows, config.lag_bound),
         num_tokens_masked_lag=sum(count for lag, count in histogram.items() if lag > config.lag_bound),
         num_rows=sum(_num_unmasked([row], config.lag_bound) > 0 for row in rows),
         lag_histogram=dict(sorted(histogram.items())),
+        lag_mean={
+            name: sum(lag * count for lag, count in own.items()) / max(1, own.total())
+            for name, own in histograms.items()
+        },
+        environments=torch.tensor([names.index(group.environment) for group in groups for _ in group.rollouts]),
         outcome=outcome(groups),
         rewards=rewards,
         advantages=advantages,

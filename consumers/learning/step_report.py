@@ -62,6 +62,7 @@ class StepReport:
     phase_s: seconds by phase: forward, backward, optimizer, diagnostics. On CUDA kernels run on after the call that
         started them, and the phase that waits is charged.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
+    environments: by environment the mean lag of its tokens, `lag_mean`, and `MismatchSums.by_environment`.
     """
 
     metrics: dict[str, float]
@@ -77,6 +78,7 @@ class StepReport:
     spared: frozenset[int] = frozenset()
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
+    environments: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def num_groups_skipped(self) -> int:
@@ -94,10 +96,15 @@ class StepReport:
 
 
 class BatchTally:
-    """Adds up the optimizer steps of one batch, and makes its report."""
+    """Adds up the optimizer steps of one batch, and makes its report.
 
-    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+    environments: [R] int64, the number of each rollout's environment, below `num_environments`.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks, environments: Tensor, num_environments: int) -> None:
         self._ranks = ranks
+        self._environments = environments
+        self._num_environments = num_environments
         self.failed: dict[int, str] = {}
         """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
         self._failed_groups: dict[int, str] = {}
@@ -137,6 +144,8 @@ class BatchTally:
             threshold=self._config.correction.threshold,
             advantages=microbatch.advantages,
             level=_judged_level(self._config.correction),
+            environments=self._environments[microbatch.rollouts[microbatch.row_ids]],
+            num_environments=self._num_environments,
         )
         if scale is not None:
             found = found.scaled(scale)
@@ -208,8 +217,11 @@ class BatchTally:
         num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
         if num_tokens:
             metrics |= {name: value / num_tokens for name, value in sums.items()}
+        by_environment: list[dict[str, float]] = [{} for _ in batch.lag_mean]
         if found.mismatch is not None:
             metrics |= found.mismatch.metrics()
+            by_environment = found.mismatch.by_environment()
+        lag_means = batch.lag_mean.items()
         self.end_phase("diagnostics")
         return StepReport(
             metrics=metrics,
@@ -225,6 +237,9 @@ class BatchTally:
             spared=frozenset(self._spared),
             phase_s=self._phase_s,
             findings=found.findings,
+            environments={
+                name: {"lag_mean": lag, **own} for (name, lag), own in zip(lag_means, by_environment, strict=True)
+            },
         )
 
     def _means(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from penstock.schemas.metrics import (
     LAG_LABELS,
     REWARD,
     TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_ENVIRONMENT,
     TRAINER_GAUGES_BY_LAG,
     lag_key,
     part_key,
@@ -60,8 +61,7 @@ class TrainerMetrics:
         self._evaluation_parts = make(Gauge, M.EVALUATION_REWARD_PART)
         self._fill_skipped_groups = make(Counter, M.FILL_SKIPPED_GROUPS)
         self._fill_skipped_tokens = make(Counter, M.FILL_SKIPPED_TOKENS)
-        self._environment_reward = make(Gauge, M.ENVIRONMENT_REWARD)
-        self._environment_tokens = make(Gauge, M.ENVIRONMENT_TOKENS)
+        self._by_environment = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
         self._environment_groups = make(Counter, M.ENVIRONMENT_GROUPS)
         self._environment_evaluation = make(Gauge, M.ENVIRONMENT_EVALUATION_REWARD)
         self._groups_settled = make(Counter, M.GROUPS_SETTLED)
@@ -131,9 +131,8 @@ class TrainerMetrics:
         for reason, num_steps in line["steps_skipped"].items():
             self._steps_skipped.labels(reason).inc(num_steps)
         environments = line["environments"]
-        in_batch = {name: found for name, found in environments.items() if REWARD in found}
-        _set_labelled(self._environment_reward, {name: found[REWARD] for name, found in in_batch.items()})
-        _set_labelled(self._environment_tokens, {name: found["completion_tokens"] for name, found in in_batch.items()})
+        for key, gauge in self._by_environment.items():
+            _set_labelled(gauge, {name: found[key] for name, found in environments.items() if key in found})
         for name, found in environments.items():
             for outcome in ("trained", "skipped"):
                 self._environment_groups.labels(name, outcome).inc(found[f"num_groups_{outcome}"])

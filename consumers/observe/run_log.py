@@ -31,18 +31,24 @@ log = logging.getLogger(__name__)
 def by_environment(
     groups: Sequence[RolloutGroup], report: StepReport, passed: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    """Of each environment: the `outcome` of its groups in the batch, if it has any, and how many of them taught
-    something. passed: how many groups of each were skipped while the batch was filled; they count as such."""
+    """Of each environment the `outcome` of its groups in the batch and its `StepReport.environments`, if it has any,
+    and how many of them taught something. passed: how many groups of each were skipped while the batch was filled; they
+    count as such."""
     own: dict[str, list[RolloutGroup]] = {name: [] for name in passed}
     for group in groups:
         own.setdefault(group.environment, []).append(group)
     found: dict[str, dict[str, float]] = {}
     for name, of_it in sorted(own.items()):
         num_trained = sum(report.teaches(group.index) for group in of_it)
-        found[name] = outcome(of_it) | {
-            "num_groups_trained": num_trained,
-            "num_groups_skipped": len(of_it) - num_trained + passed.get(name, 0),
-        }
+        measured = {key: value for key, value in report.environments.get(name, {}).items() if math.isfinite(value)}
+        found[name] = (
+            outcome(of_it)
+            | measured
+            | {
+                "num_groups_trained": num_trained,
+                "num_groups_skipped": len(of_it) - num_trained + passed.get(name, 0),
+            }
+        )
     return found
 
 

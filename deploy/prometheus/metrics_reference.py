@@ -11,6 +11,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.schemas.metrics import (
     LAG_LABELS,
     TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_ENVIRONMENT,
     TRAINER_GAUGES_BY_LAG,
     Metric,
     ProducerMetric,
@@ -46,7 +47,8 @@ def exported(registry: CollectorRegistry, definitions: Iterable[Metric]) -> list
 
 
 def trainer_metrics() -> list[Exported]:
-    definitions = [*_declared(TrainerMetric), *TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()]
+    tables = (TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, TRAINER_GAUGES_BY_ENVIRONMENT)
+    definitions = [*_declared(TrainerMetric), *(metric for table in tables for metric in table.values())]
     return exported(TrainerMetrics().registry, definitions)
 
 

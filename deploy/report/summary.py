@@ -23,6 +23,7 @@ from penstock.deploy.report.telemetry import (
     WeightsLoaded,
     mean_by_lag,
     read_telemetry,
+    token_mean,
 )
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, lag_key, part_key, parts_of
@@ -185,7 +186,8 @@ def course(updates: Sequence[Update]) -> dict[str, dict[str, float]] | None:
 
 
 def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint]) -> dict[str, dict[str, Any]]:
-    """By environment the groups trained and skipped, the `course` of its rewards, and its `held_out` rewards."""
+    """By environment the groups trained and skipped, the `course` of its rewards, its `held_out` rewards, and its
+    `bias`: means over its tokens of all updates, None where not measured."""
     found: dict[str, dict[str, Any]] = {}
     lines: list[Update | EvaluationPoint] = [*updates, *points]
     for name in sorted({name for line in lines for name in line.environments}):
@@ -201,7 +203,8 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
         ]
         groups = {each: int(sum(_values(own, each))) for each in ("num_groups_trained", "num_groups_skipped")}
         in_batches = [line for line in own if REWARD in line.metrics]
-        found[name] = {**groups, "course": course(in_batches), "held_out": held_out(evaluated)}
+        bias = {each: token_mean(own, each) for each in ("lag_mean", "ess_fraction", "chi2", "masked_frac")}
+        found[name] = {**groups, "course": course(in_batches), "held_out": held_out(evaluated), "bias": bias}
     return found
 
 
@@ -350,7 +353,9 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                 f"  {name}",
                 f"{_rewards(own['course'], 'first', 'last')}; "
                 f"held-out {_rewards(own['held_out'], 'initial', 'final')}; "
-                f"{own['num_groups_trained']:,} groups trained, {own['num_groups_skipped']:,} skipped",
+                f"{own['num_groups_trained']:,} groups trained, {own['num_groups_skipped']:,} skipped; "
+                f"lag {shown(own['bias']['lag_mean'], '.2f')}, ESS {shown(own['bias']['ess_fraction'], '.3f')}, "
+                f"χ² {shown(own['bias']['chi2'], '.2g')}, {shown(own['bias']['masked_frac'], '.1%')} rejected",
             )
             for name, own in s["environments"].items()
             if len(s["environments"]) > 1

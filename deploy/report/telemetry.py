@@ -304,10 +304,14 @@ def place_evaluations(points: Iterable[EvaluationPoint], updates: Iterable[Updat
 
 def mean_by_lag(updates: Sequence[Update], name: str, label: str) -> float | None:
     """The mean of a metric over the tokens of one lag bucket; None if no batch has it."""
+    return token_mean(updates, lag_key(name, label), lag_key("num_tokens", label))
+
+
+def token_mean(updates: Sequence[Update], name: str, num_tokens_name: str = "num_tokens") -> float | None:
+    """The mean of a metric over tokens, of which each batch has `num_tokens_name`; None if no batch has it."""
     total = weight = 0.0
     for update in updates:
-        value = update.metrics.get(lag_key(name, label))
-        num_tokens = update.metrics.get(lag_key("num_tokens", label), 0.0)
+        value, num_tokens = update.metrics.get(name), update.metrics.get(num_tokens_name, 0.0)
         if value is not None:
             total, weight = total + num_tokens * value, weight + num_tokens
     return total / weight if weight else None

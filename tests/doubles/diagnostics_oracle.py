@@ -31,7 +31,7 @@ def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "toke
     """Every name of a batch with at least one valid token, all optional inputs given."""
     valid = [[token for token in row if token.mask] for row in rows]
     tokens = [token for row in valid for token in row]
-    found = _seeds(valid, tokens, threshold, level) | _of_tokens(tokens)
+    found = _seeds(valid, tokens, threshold, level) | of_tokens(tokens)
     for name in ("kl", "k3_kl", "num_tokens"):
         del found[name]
     found["ratio_mean"] = fmean(t.rho for t in tokens)
@@ -50,7 +50,7 @@ def oracle(rows: list[list[MismatchToken]], threshold: float, level: str = "toke
     for label, (low, high) in BUCKETS.items():
         inside = of_lag_0.get(label, [t for t in tokens if low <= t.lag <= high])
         if inside:
-            found |= {f"{name}/lag_{label}": value for name, value in _of_tokens(inside).items()}
+            found |= {f"{name}/lag_{label}": value for name, value in of_tokens(inside).items()}
     return found
 
 
@@ -89,7 +89,8 @@ def _seeds(
     return {f"rollout_correction/{name}": value for name, value in found.items()}
 
 
-def _of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
+def of_tokens(tokens: list[MismatchToken]) -> dict[str, float]:
+    """Those of any tokens, as a lag bucket or an environment has them."""
     found = {
         "num_tokens": float(len(tokens)),
         "kl": fmean(-t.l for t in tokens),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diagnostics_oracle import MismatchToken, oracle
+from diagnostics_oracle import MismatchToken, of_tokens, oracle
 from golden_corrections import Golden, names
 from padded import correct, mismatch_metrics
 from penstock.consumers.learning.diagnostics import PEER_PREFIX, MismatchSums
@@ -95,7 +95,10 @@ def _random_rows(seed: int, num_rows: int = 7) -> list[list[MismatchToken]]:
     return rows
 
 
-def _sums(rows: list[list[MismatchToken]], level: str = "token") -> MismatchSums:
+def _sums(
+    rows: list[list[MismatchToken]], level: str = "token", environments: tuple[int, ...] | None = None
+) -> MismatchSums:
+    """environments: of each row."""
     tokens = [token for row in rows for token in row]
 
     def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -117,6 +120,10 @@ def _sums(rows: list[list[MismatchToken]], level: str = "token") -> MismatchSums
         threshold=2.0,
         advantages=poisoned("advantage"),
         level=level,
+        environments=None
+        if environments is None
+        else torch.tensor(environments).repeat_interleave(torch.tensor([len(row) for row in rows])),
+        num_environments=4 if environments is not None else 1,
     )
 
 
@@ -131,6 +138,18 @@ def _close(got: dict[str, float], expected: dict[str, float]) -> None:
 def test_every_number_is_that_of_the_plain_python_oracle(seed: int, level: str) -> None:
     rows = _random_rows(seed)
     _close(_sums(rows, level).metrics(), oracle(rows, 2.0, level))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_environment_has_the_numbers_of_its_own_tokens_in_parts_merged_too(seed: int) -> None:
+    rows, environments = _random_rows(seed, 12), tuple(random.Random(seed).choices((0, 1, 3), k=12))
+    parts = [_sums(rows[at], environments=environments[at]) for at in (slice(0, 5), slice(5, 12))]
+    merged = parts[0].merge(parts[1])
+    _close(merged.metrics(), _sums(rows).metrics())
+    for number, found in enumerate(merged.by_environment()):
+        own = [t for row, of in zip(rows, environments, strict=True) if of == number for t in row if t.mask]
+        _close(found, of_tokens(own) if own else {})
+    assert merged.by_environment()[2] == {}
 
 
 def test_the_padded_and_the_packed_form_agree() -> None:

@@ -556,6 +556,37 @@ def test_entropy_and_mismatch_are_of_all_sampled_tokens(folder, minibatches) -> 
     assert abs(trained["entropy"] - metrics["entropy"]) > 1e-3, "that of the groups with variance is another"
 
 
+def test_each_environment_has_the_bias_of_its_own_tokens(folder) -> None:
+    names = ("words", "sums")
+    groups = [msgspec.structs.replace(group, environment=names[n % 2]) for n, group in enumerate(_groups(seed=3))]
+    config = configuration(folder, correction=CorrectionConfig(mode="token_mask", threshold=1.2))
+    learner = Learner(config)
+    by_name = {name: [group for group in groups if group.environment == name] for name in names}
+    expected = {}
+    for name, own in by_name.items():
+        _, proximal, behavior = _every_token(learner, own)
+        rho = (proximal - behavior).double().exp().numpy()
+        lags = [
+            (7 - span.version, span.end - span.start)
+            for group in own
+            for rollout in group.rollouts
+            for segment in rollout.segments
+            for span in segment.version_spans
+        ]
+        expected[name] = {
+            "num_tokens": len(rho),
+            "lag_mean": sum(lag * count for lag, count in lags) / sum(count for _, count in lags),
+            "chi2": (rho**2).mean() - 1,
+            "ess_fraction": rho.sum() ** 2 / (len(rho) * (rho**2).sum()),
+            "masked_frac": (rho > 1.2).mean(),
+        }
+    found = learner.step(pack(groups, lag_from(7), config)).environments
+    assert list(found) == ["sums", "words"]
+    for name in names:
+        assert {key: found[name][key] for key in expected[name]} == pytest.approx(expected[name], rel=1e-4)
+    assert found["sums"]["chi2"] != pytest.approx(found["words"]["chi2"], rel=0.01)
+
+
 def test_once_all_groups_have_collapsed_something_is_still_reported(folder) -> None:
     config = configuration(folder)
     learner = Learner(config)

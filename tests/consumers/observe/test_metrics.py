@@ -19,6 +19,7 @@ from penstock.schemas.config import EnvironmentConfig, MetricsConfig, ModelConfi
 from penstock.schemas.metrics import (
     LAG_LABELS,
     TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_ENVIRONMENT,
     TRAINER_GAUGES_BY_LAG,
     Metric,
     TrainerMetric,
@@ -140,9 +141,13 @@ def test_the_parts_of_the_reward_are_served_by_name_while_batches_have_them(metr
 def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -> None:
     value = metrics.registry.get_sample_value
     own = {"reward": 0.25, "completion_tokens": 7.0, "num_groups_trained": 3, "num_groups_skipped": 1}
+    own |= {"lag_mean": 1.5, "ess_fraction": 0.9, "chi2": 0.1}
     metrics.record(line(environments={"sums": own, "words": own | {"reward": 1.0}}))
     metrics.record(line(environments={"sums": own}))
     assert value("penstock_environment_reward", {"environment": "sums"}) == 0.25
+    assert value("penstock_environment_ess_fraction", {"environment": "sums"}) == 0.9
+    assert value("penstock_environment_lag_mean", {"environment": "sums"}) == 1.5
+    assert value("penstock_environment_chi2", {"environment": "words"}) is None, "not that of a batch before"
     assert value("penstock_environment_reward", {"environment": "words"}) is None, "not that of a batch before"
     assert value("penstock_environment_completion_tokens", {"environment": "sums"}) == 7
     assert value("penstock_environment_groups_total", {"environment": "sums", "outcome": "trained"}) == 6
@@ -246,7 +251,8 @@ def test_every_metric_of_the_trainer_is_served(metrics: TrainerMetrics, tmp_path
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
         text = reply.read().decode()
     declared = [value for value in vars(TrainerMetric).values() if isinstance(value, Metric)]
-    for metric in (*declared, *TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()):
+    by_label = (*TRAINER_GAUGES_BY_LAG.values(), *TRAINER_GAUGES_BY_ENVIRONMENT.values())
+    for metric in (*declared, *TRAINER_GAUGES.values(), *by_label):
         assert f"# HELP {metric.name} " in text, metric.name
 
 

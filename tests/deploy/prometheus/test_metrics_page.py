@@ -14,7 +14,14 @@ from penstock.deploy.prometheus.metrics_reference import (
     unit_of,
     with_reference,
 )
-from penstock.schemas.metrics import TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, Metric, ProducerMetric, TrainerMetric
+from penstock.schemas.metrics import (
+    TRAINER_GAUGES,
+    TRAINER_GAUGES_BY_ENVIRONMENT,
+    TRAINER_GAUGES_BY_LAG,
+    Metric,
+    ProducerMetric,
+    TrainerMetric,
+)
 
 UNITS_IN_USE = {"none", "s", "B", "nats", "share", "steps", "groups", "tokens", "batches", "errors", "loads"}
 UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers", "policies", "deltas", "copies"}
@@ -31,16 +38,18 @@ def rows() -> list[list[str]]:
 def declared() -> list[Metric]:
     classes = (ProducerMetric, TrainerMetric)
     found = [value for kind in classes for value in vars(kind).values() if isinstance(value, Metric)]
-    return [*found, *TRAINER_GAUGES.values(), *TRAINER_GAUGES_BY_LAG.values()]
+    tables = (TRAINER_GAUGES, TRAINER_GAUGES_BY_LAG, TRAINER_GAUGES_BY_ENVIRONMENT)
+    return [*found, *(metric for table in tables for metric in table.values())]
 
 
 def by_key() -> dict[str, str]:
-    """Name in Prometheus by name in updates.jsonl; the buckets' under `name/lag_`."""
+    """Name in Prometheus by name in updates.jsonl; the buckets' under `name/lag_`, an environment's `environments/`."""
     found = {}
     for key, name, *_ in (row for row in rows() if len(row) == 4):
         if key.startswith("`"):
             name = name.strip("`")
-            found[key.strip("`") + ("/lag_" if name.endswith("_by_lag") else "")] = name
+            prefix = "environments/" if name.startswith("penstock_environment_") else ""
+            found[prefix + key.strip("`") + ("/lag_" if name.endswith("_by_lag") else "")] = name
     return found
 
 
@@ -90,8 +99,9 @@ def test_the_prose_names_every_metric_its_labels_and_their_values_and_no_other()
     assert all(len(names) == 1 for names in named)
     assert sorted(name for names in named for name in names) == sorted(metric.name for metric in declared())
     lines = {name: " | ".join(row) for (name,), row in zip(named, rows(), strict=True)}
+    said_by_the_head = [*TRAINER_GAUGES_BY_LAG.values(), *TRAINER_GAUGES_BY_ENVIRONMENT.values()]
     for metric in declared():
-        if metric.labels and not metric.name.endswith("_by_lag"):
+        if metric.labels and metric not in said_by_the_head:
             assert f"`{metric.name}{{{metric.labels[0]}" in lines[metric.name], metric.name
         for value in metric.values:
             assert f"`{value}`" in lines[metric.name], f"{metric.name}: {value}"
@@ -100,6 +110,7 @@ def test_the_prose_names_every_metric_its_labels_and_their_values_and_no_other()
 def test_the_page_maps_each_name_as_the_trainer_does() -> None:
     expected = {key: metric.name for key, metric in TRAINER_GAUGES.items()}
     expected |= {f"{key}/lag_": metric.name for key, metric in TRAINER_GAUGES_BY_LAG.items()}
+    expected |= {f"environments/{key}": metric.name for key, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
     assert by_key() == expected
 
 

@@ -218,7 +218,11 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
     def own(reward: float) -> dict:
         return {"reward": reward, "reward/exact": 1.0, "num_groups_trained": 2, "num_groups_skipped": 1}
 
-    lines = [update_line(n, environments={"sums": own(n / 10), "words": own(0.0)}) for n in (1, 2)]
+    def biased(reward: float, num_tokens: int, lag: float) -> dict:
+        bias = {"lag_mean": lag, "chi2": lag / 10, "ess_fraction": 1 - lag / 10, "masked_frac": lag / 100}
+        return own(reward) | {"num_tokens": num_tokens} | bias
+
+    lines = [update_line(n, environments={"sums": biased(n / 10, 100 * n, n), "words": own(0.0)}) for n in (1, 2)]
     none_in_batch = {"num_groups_trained": 0, "num_groups_skipped": 5}
     lines += [update_line(3, environments={"sums": own(0.7), "words": none_in_batch})]
     write_lines(run_folder / "updates.jsonl", lines)
@@ -228,8 +232,10 @@ def test_each_of_several_environments_has_a_row_of_its_own(run_folder: Path) -> 
     assert summary["environments"]["sums"]["num_groups_trained"] == 6
     rows = dict(table_rows(summary))
     assert rows["  sums"].startswith("0.100 → 0.700  (exact 1.000 → 1.000); held-out n/a; 6 groups trained, 3 skipped")
+    # Means over 100 tokens of lag 1 and 200 of lag 2.
+    assert rows["  sums"].endswith("; lag 1.67, ESS 0.833, χ² 0.17, 1.7% rejected")
     assert rows["  words"].startswith("0.000 → 0.000") and rows["  words"].endswith(
-        "held-out 0.250 → 0.250; 4 groups trained, 7 skipped"
+        "held-out 0.250 → 0.250; 4 groups trained, 7 skipped; lag n/a, ESS n/a, χ² n/a, n/a rejected"
     )
 
 
