@@ -20,22 +20,23 @@ from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.deploy.inspector import command as inspector
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
+    MODULES_PATH,
     Command,
     add_run,
     add_runs,
-    find_run_file,
     limit_threads,
     run_as_ranks,
     shipped_run_files,
-    standard_output,
 )
 from penstock.deploy.operate import commands as operate
 from penstock.deploy.parity import command as parity
 from penstock.deploy.prometheus import command as prometheus
 from penstock.deploy.record import command as record
 from penstock.deploy.replay import command as replay
+from penstock.deploy.results import print_result, report
+from penstock.deploy.running import RunInterrupted, check, load_config, run, trial_config, try_environment
 from penstock.deploy.watch import command as watch
-from penstock.schemas.config import AdvantageConfig, ConfigError, ObjectivePlug, RunConfig, load_config, run_name
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.process import logs
 from penstock.schemas.process.redis_url import place_of, redis_url
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Environments, rewards and objectives are the user's own modules, found in the working directory.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    sys.path += [path for path in os.environ.get(MODULES_PATH, "").split(os.pathsep) if path not in ("", *sys.path)]
     try:
         status = int(arguments.command(arguments))
         sys.stdout.flush()
@@ -79,7 +81,8 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     from penstock.deploy.report.telemetry import TelemetryError
     from penstock.producers.interfaces import EngineError
 
-    return (PartDied, ServerError, TelemetryError, EngineError, redis.ConnectionError, redis.TimeoutError)
+    refused = parity.GateRefusedError
+    return (PartDied, refused, ServerError, TelemetryError, EngineError, redis.ConnectionError, redis.TimeoutError)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -217,82 +220,37 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace, *, resume: bool = False) -> RunConfig:
     """The configuration asked for. With `resume` what is changed is the run's own run file, if there is one."""
-    overrides = list(arguments.set)
-    if arguments.name is not None:
-        # As TOML: a name such as 2024 would be read as a number.
-        overrides.append(f"name = {msgspec.json.encode(arguments.name).decode()}")
-    file = find_run_file(arguments.run_file)
-    if resume:
-        from penstock.deploy.launch.run_folder import RUN_FILE
-
-        own = arguments.runs / run_name(file, overrides) / RUN_FILE
-        if own.is_file() and not own.samefile(file):
-            print(f"penstock: resumed with {own}; {file} is not read again, --set changes a setting", file=sys.stderr)
-            file = own
-    return load_config(file, overrides)
+    runs = arguments.runs or DEFAULT_RUNS
+    return load_config(arguments.run_file, set=arguments.set, name=arguments.name, runs=runs, resume=resume)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     asked = _load(arguments, resume=arguments.resume)
-    if arguments.resume and not arguments.dry_run:
-        from penstock.deploy.report.telemetry import read_ledger
-
-        ledger = read_ledger(asked.folder(arguments.runs) / "trainer.json")
-        if ledger is not None and ledger.finished and ledger.num_updates >= asked.num_updates:
-            print(
-                f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
-            )
-            return 0
-    from penstock.deploy.launch.start_checks import check, check_objective, check_redis, place_parts, resolved_toml
-
-    config, warnings = check(asked)
-    if arguments.resume:
-        from penstock.deploy.operate.resumed import check_resumed
-
-        check_resumed(config, arguments.runs)
-    placement = place_parts(config)
-    if table := placement.table():
-        print(table, file=sys.stderr)
-    for warning in warnings:
-        print(f"penstock: warning: {warning}", file=sys.stderr)
-    own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
-    if own or config.model.reference is not None or config.model.reference_every is not None:
-        check_objective(config)  # imports torch
     if arguments.dry_run:
+        from penstock.deploy.launch.start_checks import resolved_toml
+
+        config = check(asked, runs=arguments.runs, resume=arguments.resume)
         print(resolved_toml(config), end="")
         print(f"penstock: all is well with {config.name}: it may be started without --dry-run", file=sys.stderr)
         return 0
-    from penstock.deploy.launch.launcher import Launcher
-    from penstock.deploy.launch.live_view import open_view
     from penstock.deploy.launch.producer_pool import PartDied
-    from penstock.deploy.launch.run_folder import RunFolder
 
-    check_redis(config, resume=arguments.resume)
-    with RunFolder(config, arguments.runs, resume=arguments.resume) as folder:
-        for difference in folder.save(config):
-            print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
-        with open_view(config, arguments.runs) as view:
-            launcher = Launcher(config, arguments.runs, placement, resume=arguments.resume, view=view, lock=folder.lock)
-            try:
-                status = launcher.run()
-            except PartDied as death:
-                if death.part == "trainer" and parity.print_gate_refusal(folder.path, death.started_s):
-                    return 1
-                print(f"penstock: to continue: {_resume_command(arguments, config)}", file=sys.stderr)
-                raise
-        if status:
-            print(f"penstock: stopped; to continue: {_resume_command(arguments, config)}", file=sys.stderr)
-    return status or _write_results(folder.path)
+    try:
+        result = run(asked, runs=arguments.runs, resume=arguments.resume)
+    except RunInterrupted as interrupted:
+        print(f"penstock: stopped; to continue: {_resume_command(arguments, asked)}", file=sys.stderr)
+        return 128 + interrupted.number
+    except PartDied:
+        print(f"penstock: to continue: {_resume_command(arguments, asked)}", file=sys.stderr)
+        raise
+    print_result(result)
+    return 0
 
 
 def _try(arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from penstock.deploy.launch.trial import trial_config, try_environment
-
-    config = trial_config(arguments.given, arguments.set)
+    config = trial_config(arguments.given, set=arguments.set)
     limit_threads(config.trainer.num_threads)
-    return 0 if asyncio.run(try_environment(config, arguments.n)) else 1
+    return 0 if try_environment(config, arguments.n) else 1
 
 
 def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
@@ -300,26 +258,6 @@ def _resume_command(arguments: argparse.Namespace, config: RunConfig) -> str:
     if arguments.runs != DEFAULT_RUNS:
         command += ["--runs", str(arguments.runs)]
     return shlex.join([*command, "--resume"])
-
-
-def _write_results(run_folder: Path) -> int:
-    """Status 1 if the folder cannot be written, or a file in it cannot be read."""
-    from penstock.deploy.report.report import write_report
-    from penstock.deploy.report.summary import print_table, warnings_of, write_summary
-
-    try:
-        summary = write_summary(run_folder)
-        report = write_report(run_folder)
-    except OSError as error:
-        print(f"penstock: no report of {run_folder}: {error}", file=sys.stderr)
-        return 1
-    print_table(summary, standard_output())
-    for warning in warnings_of(summary):
-        print(f"penstock: warning: {warning}", file=sys.stderr)
-    if (model := run_folder / "model").is_dir():
-        print(f"model    {model}")
-    print(f"summary  {run_folder / 'summary.json'}\nreport   {report}\nlogs     {run_folder / 'logs'}")
-    return 0
 
 
 def _producer(arguments: argparse.Namespace) -> int:
@@ -441,12 +379,8 @@ def _make_model(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.run)
-    if not folder.is_dir():
-        folder = arguments.runs / arguments.run
-    if not folder.is_dir():
-        raise ConfigError(f"{arguments.run}: neither a folder nor a run in {arguments.runs}")
-    return _write_results(folder)
+    print_result(report(arguments.run, runs=arguments.runs))
+    return 0
 
 
 COMMANDS = (

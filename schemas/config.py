@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -690,28 +690,26 @@ class RunConfig(Section, frozen=True, kw_only=True):
         return runs / self.name
 
 
-def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run file; each override is `dotted.path=value` with a TOML value (a bare word counts as a string).
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Fields to change: texts `dotted.path=value` with a TOML value (a bare word counts as a string), or values by dotted
+path."""
+
+
+def load_config(file: Path, overrides: Overrides = ()) -> RunConfig:
+    """Reads a run file, changed by `overrides`.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown or ill-typed field, or settings that contradict each other.
     """
-    return config_of(_read(file), file, overrides)
+    return config_of(read_document(file), file, overrides)
 
 
-def run_name(file: Path, overrides: Sequence[str] = ()) -> str:
-    """The run's name in a run file, whatever else is wrong with the file.
+def read_document(file: Path) -> dict[str, Any]:
+    """The tables of a run file, whatever is wrong with their content.
 
     Raises:
         ConfigError: no such file, or not TOML.
     """
-    document = _read(file)
-    for override in overrides:
-        _apply_override(document, override)
-    return str(document.get("name"))
-
-
-def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except FileNotFoundError:
@@ -720,14 +718,14 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
-def config_of(document: dict[str, Any], file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def config_of(document: dict[str, Any], file: Path, overrides: Overrides = ()) -> RunConfig:
     """The configuration that a run file's `document` becomes; it is changed by `overrides`. `file` is named in errors.
 
     Raises:
         ConfigError: an unknown or ill-typed field, or settings that contradict each other.
     """
-    for override in overrides:
-        _apply_override(document, override)
+    for path, value in overridden(overrides).items():
+        _override(document, path, value)
     _check_sampling_names(document, file)
     _check_renamed(document, file)
     try:
@@ -738,22 +736,31 @@ def config_of(document: dict[str, Any], file: Path, overrides: Sequence[str] = (
     return config
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not path.strip():
-        raise ConfigError(f"override {override!r}: expected dotted.path=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = path.strip().split(".")
+def overridden(overrides: Overrides) -> dict[str, Any]:
+    """The new values by dotted path. Raises ConfigError for a text that is no `dotted.path=value`."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    found = {}
+    for text in overrides:
+        path, separator, value = text.partition("=")
+        if not separator or not path.strip():
+            raise ConfigError(f"override {text!r}: expected dotted.path=value")
+        try:
+            found[path.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[path.strip()] = value
+    return found
+
+
+def _override(document: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
     table = document
     for parent in parents:
         if table.get(parent) is None:  # a run's description has None for a table that is not there
             table[parent] = {}
         table = table[parent]
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {parent} is a value, not a table")
+            raise ConfigError(f"override of {path} = {value!r}: {parent} is a value, not a table")
     table[last] = value
 
 

@@ -34,6 +34,8 @@ CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}
 """What the wings of the contract need besides."""
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
+ROOF = ROOT / "roof" / "__init__.py"
+"""The package `penstock` itself."""
 LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SUPPORT = [
@@ -93,6 +95,16 @@ def test_imports_cross_rooms_in_one_direction_only():
 def test_the_house_is_imported_under_one_roof():
     """A flat import would work from the root, give each class a twin, and meet a user's own `deploy/` or `schemas/`."""
     assert offenders([*FILES, *LABORATORY, *TESTS], lambda file: packages(file) & set(MAY_IMPORT)) == {}
+
+
+def test_the_roof_imports_from_above_and_nothing_when_it_is_imported():
+    """Every `import penstock.schemas` imports it first."""
+    assert rooms(ROOF) <= {"deploy", "schemas"}
+    program = (
+        f"import runpy, sys; runpy.run_path({str(ROOF)!r}); print([m for m in sys.modules if m[:8] == 'penstock'])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert shown.stdout == "[]\n", shown.stderr
 
 
 def test_nothing_imports_the_tests_or_the_laboratory():

@@ -17,8 +17,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import penstock
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "producers", "consumers", "deploy")
+ROOF = "roof"  # the folder of `penstock` itself
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 DEVELOPMENT = Path("deploy") / "grafana"  # makes the dashboards, with a library that users do not install
@@ -28,19 +31,27 @@ pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def python_files() -> list[Path]:
-    files = [file.relative_to(ROOT) for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+    files = [file.relative_to(ROOT) for room in (ROOF, *ROOMS) for file in sorted((ROOT / room).rglob("*.py"))]
     return [file for file in files if not file.is_relative_to(DEVELOPMENT)]
+
+
+OWN_FILES = ("__init__.py", "py.typed")
+
+
+def packaged(folder: Path) -> tuple[str, ...]:
+    """Where a folder of the repository is in the package."""
+    return ("penstock", *folder.parts[folder.parts[0] == ROOF :])
 
 
 def test_every_folder_with_modules_is_a_package_of_the_list():
     folders = {file.parent for file in python_files()}
-    assert set(SETUPTOOLS["packages"]) == {"penstock." + ".".join(folder.parts) for folder in folders}
+    assert set(SETUPTOOLS["packages"]) == {".".join(packaged(folder)) for folder in folders}
     assert [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()] == []
 
 
 def test_every_pattern_of_the_package_data_matches_a_file():
     for package, patterns in SETUPTOOLS["package-data"].items():
-        folder = ROOT / package.removeprefix("penstock.").replace(".", "/")
+        folder = ROOT / (ROOF if package == "penstock" else package.removeprefix("penstock.").replace(".", "/"))
         assert [pattern for pattern in patterns if not list(folder.glob(pattern))] == [], package
 
 
@@ -110,7 +121,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
-    for room in (*ROOMS, "bench", "docs"):
+    for room in (ROOF, *ROOMS, "bench", "docs"):
         shutil.copytree(ROOT / room, source / room, ignore=ignored, symlinks=True)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", out]
     subprocess.run([*command, source], check=True, timeout=120)
@@ -121,11 +132,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_house_and_nothing_of_the_laboratory(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
-    assert {name.split("/")[1] for name in names if name.startswith("penstock/")} == set(ROOMS)
-    modules = {f"penstock/{file.as_posix()}" for file in python_files()}
+    assert {name.split("/")[1] for name in names if name.startswith("penstock/")} == {*ROOMS, *OWN_FILES}
+    modules = {"/".join((*packaged(file.parent), file.name)) for file in python_files()}
     assert {name for name in names if name.endswith(".py")} == modules
-    data = {f"penstock/{room}/py.typed" for room in ROOMS}
-    data |= {f"penstock/deploy/runs/{file.name}" for file in (ROOT / "deploy" / "runs").glob("*.toml")}
+    data = {f"penstock/deploy/runs/{file.name}" for file in (ROOT / "deploy" / "runs").glob("*.toml")}
     assert data <= names
 
 
@@ -173,7 +183,25 @@ def test_the_editable_install_runs_among_folders_of_its_rooms_names(users_folder
     assert shown.returncode == 0, shown.stderr
 
 
+FUNCTIONS = "import penstock, penstock.schemas; print(*[getattr(penstock, name).__module__ for name in dir(penstock)])"
+
+
+def test_the_functions_are_imported_from_the_package_itself(installed: Path, users_folder: Path):
+    """In either kind of install, among folders of the rooms' names."""
+    for python in (installed / "python", sys.executable):
+        shown = run_in(users_folder, python, "-c", FUNCTIONS)
+        assert shown.returncode == 0, shown.stderr
+        assert "penstock.deploy.running" in shown.stdout.split()
+
+
+def test_a_type_checker_sees_each_function_where_it_is():
+    (typed,) = (node for node in ast.parse((ROOT / ROOF / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == {name: vars(penstock)["_MODULES"][name] for name in dir(penstock)}
+
+
 def test_the_package_says_that_it_is_typed(installed: Path):
-    program = f"import importlib.resources as r; [print(r.files('penstock.' + n) / 'py.typed') for n in {ROOMS!r}]"
+    """Of a package with this file every part is typed (PEP 561)."""
+    program = "import importlib.resources as r; print((r.files('penstock') / 'py.typed').is_file())"
     shown = run_in(installed, installed / "python", "-c", program)
-    assert [Path(line).is_file() for line in shown.stdout.splitlines()] == [True] * len(ROOMS), shown.stderr
+    assert shown.stdout == "True\n", shown.stderr

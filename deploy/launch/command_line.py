@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_RUNS = Path("runs")
+MODULES_PATH = "PENSTOCK_MODULES_PATH"
+"""Environment variable of a run's parts: where the program that started them finds modules."""
 _UNBOUNDED = 100_000
 
 

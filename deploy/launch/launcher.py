@@ -8,6 +8,7 @@ which writes a checkpoint; the producers, which hand back what is in flight; Red
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from types import FrameType
 import redis
 
 from penstock.deploy.launch.child import Child, describe_status
+from penstock.deploy.launch.command_line import MODULES_PATH
 from penstock.deploy.launch.live_view import View
 from penstock.deploy.launch.placement import Placement
 from penstock.deploy.launch.producer_pool import Heartbeats, PartDied, ProducerPool, boots_at_once
@@ -45,7 +47,8 @@ class Interrupted(Exception):
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only."""
+    """Counts Ctrl-C and SIGTERM while open, so that they take effect between steps only. In another thread than the
+    main one it leaves them to that."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,7 +59,8 @@ class Signals(AbstractContextManager["Signals"]):
         self.number = signal.Signals(number)
 
     def __enter__(self) -> "Signals":
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {number: signal.signal(number, self._handle) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,7 +84,7 @@ class Launcher:
     """Starts the parts of one run, each on its GPUs, and supervises them to its end.
 
     view: an open view. lock: file descriptor of the run folder's lock, which the run's own Redis keeps.
-    command_for: the command line of a part.
+    stop: once set, the run is stopped in order, as by SIGINT. command_for: the command line of a part.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Launcher:
         resume: bool,
         view: View,
         lock: int | None = None,
+        stop: threading.Event | None = None,
         command_for: Callable[[str, RunConfig, Path, bool], Sequence[str]] = part_command,
     ) -> None:
         self._config = config
@@ -100,6 +105,7 @@ class Launcher:
         self._resume = resume
         self._view = view
         self._lock = lock
+        self._stop_asked = stop or threading.Event()
         self._command_for = command_for
         self._keys = Keys(config.name)
         self._server: RedisServer | None = None
@@ -165,6 +171,7 @@ class Launcher:
                 "PYTHONUNBUFFERED": "1",
                 # Logs of one machine are read in an editor.
                 FORM: os.environ.get(FORM) or "text",
+                MODULES_PATH: os.pathsep.join(sys.path),
                 "OMP_NUM_THREADS": num_threads,
                 "MKL_NUM_THREADS": num_threads,
                 **self._placement.environment(part),
@@ -173,7 +180,7 @@ class Launcher:
 
     def _watch_others(self) -> None:
         """One tick. A death or a signal ends it by an exception."""
-        if self._signals.count:
+        if self._signals.count or self._stop_asked.is_set():
             raise Interrupted(self._signals.number)
         self._check_server()
         self._pool.tick(self._heartbeats.read(), finished=self._finished)

@@ -6,13 +6,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.launch.command_line import find_run_file
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.episode import load_tokenizer, tokenize
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironment, open_environments, pose
 from penstock.producers.rollout.scoring import RewardScorer
-from penstock.schemas.config import ConfigError, RunConfig, config_of, load_config
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import FinishReason
 
@@ -21,20 +20,7 @@ MOST_COMPLETIONS = 4
 _MOST_PIECES = 64
 
 
-def trial_config(given: str, overrides: Sequence[str]) -> RunConfig:
-    """The run file's settings; for an import path those of a run with nothing but this environment.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    file = Path(given)
-    if not file.exists() and (":" in given or (file.suffix not in ("", ".toml") and file.name == given)):
-        document: dict[str, Any] = {"name": "try", "model": {"path": ""}, "environment": {"path": given}}
-        return config_of(document, Path(given), overrides)
-    return load_config(find_run_file(Path(given)), overrides)
-
-
-async def try_environment(config: RunConfig, num_prompts: int) -> bool:
+async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
     """Prints the first training tasks and the first held-out one. Returns False if the user's code raised.
 
     Raises:

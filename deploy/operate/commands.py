@@ -73,14 +73,12 @@ def _audit(arguments: argparse.Namespace) -> int:
     import redis
 
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.operate.audit import audit
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import audit
     from penstock.deploy.operate.saved_ledger import UnreadableError
     from penstock.deploy.operate.tables import print_audit
 
     try:
-        with open_run(arguments.run, arguments.runs) as run:
-            found = audit(run)
+        found = audit(arguments.run, runs=arguments.runs)
     except (UnreadableError, ServerError, redis.RedisError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
@@ -90,78 +88,48 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _dead_list(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.dead_letters import list_letters
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import list_dead
     from penstock.deploy.operate.tables import print_letters
 
-    with open_run(arguments.run, arguments.runs) as run:
-        letters = list_letters(run)
-    return _show(arguments, letters, print_letters)
+    return _show(arguments, list_dead(arguments.run, runs=arguments.runs), print_letters)
 
 
 def _dead_show(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.dead_letters import show_letters
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import show_dead
     from penstock.deploy.operate.tables import print_contents
 
-    with open_run(arguments.run, arguments.runs) as run:
-        contents = show_letters(run, arguments.index)
-    return _show(arguments, contents, print_contents)
+    return _show(arguments, show_dead(arguments.run, arguments.index, runs=arguments.runs), print_contents)
 
 
 def _dead_requeue(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.dead_letters import requeue
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import requeue_dead
     from penstock.deploy.operate.tables import print_requeued
-    from penstock.schemas.config import ConfigError
 
-    ways = [bool(arguments.indexes), arguments.reason is not None, arguments.all]
-    if sum(ways) != 1:
-        raise ConfigError("dead requeue: expected one of INDEX..., --reason R and --all")
-    with open_run(arguments.run, arguments.runs) as run:
-        done = requeue(run, indexes=arguments.indexes, reason=arguments.reason, every=arguments.all)
-    return _show(arguments, done, print_requeued)
+    which = {"indexes": arguments.indexes, "reason": arguments.reason, "every": arguments.all}
+    return _show(arguments, requeue_dead(arguments.run, **which, runs=arguments.runs), print_requeued)
 
 
 def _producers(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.producer_list import list_producers
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import list_producers
     from penstock.deploy.operate.tables import print_producers
 
-    with open_run(arguments.run, arguments.runs) as run:
-        found = list_producers(run)
-    return _show(arguments, found, print_producers)
+    return _show(arguments, list_producers(arguments.run, runs=arguments.runs), print_producers)
 
 
 def _weights(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import list_weights
     from penstock.deploy.operate.tables import print_weights
-    from penstock.deploy.operate.weight_list import list_weights
 
-    with open_run(arguments.run, arguments.runs) as run:
-        found = list_weights(run)
-    return _show(arguments, found, print_weights)
+    return _show(arguments, list_weights(arguments.run, runs=arguments.runs), print_weights)
 
 
 def _export(arguments: argparse.Namespace) -> int:
     """Status 1 if a file cannot be read or written."""
-    from penstock.deploy.operate.export import export
-    from penstock.deploy.operate.run_access import open_run
+    from penstock.deploy.operate.by_name import export
 
-    def progress(line: str) -> None:
-        print(line, flush=True)
-
+    fields = ("folder", "checkpoint", "dtype", "merged", "base", "runs")
     try:
-        with open_run(arguments.run, arguments.runs) as run:
-            name = export(
-                run,
-                arguments.checkpoint,
-                arguments.folder,
-                arguments.dtype,
-                progress,
-                merged=arguments.merged,
-                base=arguments.base,
-            )
+        name = export(arguments.run, **{field: getattr(arguments, field) for field in fields})
     except OSError as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 1

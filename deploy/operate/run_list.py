@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
 from penstock.deploy.launch.run_folder import RUN_FILE, try_lock
 
 _TAIL_BYTES = 1 << 18
@@ -27,8 +28,9 @@ class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float | None = None
 
 
-def list_runs(runs: Path) -> list[ListedRun]:
+def list_runs(runs: str | Path = DEFAULT_RUNS) -> list[ListedRun]:
     """The runs whose folders are in `runs`, the latest first."""
+    runs = Path(runs)
     folders = [folder for folder in runs.iterdir() if folder.is_dir()] if runs.is_dir() else []
     found = [run for run in map(_listed, folders) if run is not None]
     return sorted(found, key=lambda run: (run.time_s or 0.0, run.name), reverse=True)

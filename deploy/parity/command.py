@@ -305,22 +305,24 @@ def gate_refusal(run_folder: Path, since_s: float) -> Verdict | None:
     return report.verdict if report.gate == "refuse" and report.verdict.status != "parity" else None
 
 
-def print_gate_refusal(run_folder: Path, since_s: float) -> bool:
-    """Prints why the gate refused to train, and what to do; False if it did not."""
+class GateRefusedError(RuntimeError):
+    """The parity gate refused to train; the message says what to do."""
+
+
+def raise_gate_refusal(run_folder: Path, since_s: float) -> None:
+    """Prints why the gate refused to train, and raises GateRefusedError; returns if it did not refuse."""
     verdict = gate_refusal(run_folder, since_s)
     if verdict is None:
-        return False
+        return
     from penstock.deploy.launch.run_folder import RUN_FILE
     from penstock.deploy.parity.display import print_verdict
 
     print_verdict(verdict)
     print(f"report    {run_folder / REPORT_FILE}")
-    print(
-        "penstock: the parity gate refuses to train. Mend it, then start under another name "
-        f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same",
-        file=sys.stderr,
+    raise GateRefusedError(
+        "the parity gate refuses to train. Mend it, then start under another name "
+        f"(--name). `penstock parity {run_folder / RUN_FILE}` looks closer; --set parity.gate=warn trains all the same"
     )
-    return True
 
 
 COMMAND = Command(

@@ -1,1 +1,3 @@
-"""`penstock record export`: a run's record as a Parquet file. Imported through `command`."""
+"""`penstock record export`: a run's record as a Parquet file. Imported through `command`; from Python
+through `reading`.
+"""

@@ -1,11 +1,9 @@
 """`penstock record export RUN FILE`: the record of rollouts for pandas, polars or DuckDB."""
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from penstock.deploy.launch.command_line import Command, add_run
-from penstock.schemas.config import ConfigError
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,27 +12,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from penstock.deploy.launch.run_folder import find_run_folder
-    from penstock.schemas.record import RecordReadError
-    from penstock.schemas.record_reader import Record
+    from penstock.deploy.record.reading import export_record
 
-    if arguments.file.suffix != ".parquet":
-        raise ConfigError(f"{arguments.file}: expected a file name that ends in .parquet")
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(
-            "record export: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
-        )
-    from penstock.deploy.record.parquet import write_parquet
-
-    try:
-        record = Record(find_run_folder(arguments.run, arguments.runs))
-        num_rows = write_parquet(record, arguments.file)
-    except RecordReadError as error:
-        raise ConfigError(str(error)) from None
-    except OSError as error:
-        raise ConfigError(f"{arguments.file}: cannot be written: {error}") from None
-    for note in record.notes:
-        print(f"record: {note}")
+    num_rows = export_record(arguments.run, arguments.file, runs=arguments.runs)
     print(f"{arguments.file}: {num_rows:,} rows")
     return 0
 

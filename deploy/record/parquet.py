@@ -51,6 +51,12 @@ COLUMNS = pa.schema(
 """`token_ids` are all tokens of a segment; the lists behind it have one value per sampled token, at `positions`."""
 
 
+def tables(record: Record) -> Iterator[pa.Table]:
+    """Yields a table of each batch. Raises RecordReadError for one that cannot be read."""
+    for at in record.batches:
+        yield pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
+
+
 def write_parquet(record: Record, file: Path) -> int:
     """Writes the file, whole or not at all, one row group per batch; returns the number of rows.
 
@@ -60,8 +66,7 @@ def write_parquet(record: Record, file: Path) -> int:
     """
     num_rows = 0
     with replacing(file) as partial, pq.ParquetWriter(partial, COLUMNS, compression="zstd") as writer:
-        for at in record.batches:
-            table = pa.Table.from_pylist(list(_rows(record, at)), COLUMNS)
+        for table in tables(record):
             writer.write_table(table)
             num_rows += table.num_rows
     return num_rows

@@ -147,11 +147,9 @@ def test_a_complete_run_is_not_started_again(capsys, model_folder, tmp_path, num
     status = cli.main(["run", DEMO, "--resume"])
     shown = capsys.readouterr()
     if complete:
-        assert (status, shown.out) == (
-            0,
-            "run demo is complete, with 7 updates; --set num_updates=N trains on to N\n",
-        )
-        assert not (folder / "logs").exists()
+        said, _, table = shown.out.partition("\n")
+        assert status == 0 and said == "run demo is complete, with 7 updates; --set num_updates=N trains on to N"
+        assert "report   runs/demo/report.html" in table and not (folder / "logs").exists()
     else:
         assert status == 2 and "complete" not in shown.out and "model.path" in shown.err
 
@@ -307,7 +305,7 @@ def test_the_version_is_the_installed_package_s(capsys):
 
 
 def test_a_surprise_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "load_config", lambda file, overrides: 1 / 0)
+    monkeypatch.setattr(cli, "load_config", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["run", DEMO])
 
@@ -353,7 +351,7 @@ def test_make_model_says_what_a_folder_holds_without_torch_and_what_it_makes_bef
 
 
 def test_config_errors_of_a_part_have_status_2(monkeypatch, capsys):
-    def refuse(file, overrides):
+    def refuse(*_, **__):
         raise ConfigError("engine.head_dtype = 'x': expected 'float32'")
 
     monkeypatch.setattr(cli, "load_config", refuse)

@@ -134,6 +134,7 @@ def produce() -> int:
 
 
 tell(f"started-{os.getpid()}")
+print(f"modules {os.environ['PENSTOCK_MODULES_PATH']}")
 print(f"GPU {os.environ['CUDA_VISIBLE_DEVICES']}", *sys.argv[4:], flush=True)
 status = train() if part == "trainer" else produce()
 tell("ended")

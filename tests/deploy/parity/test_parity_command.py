@@ -18,7 +18,7 @@ from penstock.consumers.parity.report import ParityReport
 from penstock.deploy import cli
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.parity import display
-from penstock.deploy.parity.command import print_gate_refusal
+from penstock.deploy.parity.command import GateRefusedError, raise_gate_refusal
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
@@ -185,11 +185,10 @@ def test_what_the_gate_could_not_compare_is_told_by_the_launcher_as_a_refusal(be
     began_s = time.time() - 1
     with pytest.raises(ParityRefusedError):
         Gate(config, tmp_path).check(wordless, model, 2, lambda version: 0)
-    assert print_gate_refusal(tmp_path, began_s)
-    out, err = capsys.readouterr()
-    assert "COULD NOT TELL  every behavior_logprob is 0" in out
-    assert "the parity gate refuses to train" in err
-    assert not print_gate_refusal(tmp_path, time.time() + 60), "an earlier start's refusal"
+    with pytest.raises(GateRefusedError, match="the parity gate refuses to train"):
+        raise_gate_refusal(tmp_path, began_s)
+    assert "COULD NOT TELL  every behavior_logprob is 0" in capsys.readouterr().out
+    raise_gate_refusal(tmp_path, time.time() + 60)  # returns: it was an earlier start's refusal
 
 
 def test_a_live_run_is_waited_for(run, groups):

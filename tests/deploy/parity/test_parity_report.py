@@ -20,7 +20,7 @@ from penstock.consumers.parity.report import (
     ParityReport,
     Verdict,
 )
-from penstock.deploy.parity.command import gate_refusal, print_gate_refusal
+from penstock.deploy.parity.command import GateRefusedError, gate_refusal, raise_gate_refusal
 from penstock.deploy.parity.display import draw, print_report, write_pictures
 from penstock.schemas.policy import make_version
 
@@ -158,10 +158,11 @@ def left_by_gate(folder: Path, **changes) -> Path:
 
 def test_a_refusal_is_found_in_the_run_s_folder_and_told(tmp_path, capsys):
     left_by_gate(tmp_path)
-    assert print_gate_refusal(tmp_path, since_s=0.0)
+    with pytest.raises(GateRefusedError, match="the parity gate refuses to train") as refused:
+        raise_gate_refusal(tmp_path, since_s=0.0)
     out, err = capsys.readouterr()
     assert "MISMATCH  these are raw logprobs" in out and str(tmp_path / "parity.json") in out
-    assert "the parity gate refuses to train" in err and f"penstock parity {tmp_path / 'run.toml'}" in err
+    assert f"penstock parity {tmp_path / 'run.toml'}" in str(refused.value) and err == ""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_refusal_is_found_in_the_run_s_folder_and_told(tmp_path, capsys):
 )
 def test_what_was_no_refusal_is_not_told_as_one(tmp_path, changes, capsys):
     left_by_gate(tmp_path, **changes)
-    assert not print_gate_refusal(tmp_path, since_s=0.0)
+    raise_gate_refusal(tmp_path, since_s=0.0)
     assert capsys.readouterr() == ("", "")
 
 

@@ -4,9 +4,13 @@ import importlib.util
 
 import msgspec
 import pyarrow.parquet as pq
+import pytest
 
 from inspected_run import DEAD, KNOWN, NAME, NUM_PLAIN, SKIPPED, TURNS, inspected_run, plain, trainer_files, write_batch
 from penstock.deploy import cli
+from penstock.deploy.record.parquet import COLUMNS
+from penstock.deploy.record.reading import export_record, load_record
+from penstock.schemas.config import ConfigError
 from penstock.schemas.record import sampled_tokens
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import unpack_ids
@@ -52,6 +56,20 @@ def test_every_segment_is_a_row_with_the_numbers_of_its_tokens(tmp_path, capsys)
     assert by_index[KNOWN]["prompt"] == "2+2=" and by_index[KNOWN]["finish_reason"] == "length"
     assert msgspec.json.decode(by_index[TURNS]["messages"])[0]["content"] == "ask"
     assert (by_index[SKIPPED]["outcome"], by_index[DEAD]["reason"]) == ("skipped", "poison: <b>x</b>")
+
+
+def test_a_record_in_memory_is_what_its_parquet_file_holds(tmp_path):
+    inspected_run(tmp_path)
+    file = tmp_path / "out.parquet"
+    table = load_record(NAME, runs=tmp_path)
+    assert table.num_rows == export_record(tmp_path / NAME, file) and table.equals(pq.read_table(file))
+
+
+def test_a_record_of_nothing_has_its_columns_and_one_that_is_not_there_is_refused(tmp_path):
+    trainer_files(tmp_path, 0, {}).close()
+    assert load_record(tmp_path / NAME).schema == COLUMNS
+    with pytest.raises(ConfigError, match="nothing: neither a folder nor a run in"):
+        load_record("nothing", runs=tmp_path)
 
 
 def test_a_group_that_died_before_it_was_scored_has_rows_without_reward_and_advantage(tmp_path, capsys):

@@ -1,0 +1,72 @@
+"""A run's record as a table in memory, or as a Parquet file."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.launch.run_folder import find_run_folder
+from penstock.schemas.config import ConfigError
+from penstock.schemas.record import RecordReadError
+from penstock.schemas.record_reader import Record
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def load_record(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> "pa.Table":
+    """The record of the run of this name in `runs`, or in the folder `run`: a row per segment of a rollout, with the
+    columns that docs/record.md lists, in memory as a whole. Prints what is missing or undone.
+
+    Raises:
+        ConfigError: no such run, it has no record or one that cannot be read, or pyarrow is not installed.
+    """
+    record = _open(run, runs)
+    import pyarrow as pa
+
+    from penstock.deploy.record.parquet import COLUMNS, tables
+
+    try:
+        table = pa.concat_tables([COLUMNS.empty_table(), *tables(record)])
+    except RecordReadError as error:
+        raise ConfigError(str(error)) from None
+    _print_notes(record)
+    return table
+
+
+def export_record(run: str | Path, file: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> int:
+    """Writes the record as a Parquet file, batch by batch; returns the number of rows. Otherwise as `load_record`.
+
+    Raises:
+        ConfigError: as `load_record`, or the file's name does not end in .parquet, or it cannot be written.
+    """
+    file = Path(file)
+    if file.suffix != ".parquet":
+        raise ConfigError(f"{file}: expected a file name that ends in .parquet")
+    record = _open(run, runs)
+    from penstock.deploy.record.parquet import write_parquet
+
+    try:
+        num_rows = write_parquet(record, file)
+    except RecordReadError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error}") from None
+    _print_notes(record)
+    return num_rows
+
+
+def _open(run: str | Path, runs: str | Path) -> Record:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(
+            "record export: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
+        )
+    try:
+        return Record(find_run_folder(str(run), Path(runs)))
+    except RecordReadError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _print_notes(record: Record) -> None:
+    for note in record.notes:
+        print(f"record: {note}")

@@ -1,0 +1,91 @@
+"""What a run has come to: its report, and its numbers by update and by evaluation."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, standard_output
+from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What there is of a run in its folder.
+
+    model: folder of the final model in Hugging Face's format, None until the run is complete. report: `report.html`.
+    summary: the content of `summary.json`; a figure that is not known is None.
+    """
+
+    name: str
+    folder: Path
+    model: Path | None
+    report: Path
+    summary: dict[str, Any] = field(repr=False)
+
+
+def _folder(run: str | Path, runs: str | Path) -> Path:
+    from penstock.deploy.launch.run_folder import find_run_folder
+
+    return find_run_folder(str(run), Path(runs))
+
+
+def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
+    """Writes `summary.json` and `report.html` of the run of this name in `runs`, or in the folder `run`, also while it
+    goes on.
+
+    Raises:
+        ConfigError: no such run, or its `run.toml` is no run file.
+        TelemetryError: a malformed line (named with its file and number), or a file that cannot be read or written.
+    """
+    from penstock.deploy.report.report import write_report  # imports matplotlib
+    from penstock.deploy.report.summary import write_summary
+
+    folder = _folder(run, runs)
+    try:
+        summary, page = write_summary(folder), write_report(folder)
+    except OSError as error:
+        raise TelemetryError(f"no report of {folder}: {error}") from error
+    model = folder / "model"
+    return RunResult(
+        name=summary["name"], folder=folder, model=model if model.is_dir() else None, report=page, summary=summary
+    )
+
+
+def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
+    """The numbers of every update, in order: a row each, with the names of `updates.jsonl`. What a rollback undid is
+    left out. A number that an update does not have is not in its row.
+
+    Raises:
+        ConfigError: no such run, or its `run.toml` is no run file.
+        TelemetryError: a malformed line (named with its file and number).
+    """
+    rows = map(msgspec.structs.asdict, read_telemetry(_folder(run, runs)).updates)
+    return [row | row.pop("metrics") for row in rows]
+
+
+def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
+    """The figures of every evaluation, in order: a row each, with `update`, `reward`, and `reward/exact` of a part
+    `exact`. `update` is the one that made the policy. What a rollback undid is left out.
+
+    Raises:
+        ConfigError: no such run, or its `run.toml` is no run file.
+        TelemetryError: a malformed line (named with its file and number).
+    """
+    points = read_telemetry(_folder(run, runs)).evaluations
+    rows = [msgspec.structs.asdict(point) | point.figures for point in points]
+    return [{name: value for name, value in row.items() if name != "parts"} for row in rows]
+
+
+def print_result(result: RunResult) -> None:
+    """Prints the figures of a run, what to look at, and where its files are."""
+    from penstock.deploy.report.summary import print_table, warnings_of
+
+    print_table(result.summary, standard_output())
+    for warning in warnings_of(result.summary):
+        print(f"penstock: warning: {warning}", file=sys.stderr)
+    if result.model is not None:
+        print(f"model    {result.model}")
+    print(f"summary  {result.folder / 'summary.json'}\nreport   {result.report}\nlogs     {result.folder / 'logs'}")

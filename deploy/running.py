@@ -1,0 +1,250 @@
+"""A run from its settings to its results: what `penstock run` does."""
+
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file
+from penstock.deploy.results import RunResult, report
+from penstock.schemas.config import (
+    AdvantageConfig,
+    ConfigError,
+    ObjectivePlug,
+    Overrides,
+    RunConfig,
+    config_of,
+    overridden,
+    read_document,
+)
+
+if TYPE_CHECKING:
+    from penstock.deploy.launch.placement import Placement
+
+Settings = RunConfig | Mapping[str, Any] | str | Path
+"""A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """The signal `number`, of Ctrl-C or SIGTERM, has stopped a run in order: its work is saved."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"run {name} was stopped in order; resume=True continues it")
+        self.number = number
+
+
+def load_config(
+    config: Settings,
+    *,
+    set: Overrides = (),
+    name: str | None = None,
+    runs: str | Path = DEFAULT_RUNS,
+    resume: bool = False,
+) -> RunConfig:
+    """The settings of a run, with every default.
+
+    config: a class or a function in it stands for its import path.
+    set: fields to change, as in `{"trainer.learning_rate": 1e-5}`.
+    name: of the run, in place of that in `config`.
+    resume: it is the own run file of the run of this name in `runs` that is changed; a RunConfig is taken as it is.
+
+    Raises:
+        ConfigError: no such file, an unknown or ill-typed field, settings that contradict each other, or a class or
+            function that other processes cannot import.
+    """
+    fields = _importable(overridden(set), "set") | ({} if name is None else {"name": name})
+    if isinstance(config, RunConfig):
+        return config_of(msgspec.to_builtins(config), Path("RunConfig"), fields)
+    if isinstance(config, Mapping):
+        document, file = _importable(config, ""), Path("config")
+    elif isinstance(config, str | Path):
+        document = read_document(file := find_run_file(Path(config)))
+    else:
+        raise ConfigError(f"config = {config!r}: expected a RunConfig, a dict, a run file or the name of a shipped one")
+    if resume:
+        from penstock.deploy.launch.run_folder import RUN_FILE
+
+        own = Path(runs) / str(fields.get("name", document.get("name"))) / RUN_FILE
+        if own.is_file() and not (file.is_file() and own.samefile(file)):
+            print(f"penstock: resumed with {own}; {file} is not read again, --set changes a setting", file=sys.stderr)
+            document, file = read_document(own), own
+    return config_of(document, file, fields)
+
+
+def _importable(given: Any, field: str) -> Any:
+    """A copy in which classes and functions are their import paths."""
+    if isinstance(given, Mapping):
+        return {name: _importable(value, f"{field}.{name}".strip(".")) for name, value in given.items()}
+    if isinstance(given, list | tuple):
+        return [_importable(value, f"{field}[{n}]") for n, value in enumerate(given)]
+    if isinstance(given, Path):
+        return str(given)
+    if isinstance(given, msgspec.Struct):
+        return msgspec.to_builtins(given)
+    return import_path(given, field) if callable(given) else given
+
+
+def import_path(given: Any, field: str) -> str:
+    """`my_lab.capitals:Capitals` of a class or a function, which a run's processes import for themselves.
+
+    Raises:
+        ConfigError: they cannot; the message names `field`.
+    """
+    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
+    if module == "__main__" or getattr(sys.modules.get(str(module)), str(name), None) is not given:
+        where = "this notebook or script" if module == "__main__" else module
+        raise ConfigError(
+            f"{field} = {name or repr(given)} of {where}: the processes of a run cannot import it; expected a class or "
+            "function at the top level of a module (a file such as my_lab.py), or its import path, as 'my_lab:Capitals'"
+        )
+    return f"{module}:{name}"
+
+
+def check(
+    config: Settings,
+    *,
+    set: Overrides = (),
+    name: str | None = None,
+    runs: str | Path = DEFAULT_RUNS,
+    resume: bool = False,
+) -> RunConfig:
+    """Checks that a run can be started, and starts nothing. Arguments as those of `run`; prints warnings.
+
+    Returns:
+        The settings, with every default.
+
+    Raises:
+        ConfigError: the run cannot work; the message names the field, its value and what was expected.
+    """
+    asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
+    return _checked(asked, Path(runs), resume=resume)[0]
+
+
+def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[RunConfig, Placement]":
+    from penstock.deploy.launch import start_checks
+
+    config, warnings = start_checks.check(asked)
+    if resume:
+        from penstock.deploy.operate.resumed import check_resumed
+
+        check_resumed(config, runs)
+    placement = start_checks.place_parts(config)
+    if table := placement.table():
+        print(table, file=sys.stderr)
+    for warning in warnings:
+        print(f"penstock: warning: {warning}", file=sys.stderr)
+    own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
+    if own or config.model.reference is not None or config.model.reference_every is not None:
+        start_checks.check_objective(config)  # imports torch
+    return config, placement
+
+
+def run(
+    config: Settings,
+    *,
+    set: Overrides = (),
+    name: str | None = None,
+    runs: str | Path = DEFAULT_RUNS,
+    resume: bool = False,
+    stop: threading.Event | None = None,
+) -> RunResult:
+    """Starts Redis, producers and trainer on this machine, follows them to the end of the run, and writes its report.
+
+    Progress goes to standard output. The parts of the run find modules where this program does. In the main thread
+    Ctrl-C and SIGTERM stop the run in order; a second one kills its parts.
+
+    config: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one. A class or a
+        function in a dict stands for its import path.
+    set: fields to change, as in `{"trainer.learning_rate": 1e-5}`.
+    name: of the run, in place of that in `config`.
+    runs: folder of all runs.
+    resume: continues the run of this name from its last checkpoint, by the run file in its folder, changed by `set`; a
+        RunConfig is taken as it is. A run that is complete is not started again.
+    stop: once it is set, by another thread, the run is stopped in order and what there is of it is returned.
+
+    Raises:
+        ConfigError: unusable settings; the message names the field, its value and what was expected.
+        RunInterrupted: a signal has stopped the run in order.
+        GateRefusedError: the parity gate refused to train.
+        PartDied: a part of the run ended without which it cannot go on.
+        ServerError: no Redis can be started or reached.
+    """
+    runs = Path(runs)
+    asked = load_config(config, set=set, name=name, runs=runs, resume=resume)
+    if resume:
+        from penstock.deploy.report.telemetry import read_ledger
+
+        ledger = read_ledger(asked.folder(runs) / "trainer.json")
+        if ledger is not None and ledger.finished and ledger.num_updates >= asked.num_updates:
+            print(
+                f"run {asked.name} is complete, with {ledger.num_updates} updates; --set num_updates=N trains on to N"
+            )
+            return report(asked.folder(runs))
+    checked, placement = _checked(asked, runs, resume=resume)
+    from penstock.deploy.launch.launcher import Launcher
+    from penstock.deploy.launch.live_view import open_view
+    from penstock.deploy.launch.producer_pool import PartDied
+    from penstock.deploy.launch.run_folder import RunFolder
+    from penstock.deploy.launch.start_checks import check_redis
+    from penstock.deploy.parity.command import raise_gate_refusal
+
+    check_redis(checked, resume=resume)
+    with RunFolder(checked, runs, resume=resume) as folder:
+        for difference in folder.save(checked):
+            print(f"penstock: resumed with another setting: {difference}", file=sys.stderr)
+        with open_view(checked, runs) as view:
+            launcher = Launcher(checked, runs, placement, resume=resume, view=view, lock=folder.lock, stop=stop)
+            try:
+                status = launcher.run()
+            except PartDied as death:
+                if death.part == "trainer":
+                    raise_gate_refusal(folder.path, death.started_s)
+                raise
+    if status and not (stop is not None and stop.is_set()):
+        raise RunInterrupted(checked.name, status - 128)
+    return report(folder.path)
+
+
+def trial_config(config: Settings | type, *, set: Overrides = ()) -> RunConfig:
+    """The settings of a trial: for an environment alone, those of a run with nothing but it.
+
+    Raises:
+        ConfigError: it is neither an environment nor settings.
+    """
+    if isinstance(config, type):
+        config = import_path(config, "config")
+    if not isinstance(config, str) or (file := Path(config)).exists():
+        return load_config(config, set=set)
+    if ":" not in config and (file.suffix in ("", ".toml") or file.name != config):
+        return load_config(config, set=set)
+    document: dict[str, Any] = {"name": "try", "model": {"path": ""}, "environment": {"path": config}}
+    return config_of(document, file, _importable(overridden(set), "set"))
+
+
+def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrides = ()) -> bool:
+    """Prints the first training tasks of an environment and its first held-out one, with completions and rewards.
+    Trains nothing and starts no process.
+
+    config: settings as for `run`, or an environment alone: its class, or its import path.
+
+    Returns:
+        False if the user's code raised; the traceback was printed.
+
+    Raises:
+        ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
+    """
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    from penstock.deploy.launch.trial import show_tasks
+
+    shown = show_tasks(trial_config(config, set=set), num_tasks)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(shown)
+    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs here
+        return beside.submit(asyncio.run, shown).result()

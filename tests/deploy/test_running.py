@@ -1,0 +1,221 @@
+"""Runs from Python: real processes, a real Redis and real signals; stand-ins for producers and trainer."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import penstock
+from penstock.deploy import cli
+from penstock.deploy.launch import start_checks
+from penstock.deploy.launch.command_line import MODULES_PATH
+from penstock.deploy.launch.launcher import Launcher
+from penstock.deploy.launch.machine import Machine
+from penstock.producers.environments.arithmetic import Arithmetic
+from penstock.schemas.config import EnvironmentConfig
+from waiting import wait_for
+
+STAND_IN = Path(__file__).parent / "launch" / "stand_in.py"
+ARITHMETIC = "penstock.producers.environments.arithmetic:Arithmetic"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start_checks, "read_machine", Machine)  # whatever this one has
+
+
+@pytest.fixture
+def settings(model_folder: Path) -> dict[str, Any]:
+    return {
+        "name": "lab",
+        "num_updates": 5,
+        "model": {"path": model_folder},
+        "environment": {"path": Arithmetic, "kwargs": {"width": 2}},
+        "producers": {"count": 1},
+    }
+
+
+@pytest.fixture
+def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what the parts of the next run do."""
+
+    def set(**behaviors: str) -> None:
+        def command_for(part: str, config: penstock.RunConfig, runs: Path, resume: bool) -> list[str]:
+            return [sys.executable, str(STAND_IN), part, str(config.folder(runs)), behaviors.get(part, "run")]
+
+        monkeypatch.setitem(Launcher.__init__.__kwdefaults__, "command_for", command_for)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    set(trainer="finish")
+    return set
+
+
+def updates(run: str) -> list[dict[str, Any]]:
+    return penstock.load_updates(run) if Path("runs", run, "run.toml").is_file() else []
+
+
+def living(folder: Path) -> list[str]:
+    """The parts that were started and are still there."""
+    events = [line.split()[1] for line in (folder / "events").read_text().splitlines()]
+    started = [event.removeprefix("started-") for event in events if event.startswith("started-")]
+    assert started
+    return [pid for pid in started if Path("/proc", pid).exists()]
+
+
+@pytest.mark.redis
+def test_a_run_gives_its_numbers_and_another_may_follow_it(
+    settings: dict[str, Any], behave: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "lab")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    first = penstock.run(settings)
+    assert "update 5/5" in capsys.readouterr().out
+    assert (first.name, first.folder, first.summary["num_updates"]) == ("lab", Path("runs/lab"), 5)
+    assert first.report.is_file() and first.model is None, "the stand-in saves none"
+    assert [row["update"] for row in penstock.load_updates("lab")] == [1, 2, 3, 4, 5]
+    assert penstock.load_updates(first.folder)[-1]["ess_fraction"] == 0.99
+    second = penstock.run(settings, name="again", set={"seed": 7})
+    assert second.folder == Path("runs/again") and penstock.load_config("runs/again/run.toml").seed == 7
+    assert [run.name for run in penstock.list_runs()] == ["again", "lab"] and living(second.folder) == []
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    modules = (first.folder / "logs" / "trainer.log").read_text().partition("modules ")[2].partition("\n")[0]
+    assert str(tmp_path / "lab") in modules.split(os.pathsep), "its parts find what this program can import"
+    with pytest.raises(penstock.ConfigError, match="runs/lab exists already"):
+        penstock.run(settings)
+
+
+@pytest.mark.redis
+def test_ctrl_c_stops_a_run_in_order(settings: dict[str, Any], behave: Any) -> None:
+    behave()
+
+    def interrupt() -> None:
+        wait_for(lambda: updates("lab"), timeout_s=30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt, match="run lab was stopped in order; resume=True continues it") as stopped:
+        penstock.run(settings)
+    waiting.join()
+    assert isinstance(stopped.value, penstock.RunInterrupted) and stopped.value.number == signal.SIGINT
+    assert "trainer checkpoint" in Path("runs/lab/events").read_text() and living(Path("runs/lab")) == []
+
+
+@pytest.mark.redis
+async def test_a_run_in_a_thread_is_stopped_by_an_event_and_resumed_under_a_running_loop(
+    settings: dict[str, Any], behave: Any
+) -> None:
+    behave()
+    stop = threading.Event()
+    running = asyncio.create_task(asyncio.to_thread(penstock.run, settings, stop=stop))
+    while not updates("lab"):
+        assert not running.done()
+        await asyncio.sleep(0.02)
+    stop.set()
+    stopped = await running
+    assert stopped.model is None and stopped.summary["num_updates"] < 1_000_000
+    assert living(stopped.folder) == []
+    behave(trainer="finish")
+    config = penstock.load_config("runs/lab/run.toml", set={"num_updates": 4})
+    assert penstock.run(config, resume=True).summary["num_updates"] == 5
+    assert penstock.load_config("runs/lab/run.toml").num_updates == 4
+
+
+@pytest.mark.redis
+def test_a_part_that_dies_is_an_error_that_names_it(settings: dict[str, Any], behave: Any) -> None:
+    behave(trainer="broken")
+    with pytest.raises(penstock.PartDied, match=r"trainer ended with status 1 (?s:.*)the loss is a number no longer"):
+        penstock.run(settings)
+
+
+def test_settings_are_a_dict_a_file_a_shipped_name_or_a_struct(settings: dict[str, Any], tmp_path: Path) -> None:
+    found = penstock.load_config(settings, set={"trainer.betas": (0.9, 0.95), "environment.kwargs.width": 3})
+    assert found.environment is not None and found.environment.path == ARITHMETIC
+    assert found.environment.kwargs == {"width": 3} and settings["environment"]["kwargs"] == {"width": 2}
+    assert found.trainer.betas == (0.9, 0.95) and found.model.path == str(settings["model"]["path"])
+    changed = msgspec.structs.replace(found, num_updates=9)
+    assert penstock.load_config(changed) == changed and penstock.load_config(changed, name="b").name == "b"
+    assert penstock.load_config("demo").name == "demo"
+    nested = penstock.load_config(settings | {"environment": EnvironmentConfig(path=ARITHMETIC)})
+    assert nested.environment == EnvironmentConfig(path=ARITHMETIC)
+    (own := tmp_path / "runs" / "lab" / "run.toml").parent.mkdir(parents=True)
+    own.write_text(f'name = "lab"\nmodel.path = "kept"\nenvironment.path = "{ARITHMETIC}"\n')
+    assert penstock.load_config(settings, resume=True, set={"seed": 3}).model.path == "kept"
+    assert penstock.load_config(changed, resume=True).num_updates == 9, "a struct is taken as it is"
+
+
+class Inner:
+    class Hidden:
+        pass
+
+
+def test_what_processes_cannot_import_is_refused_by_name(settings: dict[str, Any]) -> None:
+    def own_reward(prompt: Any, completion: str) -> float:
+        return 1.0
+
+    Cell = type("Cell", (), {"__module__": "__main__"})
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(penstock.ConfigError) as error:
+            penstock.load_config(settings | changes)
+        return str(error.value)
+
+    cannot = ": the processes of a run cannot import it; expected a class or function at the top level of a module (a "
+    cannot += "file such as my_lab.py), or its import path, as 'my_lab:Capitals'"
+    said = refused(environment={"path": Cell})
+    assert said == f"environment.path = Cell of this notebook or script{cannot}"
+    where = "test_what_processes_cannot_import_is_refused_by_name.<locals>.own_reward"
+    assert refused(reward={"path": own_reward}) == f"reward.path = {where} of {__name__}{cannot}"
+    said = refused(reward={"components": [{"name": "a", "path": Inner.Hidden}]})
+    assert said.startswith(f"reward.components[0].path = Inner.Hidden of {__name__}")
+    assert refused(objective={"path": lambda inputs: None}).startswith("objective.path = ")
+    with pytest.raises(penstock.ConfigError, match=r"^set\.reward\.path = .*own_reward of "):
+        penstock.load_config(settings, set={"reward.path": own_reward})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "config = None: expected a RunConfig, a dict, a run file or the name of a shipped one"),
+        ("dmo", "dmo: no such file; expected a run file or one of those shipped"),
+        ({"name": "a", "model": {"paht": "m"}}, r"config: model.paht: unknown field \(did you mean path\?\)"),
+        ({"name": "a", "num_updates": "many"}, "config: num_updates = 'many': Expected `int`, got `str`"),
+    ],
+)
+def test_unusable_settings_are_an_error_that_names_the_field(config: Any, message: str) -> None:
+    with pytest.raises(penstock.ConfigError, match=message):
+        penstock.run(config)
+
+
+def test_a_check_starts_nothing_and_gives_every_default(settings: dict[str, Any]) -> None:
+    checked = penstock.check(settings)
+    assert None not in checked.num_evaluation_prompts.values() and not Path("runs").exists()
+
+
+def test_a_part_of_a_run_finds_modules_where_the_program_that_started_it_does(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "lab_of_parts.py").write_text(
+        "from penstock.producers.environments.arithmetic import Arithmetic as Sums\n"
+    )
+    command = ["run", "demo", "--dry-run", "--set", f"model.path={settings['model']['path']}"]
+    command += ["--set", "environment.path=lab_of_parts:Sums"]
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(command) == 2
+    monkeypatch.setenv(MODULES_PATH, f"{os.pathsep}{tmp_path / 'elsewhere'}")
+    assert cli.main(command) == 0
+
+
+async def test_an_environment_is_tried_under_a_running_loop(capsys: Any) -> None:
+    assert penstock.try_environment(Arithmetic, 1, set={"environment.kwargs.num_evaluation_prompts": 4})
+    shown = capsys.readouterr().out
+    assert f"environment  {ARITHMETIC}" in shown and "as a completion 1" in shown
