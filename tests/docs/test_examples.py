@@ -97,11 +97,11 @@ def test_the_run_file_of_gsm8k_takes_its_lines_as_they_are_published(
     assert environment.evaluation_prompt(1).answer == "8"
 
 
-def test_the_environment_that_only_counts_suits_the_run_file_beside_it(lab: Any) -> None:
-    lab("docs/agents.md")
+def test_the_table_of_an_environment_of_verifiers_loads_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs/examples"))
     config = configs("docs/agents.md")[-1]
     environment = construct(config.environment, "environment", Environment, seed=config.seed)
-    assert config.endpoint is not None and environment.num_evaluation_prompts == config.evaluation.num_prompts == 0
+    assert config.endpoint is not None and environment.num_evaluation_prompts == 128
     assert environment.prompt(7) != environment.prompt(8)
 
 

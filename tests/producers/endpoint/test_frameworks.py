@@ -39,20 +39,6 @@ def score(answer):
 
 
 """
-LAB = """
-import verifiers as vf
-from datasets import Dataset
-from __main__ import add
-
-
-def load_environment():
-    def answered(completion, answer):
-        return 0.5 * (completion[-1].content == answer)
-
-    tasks = [{"question": "never asked", "answer": ""}, {"question": "three and four?", "answer": "ANSWER"}]
-    return vf.ToolEnv(tools=[add], dataset=Dataset.from_list(tasks), rubric=vf.Rubric(funcs=[answered]))
-"""
-"""A verifiers environment of the user's."""
 
 
 def blocks(heading: str) -> list[str]:
@@ -74,7 +60,7 @@ def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     rollout that came of it: one segment of two answers, the second of them `final`, after a tool's turn."""
     monkeypatch.setenv("PENSTOCK_API_KEY", KEY)
 
-    async def run(program: str, final: str = ANSWER, environment: Any = None) -> Any:
+    async def run(program: str, final: str = ANSWER) -> Any:
         given: list[tuple[list[int], list[int]]] = []
         plain = tool_user()
 
@@ -84,7 +70,7 @@ def rollout_of(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return said
 
         engine = ScriptedEngine(script=script, max_model_len=16384)
-        one = await serve(engine, group_size=1, key=KEY, environment=environment)
+        one = await serve(engine, group_size=1, key=KEY)
         one.trainer.release(1, 1)
         (tool,) = blocks("Recipes")
         (tmp_path / "agent.py").write_text(START + tool + program.replace("http://127.0.0.1:9500", one.url))
@@ -121,14 +107,3 @@ async def test_an_agent_of_openai_agents_makes_one_exact_segment(rollout_of, mod
     (recipe,), (episode,) = blocks("openai-agents"), blocks("From an unmodified agent to a run")
     out, rollout = await rollout_of(recipe.replace("OpenAIResponsesModel", model) + episode)
     assert out.strip() == ANSWER and rollout.reward.value == 0.5
-
-
-async def test_a_verifiers_environment_scores_its_own_task_of_the_index(rollout_of, tmp_path: Path) -> None:
-    indices, recipe = blocks("verifiers")
-    names: dict[str, Any] = {}
-    exec(indices, names)
-    (tmp_path / "my_environment.py").write_text(LAB.replace("ANSWER", ANSWER))
-    program = recipe + "\nimport asyncio\nasyncio.run(episode())\n"
-    _, rollout = await rollout_of(program, environment=names["Indices"](seed=0))
-    assert rollout.reward.value == 0.5
-    assert rollout.reward.parts["answered"] == 0.5 and rollout.reward.parts["add_calls"] == 1
