@@ -19,7 +19,7 @@ class Dataset:
         of messages with `role` and `content`. `text` in its place: a string that is no message and goes through no chat
         template. `answer`: a string, a number or a boolean; may be missing if it is not named. Any other name: a column
         that goes into the prompt's metadata under it.
-    split, evaluation_split, subset: of a Hugging Face dataset.
+    split, evaluation_split, subset: of a Hugging Face dataset. revision: its branch, tag or commit on the Hub.
     system_prompt: a message before every prompt.
     num_evaluation_prompts: the first so many rows of `evaluation`; None means all.
     shuffle: False poses rows in their order, in every epoch.
@@ -38,6 +38,7 @@ class Dataset:
         split: str = "train",
         evaluation_split: str = "test",
         subset: str | None = None,
+        revision: str | None = None,
         system_prompt: str | None = None,
         num_evaluation_prompts: int | None = None,
         shuffle: bool = True,
@@ -47,12 +48,12 @@ class Dataset:
         self._columns = columns
         self._seed, self._shuffle = seed, shuffle
         self._system = () if system_prompt is None else (Message(role="system", content=system_prompt),)
-        self._training = self._open("training", training, split, subset)
+        self._training = self._open("training", training, split, subset, revision)
         self.num_tasks = len(self._training)
         self._evaluation: DataRows | None = None
         available = 0
         if evaluation is not None:
-            self._evaluation = self._open("evaluation", evaluation, evaluation_split, subset)
+            self._evaluation = self._open("evaluation", evaluation, evaluation_split, subset, revision)
             available = len(self._evaluation)
         wanted = available if num_evaluation_prompts is None else num_evaluation_prompts
         if not 0 <= wanted <= available:
@@ -75,9 +76,10 @@ class Dataset:
         exact = float(completion.strip() == prompt.answer.strip())
         return Reward(value=exact, parts={"exact": exact})
 
-    def _open(self, field: str, source: str, split: str, subset: str | None) -> DataRows:
+    def _open(self, field: str, source: str, split: str, subset: str | None, revision: str | None) -> DataRows:
         try:
-            rows = open_rows(source, split=split, subset=subset, columns=list(self._columns.values()))
+            columns = list(self._columns.values())
+            rows = open_rows(source, split=split, subset=subset, revision=revision, columns=columns)
             self._pose(rows, 0)  # a column that is missing or of another type is an error before anything is sampled
             return rows
         except ValueError as error:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from penstock.schemas.rollout import one_line
+
 Row = dict[str, Any]
 
 _ROW_GROUPS_KEPT = 8
@@ -37,11 +39,13 @@ class DataRows(Protocol):
         ...
 
 
-def open_rows(source: str, *, split: str, subset: str | None = None, columns: Sequence[str] = ()) -> DataRows:
+def open_rows(
+    source: str, *, split: str, subset: str | None = None, revision: str | None = None, columns: Sequence[str] = ()
+) -> DataRows:
     """The rows of a `.jsonl` or `.parquet` file, of a folder of them or one that `datasets` has saved, or of a data set
     on the Hugging Face Hub.
 
-    split, subset: of a Hugging Face dataset. columns: those that are read, of Parquet files.
+    split, subset, revision: of a Hugging Face dataset. columns: those that are read, of Parquet files.
 
     Raises:
         ValueError: nothing there that can be read, or no row in it; the message names it and what was expected.
@@ -55,7 +59,7 @@ def open_rows(source: str, *, split: str, subset: str | None = None, columns: Se
         parts = [_open_file(file, columns) for file in files]
         rows: DataRows = parts[0] if len(parts) == 1 else _Joined(parts)
     elif path.is_dir() or (_HUB_NAME.fullmatch(source) and path.suffix not in _FILES):
-        rows = _HuggingFace(source, split, subset)
+        rows = _HuggingFace(source, split, subset, revision)
     else:
         raise ValueError(
             f"{source!r}: no such file; expected a .jsonl or .parquet file, a folder, or a name on the Hub"
@@ -153,18 +157,20 @@ def _row_group(file: _Parquet, number: int) -> Any:
 class _HuggingFace:
     """A data set of the library `datasets`, memory-mapped: a folder that `save_to_disk` has written, or one by name."""
 
-    def __init__(self, source: str, split: str, subset: str | None) -> None:
+    def __init__(self, source: str, split: str, subset: str | None, revision: str | None) -> None:
         datasets = _import("datasets", "datasets")
         try:
             if (found := Path(source)).is_dir() and any(found.glob("**/dataset_info.json")):
                 loaded = datasets.load_from_disk(source)
                 loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
             else:
-                loaded = datasets.load_dataset(source, subset, split=split)
+                loaded = datasets.load_dataset(source, subset, split=split, revision=revision)
         except Exception as error:  # the library's own, the Hub's, the system's
+            asked = {"subset": subset, "split": split, "revision": revision}
+            said = ", ".join(f"{name} = {value!r}" for name, value in asked.items() if value is not None)
             raise ValueError(
-                f"{source!r}, split {split!r}: {type(error).__name__}: {error}; expected a folder of .jsonl or "
-                ".parquet files, one that `datasets` has saved, or a name on the Hugging Face Hub"
+                f"{source!r} with {said}: {one_line(f'{type(error).__name__}: {error}')}; expected a folder of .jsonl "
+                "or .parquet files, one that `datasets` has saved, or a name on the Hugging Face Hub"
             ) from error
         self._rows = loaded
         self._name = f"{source}/{split}"

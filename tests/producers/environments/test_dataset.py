@@ -220,7 +220,7 @@ def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
 
 
 def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
-    with pytest.raises(ValueError, match="split 'test': KeyError"):
+    with pytest.raises(ValueError, match="with split = 'test': KeyError"):
         Dataset(seed=0, training=saved_by_datasets(tmp_path / "saved"), columns=COLUMNS, split="test")
 
 
