@@ -62,7 +62,8 @@ class EnvironmentConfig(Plug, frozen=True, kw_only=True):
     evaluation_max_tokens: Positive | None = None
     """None takes evaluation.max_tokens, else `max_tokens`."""
     num_tasks: Positive | None = None
-    """The tasks that a curriculum chooses among, 1 to this one; None takes the environment's own `num_tasks`."""
+    """The tasks that a curriculum other than `uniform` chooses among, 1 to this one; None takes the environment's own
+    `num_tasks`."""
 
 
 class CurriculumPlug(Plug, frozen=True, kw_only=True):
@@ -968,6 +969,12 @@ def _check_environments(config: RunConfig, file: Path) -> None:
     weights = {name: each.weight for name, each in config.every_environment.items()}
     if not 0 < math.fsum(weights.values()) < math.inf:
         raise ConfigError(f"{file}: environments have the weights {weights}, expected a finite sum above 0")
+    for field, each in environment_fields(config):
+        if each.num_tasks is not None and config.curriculum.path == DEFAULT_CURRICULUM:
+            raise ConfigError(
+                f"{file}: {field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which "
+                "poses tasks without end; expected it to be left out, or another curriculum"
+            )
 
 
 def _check_parity(config: RunConfig, file: Path) -> None:

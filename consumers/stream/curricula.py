@@ -1,13 +1,14 @@
 """Which tasks of an environment come next: pure functions of what became of them, named by a run file's `[curriculum]`.
 
     uniform          the environment's tasks in their order, without end
-    drop_flat        those released least often, without those whose last groups had no reward variance
+    drop_flat        in shuffled passes; those whose last groups had no reward variance sit out more and more of them
     by_solve_rate    drawn by p (1 - p), p the solve rate: as often right as wrong first
 
-`drop_flat` is online difficulty filtering by dropping: a task that is always or never solved has no advantage (DAPO,
-arXiv 2503.14476, section 3.2, drops such groups). `by_solve_rate` is sampling for learnability (arXiv 2408.15099; for
-language models arXiv 2502.12272): p (1 - p) is the variance of a reward of 0 or 1. Departure: no completion is sampled
-for the estimate alone: p is of the groups that were released.
+`drop_flat` is online difficulty filtering: a task that is always or never solved has no advantage (DAPO, arXiv
+2503.14476, section 3.2, drops such groups). As the policy learns that may change, so it is tried again, the more rarely
+the longer it has been so, as in GRESO (arXiv 2506.02177), which skips it by a probability. `by_solve_rate` is sampling
+for learnability (arXiv 2408.15099; for language models arXiv 2502.12272): p (1 - p) is the variance of a reward of 0 or
+1. Departure: no completion is sampled for the estimate alone: p is of the groups that were released.
 
 Draws are by hashes of seed and counts, so that the same history gives the same tasks on every machine.
 """
@@ -20,8 +21,8 @@ import numpy as np
 from penstock.consumers.stream.history import TaskHistory
 
 _OPEN = np.uint64(1 << 63)
-_DROPPED = np.uint64(1 << 62)
-_MOST_RELEASED = (1 << 30) - 1
+_LONGEST = 20
+"""Passes that a task sits out are 2 to this power at most."""
 
 
 class Curriculum(Protocol):
@@ -39,18 +40,19 @@ def uniform(history: TaskHistory, budget: int, seed: int) -> Sequence[int]:
 
 
 def drop_flat(history: TaskHistory, budget: int, seed: int, *, after: int = 2) -> Sequence[int]:
-    """Tasks in shuffled passes, without those whose last `after` groups had no reward variance. Where those left are
-    fewer than the budget, dropped ones come back, those of the fewest groups first; and open ones come last of all.
+    """Tasks in shuffled passes. One whose last `after` groups had no reward variance sits out the next pass; if it has
+    none again, the next 2, then 4, 8 and so on. Open tasks come last of all.
 
     Raises:
         ValueError: after is not 1 or more.
     """
     if after < 1:
         raise ValueError(f"after is {after}, expected 1 or more")
-    shuffled = _hashes(seed, history.released, history.num_tasks) >> np.uint64(34)
-    key = np.minimum(history.released, _MOST_RELEASED).astype(np.uint64) << np.uint64(30) | shuffled
+    waits = np.int64(1) << np.clip(history.flat.astype(np.int64) - after, 0, _LONGEST)
+    passes = history.last_pass + np.where(history.flat >= after, waits, 0)
+    shuffled = _hashes(seed, passes, history.num_tasks) >> np.uint64(34)
+    key = passes.astype(np.uint64) << np.uint64(30) | shuffled
     key |= np.where(history.num_open > 0, _OPEN, np.uint64(0))
-    key |= np.where(history.flat >= after, _DROPPED, np.uint64(0))
     return _smallest(key, budget)
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-_NEW = {"released": np.int32(0), "settled": np.int32(0), "flat": np.int32(0), "solve_rate": np.float32(np.nan)}
+_NEW = {
+    **dict.fromkeys(("released", "settled", "flat", "last_pass"), np.int32(0)),
+    "solve_rate": np.float32(np.nan),
+}
 """The columns, of 4 bytes each, and what they hold of a new task."""
 
 
@@ -16,6 +19,8 @@ class TaskHistory:
 
     released, settled: [num_tasks] int32, how often. A group that died counts as settled.
     flat: [num_tasks] int32, its last groups without reward variance, in a row.
+    last_pass: [num_tasks] int32, the pass in which it was released last, from 1; 0 before. The next pass begins when a
+        task is released that was released in this one.
     solve_rate: [num_tasks] float32, mean rewards, within 0 and 1, of its groups: the newest counts as much as all
         before it. NaN before the first.
     """
@@ -23,11 +28,13 @@ class TaskHistory:
     released: np.ndarray
     settled: np.ndarray
     flat: np.ndarray
+    last_pass: np.ndarray
     solve_rate: np.ndarray
 
     def __init__(self, num_tasks: int = 0) -> None:
         self.num_released = 0
         """Tasks released, each as often as it was."""
+        self._pass = 0
         for name, new in _NEW.items():
             setattr(self, name, np.full(num_tasks, new))
 
@@ -45,11 +52,13 @@ class TaskHistory:
         for name, new in _NEW.items():
             kept = getattr(self, name)[:num_tasks]
             setattr(self, name, np.concatenate([kept, np.full(num_tasks - len(kept), new)]))
+        self._pass = int(self.last_pass.max(initial=0))
 
     def release(self, number: int) -> None:
         self.num_released += 1
         if number <= self.num_tasks:
             self.released[number - 1] += 1
+            self._pass = self.last_pass[number - 1] = max(self._pass, self.last_pass[number - 1] + 1)
 
     def settle(self, number: int, rewards: Sequence[float]) -> None:
         """Notes the rewards of a group; none if it died."""
@@ -84,4 +93,5 @@ class TaskHistory:
         columns, size = zlib.decompress(base64.b64decode(state["columns"])), state["num_tasks"]
         for n, (name, new) in enumerate(_NEW.items()):
             setattr(history, name, np.frombuffer(columns, new.dtype, size, 4 * n * size).copy())
+        history._pass = int(history.last_pass.max(initial=0))
         return history

@@ -199,7 +199,15 @@ class Reader:
             except UnknownVersionError:
                 continue  # a lag is assumed for it when the batch is packed
         task = self._ledger.tasks.get(index)
-        return group if task is None else structs.replace(group, environment=task.environment, task=task.number)
+        if task is None:
+            return group
+        posed = group.environment or task.environment, group.task or task.number
+        if posed != task:
+            raise RecordError(
+                f"task: index {index} is task {task.number} of environment {task.environment!r}, its payload has task "
+                f"{posed[1]} of {posed[0]!r}"
+            )
+        return structs.replace(group, environment=task.environment, task=task.number)
 
 
 def group_versions(group: RolloutGroup) -> set[int]:

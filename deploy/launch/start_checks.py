@@ -21,7 +21,7 @@ from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import EngineError, Environment
 from penstock.producers.rollout.run_environments import RunEnvironments, open_environments, pose
 from penstock.schemas.adapter import adapter_shapes
-from penstock.schemas.config import ConfigError, EnvironmentConfig, RunConfig, environment_fields
+from penstock.schemas.config import DEFAULT_CURRICULUM, ConfigError, EnvironmentConfig, RunConfig, environment_fields
 from penstock.schemas.keys import Keys
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.process.redis_url import configured_url, place_of
@@ -38,7 +38,7 @@ _BYTES_PER_ROLLOUT = 512
 class Checked(NamedTuple):
     """A run that can be started.
 
-    config: with `num_evaluation_prompts` and `num_tasks` of each environment set. warnings: one line each.
+    config: see `_with_sizes`. warnings: one line each.
     """
 
     config: RunConfig
@@ -87,7 +87,9 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
     sized: dict[str, EnvironmentConfig] = {}
     for field, each in environment_fields(config):
         environment = environments.named(each.name).environment
-        available, num_tasks = environment.num_evaluation_prompts, getattr(environment, "num_tasks", None)
+        chooses = config.curriculum.path != DEFAULT_CURRICULUM
+        available = environment.num_evaluation_prompts
+        num_tasks = getattr(environment, "num_tasks", None) if chooses else None
         if available < 0:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
         wanted = config.num_evaluation_prompts[each.name]

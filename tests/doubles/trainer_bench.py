@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
+import pytest
 import redis
 
 import penstock.consumers.__main__ as entry
@@ -20,7 +21,7 @@ from penstock.consumers.stream.scripts import Scripts
 from penstock.consumers.trainer import Trainer
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.keys import Keys
-from scripted_learner import FILE
+from scripted_learner import FILE, KilledError
 
 RUN_FILE = """
 name = "test"
@@ -132,6 +133,21 @@ def tasks_taken(trainer) -> dict[int, ReleasedTask]:
 
     trainer.learner.pack = note_and_pack
     return taken
+
+
+def killed_and_resumed(bench: TrainerBench) -> tuple[dict[int, ReleasedTask], dict[int, ReleasedTask], Trainer]:
+    """A run whose trainer is killed in its optimizer step number 7 and goes on to its end: the tasks taken before and
+    after, and the trainer that ended it."""
+    first = bench.trainer()
+    before = tasks_taken(first)
+    first.learner.fail_at[7] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    second = bench.trainer(resume=True)
+    after = tasks_taken(second)
+    assert second.run()
+    assert_balanced(bench, second)
+    return before, after, second
 
 
 def assert_settled_once(bench: TrainerBench, client: redis.Redis, *, dead: set[int] = frozenset()) -> None:

@@ -131,6 +131,10 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("environments=[{path='a:B'}]", r"environment, environments: both are there; expected \[environment\], or"),
         ("environment.name='a b'", r"environment.name = 'a b': Expected `str` matching"),
         ("environment.weight=0.0", r"environments have the weights {'main': 0.0}, expected a finite sum above 0"),
+        (
+            "environment.num_tasks=9",
+            r"environment.num_tasks = 9 with curriculum.path = '.*uniform', which poses tasks without end; expected",
+        ),
         ("environment.max_tokens=0", r"environment.max_tokens = 0: Expected `int` >= 1"),
         ("batch.fill=variance", r"batch.fill = 'variance': expected one of 'any', 'with_variance'"),
         ("batch.max_skipped=9", r"max_skipped = 9 with fill = 'any': expected fill = 'with_variance'"),

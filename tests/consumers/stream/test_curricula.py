@@ -13,8 +13,7 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedErro
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field
-from scripted_learner import KilledError
-from trainer_bench import TrainerBench, assert_balanced, assert_settled_once, tasks_taken
+from trainer_bench import TrainerBench, assert_settled_once, killed_and_resumed, tasks_taken
 
 CURRICULA = "penstock.consumers.stream.curricula"
 
@@ -56,10 +55,11 @@ def test_a_history_has_rates_flat_groups_and_what_is_open():
     history.reopen(4)
     assert history.num_open.tolist() == [0, 0, 1, 1]
     again = TaskHistory.from_state(history.to_state())
-    for name in ("released", "settled", "flat", "solve_rate"):
+    for name in ("released", "settled", "flat", "last_pass", "solve_rate"):
         np.testing.assert_array_equal(getattr(again, name), getattr(history, name))
     again.resize(6)
     assert (again.num_tasks, again.num_released, again.released[0]) == (6, 7, 4)
+    assert again.last_pass.tolist() == [4, 3, 3, 3, 0, 0]
     again.release(6)
     again.resize(2)
     again.settle(6, (1.0,))
@@ -88,18 +88,43 @@ def test_a_pass_has_every_task_once_in_an_order_of_its_own():
     assert len({tuple(each) for each in passes}) == 3
 
 
-def test_what_is_always_or_never_solved_is_dropped_and_comes_back_when_little_else_is_left():
-    history = TaskHistory(6)
-    for number in range(1, 7):
-        for _ in range(2):
-            tried(history, number, *((0.0, 1.0) if number < 4 else (1.0, 1.0)))
-    tried(history, 4, 0.0, 0.0)
+def waits_of(flat_until: int, *, after: int, count: int = 8) -> list[tuple[int, int]]:
+    """Between two groups of a task, the fewest and the most of the three others, which are solved at times. The task
+    has no variance in its first `flat_until` groups."""
+    history, others, found = TaskHistory(4), Counter[int](), []
+    while len(found) < count:
+        (chosen,) = drop_flat(history, 1, 7, after=after)
+        tried(history, chosen, 0.0, float(chosen != 2 or history.released[1] >= flat_until))
+        if chosen == 2:
+            found.append((min(others[n] for n in (1, 3, 4)), max(others.values(), default=0)))
+            others.clear()
+        else:
+            others[chosen] += 1
+    return found[1:]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_what_is_always_or_never_solved_sits_out_one_pass_then_two_then_four_and_so_on(after):
+    waits = [0] * (after - 1) + [2**n for n in range(8 - after)]
+    for (fewest, most), wait in zip(waits_of(99, after=after), waits, strict=True):
+        assert wait <= fewest <= most <= wait + 2, "what is left of the pass before and the begin of the next"
+
+
+def test_a_task_that_is_solved_at_last_comes_in_every_pass_again_and_does_not_catch_up():
+    waits = waits_of(4, after=2, count=24)
+    assert waits[3][0] >= 4
+    since = [most for _, most in waits[4:]]
+    assert max(since) <= 2 and sum(since) >= len(since), "once in each shuffled pass"
+
+
+def test_where_all_tasks_are_flat_those_of_the_fewest_groups_come_and_open_ones_last():
+    history = TaskHistory(4)
+    for number in (1, 2, 3, 4, 1, 2, 3, 4, 4):
+        tried(history, number, 1.0, 1.0)
     history.release(2)
-    assert set(drop_flat(history, 2, 0)) == {1, 3}, "2 is open"
-    assert set(drop_flat(history, 4, 0)) == {1, 3, 5, 6}, "the dropped of the fewest groups"
-    assert set(drop_flat(history, 6, 0)) == set(range(1, 7)), "and what is open last"
-    assert set(drop_flat(history, 5, 0, after=3)) == {1, 3, 5, 6, 4}
-    assert set(drop_flat(history, 4, 0, after=3)) == {1, 3, 5, 6}
+    assert set(drop_flat(history, 2, 0)) == {1, 3}
+    assert set(drop_flat(history, 3, 0)) == {1, 3, 4}
+    assert set(drop_flat(history, 4, 0)) == {1, 2, 3, 4}
 
 
 def test_tasks_are_drawn_by_their_solve_rate():
@@ -201,15 +226,7 @@ def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, r
     overrides += ["mode=synchronous"]
     bench.overrides = overrides
     bench.hardy_producer(answer)
-    first = bench.trainer()
-    before = tasks_taken(first)
-    first.learner.fail_at[7] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    second = bench.trainer(resume=True)
-    after = tasks_taken(second)
-    assert second.run()
-    assert_balanced(bench, second)
+    before, after, second = killed_and_resumed(bench)
     assert second.intake.ledger.settled.ranges() == [(1, 49)]
     assert len(before.keys() & after.keys()) >= 8
     history = second.intake.ledger.histories["main"]

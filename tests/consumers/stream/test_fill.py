@@ -1,5 +1,6 @@
 """Batches filled with groups whose rewards differ: what is skipped is settled, counted, bounded, and starves nobody."""
 
+import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,8 +15,7 @@ from penstock.consumers.stream.release import Releaser
 from penstock.schemas.config import AdvantageConfig, BatchConfig, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.record_reader import Record
-from scripted_learner import KilledError
-from trainer_bench import assert_balanced, at_step, tasks_taken
+from trainer_bench import assert_balanced, at_step, killed_and_resumed, tasks_taken
 
 FILL = "batch.fill=with_variance"
 pytestmark = pytest.mark.redis
@@ -71,15 +71,7 @@ def test_a_batch_that_has_skipped_enough_takes_what_arrives(bench, redis_client)
 def test_a_synchronous_run_that_was_killed_repeats_itself_while_it_fills_batches(bench, redis_client):
     bench.overrides = [FILL, "mode=synchronous", "batch.max_skipped=9"]
     bench.hardy_producer(answer)
-    first = bench.trainer()
-    before = tasks_taken(first)
-    first.learner.fail_at[7] = KilledError()
-    with pytest.raises(KilledError):
-        first.run()
-    second = bench.trainer(resume=True)
-    after = tasks_taken(second)
-    assert second.run()
-    assert_balanced(bench, second)
+    before, after, _ = killed_and_resumed(bench)
     assert sorted(before | after) == list(range(3, 3 * 48 + 1, 3)), "the first that teach, and none twice"
 
 
@@ -121,8 +113,10 @@ def test_a_run_that_goes_on_knows_by_how_much_its_credit_had_grown(bench, redis_
 
 def test_an_environment_whose_groups_were_all_skipped_is_logged_beside_those_of_the_batch():
     trained = replace(make_group(1, 0), environment="sums")
-    found = by_environment([trained], SimpleNamespace(teaches=lambda _: True), {"words": 2})
+    measured = {"sums": {"lag_mean": 2.0, "chi2": math.inf}}
+    found = by_environment([trained], SimpleNamespace(teaches=lambda _: True, environments=measured), {"words": 2})
     assert found["words"] == {"num_groups_trained": 0, "num_groups_skipped": 2}
+    assert found["sums"]["lag_mean"] == 2.0 and "chi2" not in found["sums"], "JSON has no infinity"
     assert found["sums"]["reward"] == 0.5 and found["sums"]["num_groups_skipped"] == 0
 
 

@@ -156,6 +156,28 @@ def test_what_cannot_be_trained_is_refused_and_named(connection, redis_client):
     assert refused[6] == (None, "poison: index 99 was never released")
 
 
+def test_a_group_of_another_task_than_its_index_stands_for_is_refused(connection, redis_client):
+    ledger = Ledger()
+    for number in (7, 8, 9, 10):
+        ledger.release(ReleasedTask("sums", number))
+    reader = Reader(connection, KEYS, ledger, group_size=2)
+    posed = {1: ("sums", 7), 2: ("sums", 9), 3: ("words", 9), 4: ("", 0)}
+    for index, (environment, task) in posed.items():
+        group = msgspec.structs.replace(make_group(index, 5), environment=environment, task=task)
+        fields = {Field.INDEX: str(index), Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+        redis_client.xadd(KEYS.rollouts, fields)
+    reader.read_to_end(lag_table(5))
+    assert {index: (held.group.environment, held.group.task) for index, held in reader.ready.items()} == {
+        1: ("sums", 7),
+        4: ("sums", 10),  # a record of an earlier release does not say
+    }
+    refused = [(record.index, record.reason) for record in reader.take_refused()]
+    assert refused == [
+        (2, "poison: task: index 2 is task 8 of environment 'sums', its payload has task 9 of 'sums'"),
+        (3, "poison: task: index 3 is task 9 of environment 'sums', its payload has task 9 of 'words'"),
+    ]
+
+
 @pytest.mark.parametrize("dead_first", [True, False])
 def test_an_index_that_arrives_dead_and_alive_is_settled_once(connection, redis_client, dead_first):
     ledger = Ledger()

@@ -222,6 +222,7 @@ def test_a_curriculum_has_the_number_of_tasks_of_the_environment_or_of_the_run_f
     check_objective(check(changed(unknown, environment=told)).config)
     finite = EnvironmentConfig(path=f"{__name__}:Finite")
     assert check(changed(unknown, environment=finite)).config.environment.num_tasks == 7
+    assert check(changed(config, environment=finite)).config.environment.num_tasks is None, "uniform has no use for it"
     too_many = msgspec.structs.replace(finite, num_tasks=8)
     with pytest.raises(ConfigError, match=r"environment.num_tasks = 8: the environment has 7 tasks; expected at most"):
         check(changed(unknown, environment=too_many))
