@@ -2,9 +2,9 @@
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from penstock.schemas.config import (
 if TYPE_CHECKING:
     from penstock.deploy.launch.placement import Placement
 
+T = TypeVar("T")
 Settings = RunConfig | Mapping[str, Any] | str | Path
 """A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
 
@@ -236,15 +237,19 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
     Raises:
         ConfigError: the environment or the reward cannot be used, or the model cannot be loaded.
     """
+    from penstock.deploy.launch.trial import show_tasks
+
+    return run_coroutine(show_tasks(trial_config(config, set=set), num_tasks))
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs it to its end in a loop of its own: in a thread, where a loop runs in this one, as in a notebook."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
-    from penstock.deploy.launch.trial import show_tasks
-
-    shown = show_tasks(trial_config(config, set=set), num_tasks)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(shown)
-    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs here
-        return beside.submit(asyncio.run, shown).result()
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as beside:
+        return beside.submit(asyncio.run, coroutine).result()

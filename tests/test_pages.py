@@ -15,7 +15,7 @@ from penstock.deploy.cli import COMMANDS, add_commands
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
 
 
 def text_of(page: Path) -> str:
@@ -68,7 +68,8 @@ def test_every_anchor_that_a_page_links_to_is_a_heading(page: Path) -> None:
 
 def test_the_index_names_every_page() -> None:
     named = {file for file, _ in links(DOCS / "README.md")}
-    assert [page.name for page in DOCS.glob("*.md") if page.name not in {*named, "README.md"}] == []
+    pages = (page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert [page for page in pages if page not in {*named, "README.md"}] == []
 
 
 def test_the_configuration_page_is_what_its_program_writes() -> None:

@@ -39,7 +39,14 @@ class DemoRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
-        command = self.command("run", "demo", "--name", self.name, *self._settings, *more)
+        self._start(self.command("run", "demo", "--name", self.name, *self._settings, *more))
+
+    def resume_from_python(self, **settings: object) -> None:
+        """Has a program of the user's go on with the run; `settings` replace those that it was started with."""
+        call = f"penstock.run('demo', name={self.name!r}, runs={str(self.runs)!r}, resume=True, set={settings!r})"
+        self._start([sys.executable, "-c", f"import penstock\nassert {call}.model.is_dir()"])
+
+    def _start(self, command: list[str]) -> None:
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(command, cwd=self.project, env=VARIABLES, stdout=output, stderr=output)
 

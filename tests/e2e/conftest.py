@@ -42,7 +42,8 @@ def ended_run(live_run: WatchedRun) -> WatchedRun:
 
 @pytest.fixture(scope="session")
 def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
-    """A recorded run of the demo with two producers, killed behind a checkpoint and resumed to its end with one."""
+    """A recorded run of the demo with two producers, killed behind a checkpoint and resumed from Python, to its
+    end, with one."""
     settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 10, "record": "true"}
     run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings, **{"metrics.port": 0})
     try:
@@ -56,7 +57,7 @@ def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         run.signal(signal.SIGKILL)
         run.wait()
         wait_for(run.living, lambda pids: pids == [], timeout_s=30)
-        run.start("--resume", "--set", "producers.count=1")
+        run.resume_from_python(**{"producers.count": 1})
         assert run.wait() == 0, run.output()
         assert run.living() == []
         yield run

@@ -14,6 +14,7 @@ from agent_client import ANSWER, CALL, spelled, tool_user
 from chat_templates import decode
 from penstock.schemas.rollout import unpack_ids
 from scripted_engine import ScriptedEngine
+from tutorial import blocks as tutorial_blocks
 
 pytestmark = [pytest.mark.redis, pytest.mark.parametrize("server_binary", ["valkey"], indirect=True)]
 
@@ -100,6 +101,12 @@ async def test_an_agent_of_the_framework_makes_one_exact_segment(rollout_of, nam
     (recipe,), (episode,) = blocks(name), blocks("From an unmodified agent to a run")
     out, rollout = await rollout_of(recipe + episode, FINAL_CALL if name == "smolagents" else ANSWER)
     assert out.rstrip().endswith(ANSWER) and rollout.reward.value == 0.5
+
+
+async def test_the_agent_of_the_tutorial_makes_one_exact_segment(rollout_of) -> None:
+    (_, agent) = tutorial_blocks("agent")
+    out, rollout = await rollout_of(agent.replace("while True:", "for _ in range(1):"))
+    assert out == f"{ANSWER} 0.0\n" and rollout.reward.value == 0.0
 
 
 @pytest.mark.parametrize("model", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
