@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.producers.environments.permutation import permuted
-from penstock.producers.interfaces import Conversation
+from penstock.producers.interfaces import Conversation, RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 try:
@@ -67,8 +67,9 @@ class VerifiersEnvironment:
     def evaluation_prompt(self, n: int) -> Prompt:
         return self._pose("evaluation", n - 1)
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        raise LookupError("the reward of a verifiers environment is of its conversations")
+    async def reward(self, prompt: Prompt, completion: str) -> Reward:
+        """Of a conversation with this answer alone; where another turn follows, it has no room for it."""
+        return await self.converse(prompt, _OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:
         row = self._rows[prompt.metadata["set"]][int(prompt.metadata["row"])]
@@ -82,6 +83,20 @@ class VerifiersEnvironment:
         messages = tuple(Message(role=each["role"], content=_text(each["content"])) for each in row["prompt"])
         asked = {"set": name, "row": str(number)}
         return Prompt(messages=messages, answer=_text(row.get("answer") or ""), metadata=asked)
+
+
+class _OneAnswer:
+    """A `Conversation` whose one answer is given."""
+
+    facts = RolloutFacts(num_prompt_tokens=0, num_tokens=0, max_tokens=0, finish_reason="stop")
+
+    def __init__(self, text: str) -> None:
+        self._left = [text]
+
+    async def chat(self, messages: list[Json], **fields: Any) -> Json:
+        if not self._left:
+            raise vf.OverlongPromptError("there is one answer")
+        return {"role": "assistant", "content": self._left.pop()}
 
 
 class _Policy(OpenAIChatCompletionsClient):

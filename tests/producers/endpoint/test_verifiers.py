@@ -31,9 +31,9 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def load_environment(failing=False, grouped=False, held_out=2, max_turns=10):
+def load_environment(failing=False, grouped=False, endless=False, held_out=2, max_turns=10):
     def answered(completion, answer):
-        return 0.5 * (completion[-1].content == answer)
+        return 0.5 * any(message.content == answer for message in completion)
 
     def best(completions):
         return [0.0 for _ in completions]
@@ -43,6 +43,14 @@ def load_environment(failing=False, grouped=False, held_out=2, max_turns=10):
             if failing and state["answer"] == "2":
                 raise vf.InfraError("no sandbox")
             return state
+
+        @vf.stop
+        async def no_tools_called(self, state):
+            return not endless and await super().no_tools_called(state)
+
+        async def env_response(self, messages, state):
+            calls = messages[-1].tool_calls
+            return await super().env_response(messages, state) if calls else [vf.UserMessage(content="Go on.")]
 
     def tasks(name, count):
         answers = ["0", "ANSWER", "2"][:count]
@@ -137,6 +145,14 @@ async def test_the_example_computes_scores_and_is_told_what_is_wrong(monkeypatch
     tools = [message["content"] for message in conversation.asked[-1] if message["role"] == "tool"]
     assert tools == ["expected integers, + - * and parentheses", prompt.answer]
     assert (await environment.converse(prompt, Scripted({"content": "about 7"}))).value == 0.0
+
+
+@pytest.mark.parametrize("endless", [False, True])
+async def test_an_answer_alone_is_worth_what_its_rubric_says(endless: bool) -> None:
+    environment = opened(endless=endless)
+    prompt = next(each for each in map(environment.prompt, (1, 2, 3)) if each.answer == ANSWER)
+    assert (await environment.reward(prompt, ANSWER)).value == 0.5
+    assert (await environment.reward(prompt, "seven")).value == 0.0
 
 
 @pytest.mark.redis
