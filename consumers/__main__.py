@@ -25,7 +25,7 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.leadership import Leadership
-from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
+from penstock.consumers.stream.ledger import Ledger, RunFailedError
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
@@ -223,9 +223,7 @@ def _assemble(
     intake = Intake(
         config, leadership, ledger, lag_of, progress, lambda group: check_trainable(group, learner.vocabulary)
     )
-    sizes = config.num_evaluation_prompts.items()
-    held_out = [ReleasedTask(name, n + 1) for name, size in sizes for n in range(size or 0)]
-    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, held_out)
+    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
     recorder = None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from penstock.consumers.stop_signals import StoppedError, StopSignals
+from penstock.deploy.evaluate import command as evaluate
 from penstock.deploy.inspector import command as inspector
 from penstock.deploy.launch.command_line import (
     DEFAULT_RUNS,
@@ -388,6 +389,7 @@ COMMANDS = (
         "run", "start Redis, producers and trainer on this machine and follow them to the end", _add_run_arguments, _run
     ),
     Command("try", "show an environment's tasks, completions and rewards; trains nothing", _add_try_arguments, _try),
+    evaluate.COMMAND,
     Command("producer", "run one producer of a run whose Redis is up (REDIS_URL)", _add_producer_arguments, _producer),
     Command("trainer", "run the trainer of a run whose Redis is up (REDIS_URL)", _add_trainer_arguments, _trainer),
     Command(

@@ -52,7 +52,7 @@ def main(
     logs.configure("producer", run=config.name, id=name)
     status = 0
     try:
-        asyncio.run(_produce(config, runs, name, engine_factory or _start_vllm))
+        asyncio.run(_produce(config, runs, name, engine_factory or start_vllm))
     except* EXPECTED_ERRORS as errors:
         first = _first(errors)
         log.error("producer %s ends: %s", name, first)
@@ -90,7 +90,7 @@ async def _build(
     await check_id_is_free(connection, Keys(config.name), producer_id)
     port = metrics.registry.serve(config.metrics, config.folder(runs), producer_id)
     closing.callback(metrics.registry.close)
-    parser = _answer_parser(config, tokenizer)
+    parser = answer_parser(config, tokenizer)
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
     logs.bind(policy_version=lambda: engine.policy_version)
@@ -114,7 +114,8 @@ async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> 
     return None if task.cancelled() else task.result()
 
 
-async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
+async def start_vllm(config: RunConfig, *, seed: int) -> Engine:
+    """The engine of a producer, as an `EngineFactory`."""
     # Read by vLLM when it is imported, here and in its engine process: no handler of its own, and a level.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
@@ -127,7 +128,8 @@ async def _start_vllm(config: RunConfig, *, seed: int) -> Engine:
     return await VllmEngine.start(config, seed=seed)
 
 
-def _answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
+def answer_parser(config: RunConfig, tokenizer: Any) -> AnswerParser | None:
+    """The parser that `[endpoint]` names, None without one."""
     if config.endpoint is not None:
         api_key(config.endpoint)  # raises before the engine boots
     if config.endpoint is None or (config.endpoint.tool_parser is None and config.endpoint.reasoning_parser is None):

@@ -73,14 +73,25 @@ class Producer:
         self._context = context
         self._environments = environments
         self._engine = engine
-        self.table = InFlightTable(num_groups=config.producers.groups_in_flight, group_size=config.group_size)
+        self.table = InFlightTable(
+            num_groups=config.producers.groups_in_flight,
+            group_size=config.group_size,
+            num_samples=max(each.num_samples for each in environments),
+        )
         reader = WeightReader(connection.call, keys)
         copy = HostCopy(config.weights.host_folder, config.name, connection.place, reader, context.metrics)
         self.weights = WeightFollower(connection, keys, engine, copy, context.metrics, self._record_load)
         # Agents claim their prompts themselves.
         streams = None if config.endpoint is None else (keys.evaluations,)
         self._claims = Claims(connection, keys, context.producer_id, self.table, config.producers, streams)
-        self._episodes = Episodes(context, environments=environments, tokenizer=tokenizer, engine=engine)
+        self._episodes = Episodes(
+            config,
+            producer_id=context.producer_id,
+            metrics=context.metrics,
+            environments=environments,
+            tokenizer=tokenizer,
+            engine=engine,
+        )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()

@@ -48,6 +48,39 @@ class Plug(Section, frozen=True, kw_only=True):
     """Keyword arguments it is called with."""
 
 
+class GoalConfig(Section, frozen=True, kw_only=True):
+    """What the held-out prompts are to reach: shown beside what they have, with the time that it took."""
+
+    value: Annotated[float, Meta(ge=-1e9, le=1e9)]
+    """The least value that reaches the goal."""
+    figure: Annotated[str, Meta(pattern="^reward(/.+)?$")] = "reward"
+    """`reward`, or one of its parts as `reward/exact`."""
+
+
+class SolvedConfig(GoalConfig, frozen=True, kw_only=True):
+    """Which answers pass@k counts as solved: those whose reward, or a part of it, is at least `value`."""
+
+    value: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
+    """The least value of a solved one."""
+
+
+class HeldOutConfig(Section, frozen=True, kw_only=True):
+    """How the held-out prompts of this environment are evaluated; what is not set is as `[evaluation]` has it."""
+
+    num_prompts: NonNegative | None = None
+    """Held-out prompts per evaluation, at most what it has."""
+    num_samples: Positive | None = None
+    """Answers to each."""
+    temperature: NonNegativeFloat | None = None
+    top_p: AboveZero | None = None
+    top_k: NonNegative | None = None
+    max_tokens: Positive | None = None
+    """Where evaluation.max_tokens is not set either: that of its training prompts."""
+    pass_at: tuple[Positive, ...] | None = None
+    """The numbers k of pass@k."""
+    solved: SolvedConfig | None = None
+
+
 class EnvironmentConfig(Plug, frozen=True, kw_only=True):
     """A class that poses tasks and scores answers (docs/environments.md), called with `kwargs` and `seed`."""
 
@@ -57,10 +90,7 @@ class EnvironmentConfig(Plug, frozen=True, kw_only=True):
     """Of several: its share of the released prompts is its weight over the sum of all. 0 evaluates it and no more."""
     max_tokens: Positive | None = None
     """The most tokens of one completion; None takes sampling.max_tokens."""
-    num_evaluation_prompts: NonNegative | None = None
-    """Held-out prompts per evaluation, at most what it has; None takes evaluation.num_prompts."""
-    evaluation_max_tokens: Positive | None = None
-    """None takes evaluation.max_tokens, else `max_tokens`."""
+    evaluation: HeldOutConfig = HeldOutConfig()
     num_tasks: Positive | None = None
     """The tasks that a curriculum other than `uniform` chooses among, 1 to this one; None takes the environment's own
     `num_tasks`."""
@@ -485,22 +515,24 @@ class BatchConfig(Section, frozen=True, kw_only=True):
             raise ValueError(f"max_skipped = {self.max_skipped} with fill = 'any': expected fill = 'with_variance'")
 
 
-class GoalConfig(Section, frozen=True, kw_only=True):
-    """What the held-out prompts are to reach: shown beside what they have, with the time that it took."""
-
-    value: Annotated[float, Meta(ge=-1e9, le=1e9)]
-    """The least value that reaches the goal."""
-    figure: Annotated[str, Meta(pattern="^reward(/.+)?$")] = "reward"
-    """`reward`, or one of its parts as `reward/exact`."""
-
-
 class EvaluationConfig(Section, frozen=True, kw_only=True):
     every: Positive = 25
     """Updates between evaluations; one more happens at the start and at the end."""
     num_prompts: NonNegative | None = None
     """Held-out prompts per evaluation of each environment, at most what it has. None takes all, 0 evaluates nothing."""
+    num_samples: Positive = 1
+    """Answers to each held-out prompt. The figures are means over them, avg@k (docs/evaluation.md)."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy, for one answer each."""
+    top_p: AboveZero = 1.0
+    """1.0 keeps every token."""
+    top_k: NonNegative = 0
+    """0 keeps every token."""
     max_tokens: Positive | None = None
     """None takes that of the training prompts."""
+    pass_at: tuple[Positive, ...] | None = None
+    """The numbers k of pass@k, at most num_samples. None: num_samples alone, where that is above 1."""
+    solved: SolvedConfig = SolvedConfig()
     goal: GoalConfig | None = None
 
     @property
@@ -514,6 +546,9 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     """Updates between checkpoints; one more is written at the end."""
     keep: Annotated[int, Meta(ge=2)] = 2
     """Committed checkpoints kept on disk."""
+    best: Annotated[str, Meta(pattern=r"^(environments/[^/]+/)?(reward(/.+)?|pass@\d+)$")] | None = None
+    """A figure of the evaluations, by its name in their lines: `reward`, `reward/exact`, `pass@8`, or one environment's
+    as `environments/math/pass@8`. The policy that has the highest is kept as a model in `<runs>/<name>/best`."""
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
@@ -646,10 +681,24 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def num_evaluation_prompts(self) -> dict[str, int | None]:
         """Held-out prompts per evaluation by environment; None for all that it has."""
-        return {
-            name: self.evaluation.num_prompts if each.num_evaluation_prompts is None else each.num_evaluation_prompts
-            for name, each in self.every_environment.items()
-        }
+        return {name: each.num_prompts for name, each in self.held_out.items()}
+
+    @property
+    def held_out(self) -> dict[str, HeldOutConfig]:
+        """By name how each environment's held-out prompts are evaluated: all is set but for `num_prompts`, which may be
+        None."""
+        found = {}
+        for name, each in self.every_environment.items():
+            shared = {field: getattr(self.evaluation, field) for field in HeldOutConfig.__struct_fields__}
+            shared["max_tokens"] = shared["max_tokens"] or each.max_tokens or self.sampling.max_tokens
+            own = {
+                field: value for field, value in msgspec.structs.asdict(each.evaluation).items() if value is not None
+            }
+            how = HeldOutConfig(**shared | own)
+            if how.pass_at is None:
+                how = msgspec.structs.replace(how, pass_at=() if how.num_samples == 1 else (how.num_samples,))
+            found[name] = how
+        return found
 
     @property
     def max_tokens(self) -> int:
@@ -925,6 +974,7 @@ def _check(config: RunConfig, file: Path) -> None:
             "the environment variable HF_TOKEN"
         )
     _check_environments(config, file)
+    _check_evaluation(config, file)
     if config.lora is not None and config.model.reference_every is not None:
         raise ConfigError(
             f"{file}: model.reference_every = {config.model.reference_every} with [lora]: the reference of an adapter "
@@ -975,6 +1025,56 @@ def _check_environments(config: RunConfig, file: Path) -> None:
                 f"{file}: {field}.num_tasks = {each.num_tasks} with curriculum.path = {DEFAULT_CURRICULUM!r}, which "
                 "poses tasks without end; expected it to be left out, or another curriculum"
             )
+
+
+def _check_evaluation(config: RunConfig, file: Path) -> None:
+    """Settings of the held-out prompts, each under the name that it was set by."""
+    room = config.producers.groups_in_flight * config.group_size
+    for field, each in environment_fields(config):
+        how = config.held_out[each.name]
+
+        def named(name: str, *, each: EnvironmentConfig = each, field: str = field) -> str:
+            of_its_own = getattr(each.evaluation, name) is not None
+            value = getattr(each.evaluation if of_its_own else config.evaluation, name)
+            return f"{field + '.' if of_its_own else ''}evaluation.{name} = {value!r}"
+
+        temperature, num_samples, pass_at = how.temperature or 0.0, how.num_samples or 1, how.pass_at or ()
+        if num_samples > 1 and not temperature:
+            raise ConfigError(
+                f"{file}: {named('num_samples')} with {named('temperature')}: greedy answers are all alike; expected a "
+                "temperature above 0, or num_samples = 1"
+            )
+        if num_samples > room:
+            raise ConfigError(
+                f"{file}: {named('num_samples')}: expected at most producers.groups_in_flight * group_size = {room}"
+            )
+        if max(pass_at, default=0) > num_samples:
+            raise ConfigError(
+                f"{file}: {named('pass_at')} with {named('num_samples')}: pass@k needs k answers; expected at most "
+                f"{num_samples}"
+            )
+        if config.sampling.is_truncated and temperature and not how.top_k:
+            raise ConfigError(
+                f"{file}: {named('top_k')} with sampling.top_k = {config.sampling.top_k}: every token is recorded with "
+                "the ids that it was sampled from; expected top_k = 1 or more, which bounds them"
+            )
+    _check_best(config, file)
+
+
+def _check_best(config: RunConfig, file: Path) -> None:
+    best = config.checkpoint.best or "reward"
+    *_, name, figure = ("", *best.split("/", 2)[1:]) if best.startswith("environments/") else ("", best)
+    if name and name not in config.held_out:
+        raise ConfigError(
+            f"{file}: checkpoint.best = {best!r}: expected an environment of {', '.join(config.held_out)}"
+        )
+    sets = [config.held_out[name]] if name else config.held_out.values()
+    passes = set.intersection(*({f"pass@{k}" for k in how.pass_at or ()} for how in sets))
+    if figure.startswith("pass@") and figure not in passes:
+        found = ", ".join(sorted(passes)) or "none"
+        raise ConfigError(
+            f"{file}: checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
+        )
 
 
 def _check_parity(config: RunConfig, file: Path) -> None:

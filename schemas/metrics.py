@@ -1,11 +1,13 @@
 """Names of every Prometheus metric, with its help text. Units are suffixes, by Prometheus' convention."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 REWARD = "reward"
 """The key of the mean reward in updates.jsonl and evaluations.jsonl; those of its parts are by `part_key`."""
+_FIGURE = re.compile(r"reward(/.+)?|pass@\d+", re.DOTALL)
 MAX_PARTS = 32
 """Parts of the reward that a line or an endpoint has at most."""
 MAX_PART_CHARACTERS = 64
@@ -182,7 +184,7 @@ class TrainerMetric:
         unit="steps",
     )
     REWARD_PART = Metric("penstock_reward_part", "Mean of a part of the reward over the batch", ("part",), unit="none")
-    EVALUATION_REWARD = Metric("penstock_evaluation_reward", "Mean greedy reward on held-out prompts", unit="none")
+    EVALUATION_REWARD = Metric("penstock_evaluation_reward", "Mean reward on held-out prompts", unit="none")
     EVALUATION_REWARD_PART = Metric(
         "penstock_evaluation_reward_part", "Mean of a part of the reward on held-out prompts", ("part",), unit="none"
     )
@@ -201,8 +203,15 @@ class TrainerMetric:
     )
     ENVIRONMENT_EVALUATION_REWARD = Metric(
         "penstock_environment_evaluation_reward",
-        "Mean greedy reward on an environment's held-out prompts",
+        "Mean reward on an environment's held-out prompts",
         ("environment",),
+        unit="none",
+    )
+    EVALUATION_FIGURE = Metric(
+        "penstock_evaluation_figure",
+        "What an evaluation measured of an environment's held-out prompts beside the reward: pass@k, standard errors, "
+        "lengths, by its key in evaluations.jsonl",
+        ("environment", "figure"),
         unit="none",
     )
     GROUPS_ABANDONED = Metric("penstock_abandoned_groups", "Groups that agents have abandoned since the last good one")
@@ -410,14 +419,25 @@ def part_key(part: str) -> str:
     return f"{REWARD}/{part}"
 
 
+def pass_key(k: int) -> str:
+    """The key of pass@k in evaluations.jsonl."""
+    return f"pass@{k}"
+
+
+def error_key(key: str) -> str:
+    """The key of a figure's standard error in evaluations.jsonl."""
+    return f"{key}_se"
+
+
+def figures_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of evaluations.jsonl, or an environment's table in it, measures the policy by: `reward`, its parts,
+    and pass@k, without nulls."""
+    return {key: value for key, value in line.items() if _FIGURE.fullmatch(key) and value is not None}
+
+
 def figure_name(key: str) -> str:
     """A figure of the reward for a reader: `reward`, or the part's own name for `reward/<part>`."""
     return key.removeprefix(part_key(""))
-
-
-def reward_figures(reward: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """A reward and its parts by their keys: `reward`, and `reward/<part>` of each part."""
-    return {REWARD: reward, **{part_key(name): value for name, value in parts.items()}}
 
 
 def parts_of(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS, part_key, reward_figures
+from penstock.schemas.metrics import MAX_PART_CHARACTERS, MAX_PARTS, REWARD, part_key
 from penstock.schemas.prompt import Reward
 from penstock.schemas.rollout import RolloutGroup
 
@@ -35,7 +35,7 @@ def outcome(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def reward_table(reward: Reward) -> dict[str, float]:
     """`reward`, and `reward/<part>` for each part."""
-    return reward_figures(reward.value, reward.parts)
+    return {REWARD: reward.value, **{part_key(name): value for name, value in reward.parts.items()}}
 
 
 def mean_rewards(tables: Sequence[Mapping[str, float]], num_failed: int = 0) -> dict[str, float]:

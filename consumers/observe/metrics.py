@@ -64,6 +64,7 @@ class TrainerMetrics:
         self._by_environment = {name: make(Gauge, metric) for name, metric in TRAINER_GAUGES_BY_ENVIRONMENT.items()}
         self._environment_groups = make(Counter, M.ENVIRONMENT_GROUPS)
         self._environment_evaluation = make(Gauge, M.ENVIRONMENT_EVALUATION_REWARD)
+        self._evaluation_figures = make(Gauge, M.EVALUATION_FIGURE)
         self._groups_settled = make(Counter, M.GROUPS_SETTLED)
         self._groups_released = make(Counter, M.GROUPS_RELEASED)
         self.groups_open = make(Gauge, M.GROUPS_OPEN)
@@ -158,11 +159,15 @@ class TrainerMetrics:
             {key: value for key, value in line.items() if isinstance(value, float) and key not in known},
         )
 
-    def evaluate(self, rewards: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> None:
-        """Sets the metrics of the last evaluation. rewards: `reward` and `reward/<part>`; the same by environment."""
+    def evaluate(self, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> None:
+        """Sets the metrics of the last evaluation. figures: as of `held_out_figures`; the same by environment."""
         _set_labelled(self._environment_evaluation, {name: own[REWARD] for name, own in environments.items()})
-        self._evaluation_reward.set(rewards[REWARD])
-        _set_labelled(self._evaluation_parts, parts_of(rewards))
+        self._evaluation_reward.set(figures[REWARD])
+        _set_labelled(self._evaluation_parts, parts_of(figures))
+        self._evaluation_figures.clear()
+        for environment, own in environments.items():
+            for key in own.keys() - {REWARD, *map(part_key, parts_of(own))}:
+                self._evaluation_figures.labels(environment, key).set(own[key])
 
     def serve(self, config: MetricsConfig, run_folder: Path) -> int:
         """Serves `/metrics` until `close`; returns the port. See `LabelledRegistry.serve`."""

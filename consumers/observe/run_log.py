@@ -22,6 +22,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.config import RunConfig
+from penstock.schemas.metrics import figures_of
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
 
@@ -146,15 +147,15 @@ class RunLog:
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Logs a complete evaluation."""
-        self.metrics.evaluate(result.rewards, result.environments)
+        self.metrics.evaluate(result.figures, result.environments)
         fields = result._asdict()
-        line = {"time_s": time.time(), **fields.pop("rewards"), **fields}
+        line = {"time_s": time.time(), **fields.pop("figures"), **fields}
         self._evaluations.write(**line)
         self._sinks.evaluation(line)
         log.info(
             "policy %d: held-out %s",
             result.policy_version,
-            ", ".join(f"{name} {value:.4f}" for name, value in result.rewards.items()),
+            ", ".join(f"{name} {value:.4f}" for name, value in figures_of(result.figures).items()),
         )
 
     def commit(self, policy_version: int, *, finished: bool, took_s: float | None = None) -> None:

@@ -1,52 +1,59 @@
 """Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.consumers.learning.outcome import mean_rewards, reward_table
+from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, START, entry_key
 from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.config import HeldOutConfig
 from penstock.schemas.keys import Field, Keys, Kind, number_in
-from penstock.schemas.metrics import REWARD
 from penstock.schemas.rollout import RecordError, decode_group
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationResult(NamedTuple):
-    """The held-out rewards of one policy."""
+    """What one policy reached on the held-out prompts."""
 
     update: int
     """The update after which the policy was published."""
     policy_version: int
-    rewards: dict[str, float]
-    """Means of `reward` and of each part, `reward/<part>`. A prompt whose evaluation failed counts as 0."""
+    figures: dict[str, float]
+    """As of `held_out_figures`."""
     num_prompts: int
     num_failed: int
+    """Prompts without any answer."""
     environments: dict[str, dict[str, float]]
-    """The same means by environment."""
+    """The same figures by environment."""
 
 
 class Evaluator:
     """Requests evaluations and collects their results. Never waits.
 
-    held_out: the prompts of one evaluation.
+    sets: how each environment's held-out prompts are evaluated, `num_prompts` included.
     """
 
     def __init__(
-        self, connection: TrainerConnection, scripts: Scripts, keys: Keys, epoch: int, held_out: Sequence[ReleasedTask]
+        self,
+        connection: TrainerConnection,
+        scripts: Scripts,
+        keys: Keys,
+        epoch: int,
+        sets: Mapping[str, HeldOutConfig],
     ) -> None:
         self._connection = connection
         self._scripts = scripts
         self._stream = keys.evaluation_results
         self._epoch = epoch
-        self._held_out = held_out
+        self._sets = sets
+        self._held_out = [ReleasedTask(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
         self._cursor = START
-        self._pending: dict[int, dict[int, Mapping[str, float]]] = {}
-        """By version and prompt its mean rewards, empty if it failed."""
+        self._pending: dict[int, dict[int, HeldOutAnswers]] = {}
+        """By version and number of the prompt."""
         self._update_of: dict[int, int] = {}
         self._last_requested = -1
 
@@ -99,30 +106,29 @@ class Evaluator:
         answers = self._pending.get(version)
         if answers is None or not 1 <= n <= len(self._held_out):
             return  # of an evaluation that is done, or of a trainer before this one
-        rewards: Mapping[str, float] = {}
+        found = HeldOutAnswers(self._held_out[n - 1].environment)
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
-                group = decode_group(fields.get(Field.PAYLOAD, b""))
-                rewards = mean_rewards([reward_table(rollout.reward) for rollout in group.rollouts])
+                group = HeldOutAnswers.of(decode_group(fields.get(Field.PAYLOAD, b"")))
+                # Records of earlier releases name no environment.
+                found = group if group.environment in self._sets else group._replace(environment=found.environment)
             except RecordError as error:
                 log.warning("evaluation %d-%d: %s", version, n, error)
-        answers.setdefault(n, rewards)
+        answers.setdefault(n, found)
 
     def _result(self, version: int) -> EvaluationResult:
-        found = self._pending.pop(version)
-        answers = list(found.values())
-        num_failed = sum(not rewards for rewards in answers)
-        by_environment: dict[str, list[Mapping[str, float]]] = {}
-        for n, task in enumerate(self._held_out, start=1):
-            by_environment.setdefault(task.environment, []).append(found[n])
-        environments = {name: _means(own) for name, own in by_environment.items()}
+        answers = list(self._pending.pop(version).values())
+        num_failed = sum(not each.rewards for each in answers)
         if num_failed:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(answers))
+        by_environment: dict[str, list[HeldOutAnswers]] = {}
+        for each in answers:
+            by_environment.setdefault(each.environment, []).append(each)
         return EvaluationResult(
-            self._update_of.pop(version), version, _means(answers), len(answers), num_failed, environments
+            update=self._update_of.pop(version),
+            policy_version=version,
+            figures=held_out_figures(answers, self._sets),
+            num_prompts=len(answers),
+            num_failed=num_failed,
+            environments={name: held_out_figures(own, self._sets) for name, own in sorted(by_environment.items())},
         )
-
-
-def _means(answers: Collection[Mapping[str, float]]) -> dict[str, float]:
-    answered = [rewards for rewards in answers if rewards]
-    return {REWARD: 0.0, **mean_rewards(answered, len(answers) - len(answered))}

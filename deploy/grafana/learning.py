@@ -6,7 +6,7 @@ from penstock.deploy.grafana.panels import dashboard, last, rate, timeseries
 OUTCOME = [
     timeseries(
         "Reward and held-out reward",
-        "Mean reward of a batch, and of greedy answers to held-out prompts. They should rise together: a growing "
+        "Mean reward of a batch, and of answers to held-out prompts. They should rise together: a growing "
         "gap means a reward that pays for something else, a fall after a rise is a collapse.",
         {"reward": last("penstock_reward"), "held-out": last("penstock_evaluation_reward")},
         unit="short",
@@ -15,7 +15,7 @@ OUTCOME = [
     ),
     timeseries(
         "Parts of the reward",
-        "Mean of each part that the reward names: of a batch, and of greedy answers to held-out prompts.",
+        "Mean of each part that the reward names: of a batch, and of answers to held-out prompts.",
         {
             "{{part}}": last("penstock_reward_part", by="part"),
             "held-out {{part}}": last("penstock_evaluation_reward_part", by="part"),

@@ -55,12 +55,26 @@ def check(config: RunConfig) -> Checked:
     _check_engine(config)
     _check_adapter(config)
     warnings = check_sinks(config.metrics)
+    config, _ = check_environments(config)
+    if config.checkpoint.best is not None and not any(config.num_evaluation_prompts.values()):
+        raise ConfigError(
+            f"checkpoint.best = {config.checkpoint.best!r}: no environment has held-out prompts; expected some"
+        )
+    return Checked(config, [*warnings, *_check_memory(config)])
+
+
+def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
+    """The environments, which pose their first tasks, and the configuration with their sizes; see `Checked`.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
     environments = open_environments(config)
     environments.check_endpoint(config)
     config = _with_sizes(config, environments)
     for field, plug in environment_fields(config):
         _check_prompts(f"{field}.path = {plug.path!r}", environments.named(plug.name).environment)
-    return Checked(config, [*warnings, *_check_memory(config)])
+    return config, environments
 
 
 def place_parts(config: RunConfig) -> Placement:
@@ -94,9 +108,9 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
         wanted = config.num_evaluation_prompts[each.name]
         if wanted is not None and wanted > available:
-            own = each.num_evaluation_prompts is not None
+            own = each.evaluation.num_prompts is not None
             raise ConfigError(
-                f"{f'{field}.num_evaluation_prompts' if own else 'evaluation.num_prompts'} = {wanted}: the environment "
+                f"{f'{field}.' if own else ''}evaluation.num_prompts = {wanted}: the environment "
                 f"has {available} held-out prompts; expected at most that"
             )
         if each.num_tasks is not None and num_tasks is not None and each.num_tasks > num_tasks:
@@ -105,7 +119,7 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
             )
         sized[each.name] = msgspec.structs.replace(
             each,
-            num_evaluation_prompts=available if wanted is None else wanted,
+            evaluation=msgspec.structs.replace(each.evaluation, num_prompts=available if wanted is None else wanted),
             num_tasks=num_tasks if each.num_tasks is None else each.num_tasks,
         )
     if config.environment is not None:

@@ -5,7 +5,6 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,9 +18,8 @@ from penstock.schemas.rollout_file import RolloutFileError, is_rollout_file
 
 if TYPE_CHECKING:
     from penstock.consumers.parity.report import ParityReport
+    from penstock.deploy.launch.engine_output import Say
     from penstock.deploy.parity.inputs import ParityInput
-
-Say = Callable[[str], None]
 
 _COULD_NOT_TELL = 2
 NEWEST_GROUPS = 128
@@ -110,8 +108,8 @@ def _parity(arguments: argparse.Namespace) -> int:
     import redis
 
     from penstock.consumers.parity.report import ParityError
+    from penstock.deploy.launch.engine_output import progress
     from penstock.deploy.launch.redis_server import ServerError
-    from penstock.deploy.parity.probe import progress
     from penstock.producers.interfaces import EngineError, WeightLoadError
 
     missing = (
@@ -136,7 +134,7 @@ def _parity(arguments: argparse.Namespace) -> int:
         return _COULD_NOT_TELL
 
 
-def _open(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+def _open(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
     target = Path(arguments.target)
     if is_rollout_file(target):
         _refuse_others(arguments, "rollout file")
@@ -187,7 +185,7 @@ def _open_rollout_file(file: Path, arguments: argparse.Namespace, closing: ExitS
     return _Opened(found, arguments.out or file.parent, arguments.device or "auto")
 
 
-def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+def _open_probe(file: Path, arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
     from penstock.deploy.launch.start_checks import check
     from penstock.deploy.parity.probe import run_probe
     from penstock.producers.interfaces import EngineError
@@ -203,7 +201,7 @@ def _open_probe(file: Path, arguments: argparse.Namespace, say: Say, closing: Ex
     return _Opened(probed.input, out, arguments.device or config.trainer.device, capture=probed.capture)
 
 
-def _open_run(arguments: argparse.Namespace, say: Say, closing: ExitStack) -> _Opened:
+def _open_run(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
     from penstock.deploy.operate.run_access import open_run
     from penstock.deploy.parity.inputs import LoggedVersions, from_run
     from penstock.schemas.weights.reading import WeightReader
@@ -225,7 +223,7 @@ def _temporary(closing: ExitStack) -> Path:
     return Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="penstock-parity-")))
 
 
-def _check(opened: _Opened, arguments: argparse.Namespace, say: Say) -> int:
+def _check(opened: _Opened, arguments: argparse.Namespace, say: "Say") -> int:
     import torch
 
     from penstock.consumers.learning.device import choose_device
@@ -270,7 +268,7 @@ def _with_layers(report: "ParityReport", found: "ParityInput", capture: Path, de
         return msgspec.structs.replace(report, notes=(*report.notes, f"layers were not compared: {error}"))
 
 
-def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: Say) -> None:
+def _tell(report: "ParityReport", opened: _Opened, arguments: argparse.Namespace, say: "Say") -> None:
     from penstock.deploy.parity.display import print_report, write_pictures
 
     say("drawing")

@@ -2,11 +2,7 @@
 
 import asyncio
 import math
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.deploy.launch.engine_output import Say, output_in
 from penstock.deploy.parity.inputs import ParityInput, WeightVersions
 from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import CaptureError, EngineError
@@ -33,8 +30,6 @@ CHANGE = {"float32": 1e-2, "bfloat16": 3e-2}
 noise, and too little for the model to become incoherent."""
 _CAPTURE = "hidden_states.safetensors"
 
-Say = Callable[[str], None]
-
 
 class Probed(NamedTuple):
     """capture: the hidden states of one sequence; None if they could not be recorded, and a note says why."""
@@ -52,7 +47,7 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
     """
     environments = [each.environment for each in open_environments(config)]
     prompts = pose(environments, load_tokenizer(config), num_prompts)
-    with _output_in(log):
+    with output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))
     found = ParityInput(
         title=f"a probe of {config.name}'s engine",
@@ -182,35 +177,3 @@ def _write(version: int, weights: dict[str, Tensor], folder: Path, dtype: str) -
         ),
     )
     return WeightUpdate(manifest, str(path))
-
-
-def progress(is_wanted: bool) -> Say:
-    """Prints progress to the stderr of now, with the seconds since the start, wherever stderr leads later."""
-    began = time.monotonic()
-    stderr = os.dup(2)
-
-    def say(text: str) -> None:
-        if is_wanted:
-            os.write(stderr, f"{time.monotonic() - began:6.1f} s  {text}\n".encode())
-
-    return say
-
-
-@contextmanager
-def _output_in(log: Path) -> Iterator[None]:
-    """Sends the output of this process and its children to a file: engines print much, and stdout is the report's."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = {number: os.dup(number) for number in (1, 2)}
-    with log.open("wb") as file:
-        for number in kept:
-            os.dup2(file.fileno(), number)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in kept.items():
-            os.dup2(copy, number)
-            os.close(copy)

@@ -29,10 +29,10 @@ from penstock.deploy.report.drawing import (
     since_start,
     time_axis,
 )
-from penstock.deploy.report.summary import pauses_of, sampled_tokens
+from penstock.deploy.report.summary import answered, pauses_of, sampled_tokens
 from penstock.deploy.report.telemetry import RunTelemetry
 from penstock.schemas.config import EvaluationConfig
-from penstock.schemas.metrics import figure_name, part_key, parts_of
+from penstock.schemas.metrics import error_key, figure_name, part_key, parts_of
 
 
 def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, held_out_x: np.ndarray) -> bool:
@@ -43,7 +43,12 @@ def _learning(telemetry: RunTelemetry, ax: Axes, reward_x: np.ndarray, held_out_
     held_out = np.array([point.figures.get(evaluation.figure, np.nan) for point in telemetry.evaluations])
     there = np.flatnonzero(np.isfinite(held_out))
     if len(there):
-        ax.plot(held_out_x, held_out, color=AMBER, marker="o", markersize=4.5, label=f"{name} (held out, greedy)")
+        key = error_key(evaluation.figure)
+        errors = np.array([point.metrics.get(key, 0.0) for point in telemetry.evaluations])
+        label = f"{name} (held out, {answered(telemetry.config)})"
+        ax.plot(held_out_x, held_out, color=AMBER, marker="o", markersize=4.5, label=label)
+        if errors.any():
+            ax.fill_between(held_out_x, held_out - errors, held_out + errors, color=AMBER, alpha=0.2, linewidth=0)
         ends = ((0, (-4, 6), "right"), (-1, (0, 9), "center")) if len(there) > 1 else ((0, (0, 9), "center"),)
         for i, offset, side in ends:
             where = (held_out_x[there[i]], held_out[there[i]])

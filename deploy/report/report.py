@@ -62,7 +62,7 @@ def key_figures(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             f"Held-out {figure_name(s['figure'])}",
             f"{shown(held_out.get('initial'), '.3f')} → {shown(held_out.get('final'), '.3f')}",
-            f"greedy, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
+            f"{s['answered']}, {shown(s['num_evaluation_prompts'], ',.0f')} problems{_goal(s)}",
         ),
         _groups(s),
         (

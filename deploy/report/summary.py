@@ -26,7 +26,7 @@ from penstock.deploy.report.telemetry import (
     token_mean,
 )
 from penstock.schemas.config import RunConfig
-from penstock.schemas.metrics import LAG_LABELS, REWARD, lag_key, part_key, parts_of
+from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
 from penstock.schemas.process.files import write_whole
 
 COURSE_UPDATES = 20
@@ -84,6 +84,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "last_update_s": end_s,
         "figure": config.evaluation.figure if config else REWARD,
         "held_out": held_out(points),
+        "answered": answered(config),
         "num_evaluation_prompts": points[-1].num_prompts if points else None,
         "num_evaluation_failed": points[-1].num_failed if points else None,
         "goal": config.evaluation.goal.value if config and config.evaluation.goal else None,
@@ -149,16 +150,29 @@ def _values(updates: Iterable[Update], name: str) -> list[float]:
     return [line.metrics[name] for line in updates if name in line.metrics]
 
 
+def answered(config: RunConfig | None) -> str:
+    """How held-out prompts are answered, for a label: `greedy`, or `avg@8` where all have 8 samples."""
+    found = {(how.num_samples or 1, bool(how.temperature)) for how in config.held_out.values()} if config else set()
+    numbers = {number for number, _ in found}
+    if not any(is_sampled for _, is_sampled in found):
+        return "greedy"
+    return f"avg@{numbers.pop()}" if len(numbers) == 1 else "sampled"
+
+
 def held_out(points: Sequence[EvaluationPoint]) -> dict[str, dict[str, float]] | None:
-    """`initial`, `final` and `best` of `reward`, and of each part of it as `reward/<part>`; None without points."""
+    """`initial`, `final` and `best` of `reward`, of each part of it as `reward/<part>`, and of `pass@<k>`; `final_se`,
+    the standard error of the final one, where it is known. None without points."""
     if not points:
         return None
     found: dict[str, list[float]] = {}
     for point in points:
         for name, value in point.figures.items():
             found.setdefault(name, []).append(value)
+    errors = {name: points[-1].metrics.get(error_key(name)) for name in found}
     return {
-        name: {"initial": values[0], "final": values[-1], "best": max(values)} for name, values in sorted(found.items())
+        name: {"initial": values[0], "final": values[-1], "best": max(values)}
+        | ({} if (error := errors[name]) is None else {"final_se": error})
+        for name, values in sorted(found.items())
     }
 
 
@@ -197,7 +211,7 @@ def by_environment(updates: Sequence[Update], points: Sequence[EvaluationPoint])
             if name in line.environments
         ]
         evaluated = [
-            msgspec.structs.replace(point, reward=figures[REWARD], parts=parts_of(figures))
+            msgspec.structs.replace(point, reward=figures[REWARD], metrics=figures)
             for point in points
             if (figures := point.environments.get(name))
         ]
@@ -393,11 +407,15 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rewards(found: dict[str, dict[str, float]] | None, begin: str, end: str) -> str:
-    """`0.372 → 0.981 (exact 0.372 → 0.981)`."""
+    """`0.372 → 0.981 ± 0.009 (exact 0.372 → 0.981)`."""
     if not found or REWARD not in found:
         return NOTHING
-    changes = {name: f"{of[begin]:.3f} → {of[end]:.3f}" for name, of in found.items()}
-    parts = ", ".join(f"{name} {change}" for name, change in parts_of(changes).items())
+    errors = {name: of.get(f"{end}_se") for name, of in found.items()}
+    changes = {
+        name: f"{of[begin]:.3f} → {of[end]:.3f}" + (f" ± {errors[name]:.3f}" if errors[name] is not None else "")
+        for name, of in found.items()
+    }
+    parts = ", ".join(f"{figure_name(name)} {change}" for name, change in figures_of(changes).items() if name != REWARD)
     return changes[REWARD] + (f"  ({parts})" if parts else "")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.schemas.config import RunConfig, load_config
-from penstock.schemas.metrics import lag_key, parts_of, reward_figures
+from penstock.schemas.metrics import REWARD, figures_of, lag_key, parts_of
 from penstock.schemas.policy import make_version, split_version
 from penstock.schemas.rollout import EngineFingerprint
 
@@ -48,11 +48,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     """Every other number of the line by its key, such as `reward` or `kl/lag_2-3`; null values are left out."""
 
 
-_UPDATE_FIELDS = frozenset(Update.__struct_fields__) - {"metrics"}
-
-
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `evaluations.jsonl`: rewards of greedy answers to the held-out prompts, by one policy."""
+    """One line of `evaluations.jsonl`: what one policy reached on the held-out prompts."""
 
     policy_version: int
     update: int
@@ -61,15 +58,20 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     num_failed: int = 0
     """Prompts without an answer or a reward: each counts as 0."""
-    parts: dict[str, float] = {}
-    """Means of the reward's parts by name."""
     environments: dict[str, dict[str, float]] = {}
-    """`reward` and `reward/<part>` by environment."""
+    """The figures by environment."""
+    metrics: dict[str, float] = {}
+    """Every other number of the line by its key, such as `reward/exact`, `pass@8` or `reward_se`."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Means of the reward's parts by name."""
+        return parts_of(self.metrics)
 
     @property
     def figures(self) -> dict[str, float]:
-        """`reward`, and `reward/<part>` of each part."""
-        return reward_figures(self.reward, self.parts)
+        """`reward`, `reward/<part>` of each part, and `pass@<k>`."""
+        return {REWARD: self.reward, **figures_of(self.metrics)}
 
 
 class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,12 +253,11 @@ def to_record(line: Any, kind: type[Line] | Any) -> Line:
     Raises:
         msgspec.ValidationError: it is none.
     """
-    if kind is Update and isinstance(line, dict):
-        others = {key: value for key, value in line.items() if key not in _UPDATE_FIELDS}
+    if kind in (Update, EvaluationPoint) and isinstance(line, dict):
+        fields = {*kind.__struct_fields__} - {"metrics"}
+        others = {key: value for key, value in line.items() if key not in fields}
         numbers = {key: float(value) for key, value in others.items() if type(value) in (int, float)}
-        line = {key: value for key, value in line.items() if key in _UPDATE_FIELDS} | {"metrics": numbers}
-    if kind is EvaluationPoint and isinstance(line, dict):
-        line = line | {"parts": parts_of(line)}
+        line = {key: value for key, value in line.items() if key in fields} | {"metrics": numbers}
     record: Line = msgspec.convert(line, kind, str_keys=True)
     return record
 

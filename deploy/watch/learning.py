@@ -8,7 +8,7 @@ from rich.text import Text
 
 from penstock.deploy.watch.snapshot import RunSnapshot
 from penstock.deploy.watch.text import number, safe, sparkline
-from penstock.schemas.metrics import REWARD, figure_name, part_key, parts_of
+from penstock.schemas.metrics import REWARD, figure_name, figures_of
 
 _ROWS = (
     ("reward's spread", "reward_std"),
@@ -61,7 +61,7 @@ def _courses(seen: RunSnapshot) -> Iterator[tuple[str, list[float]]]:
     updates = [update.metrics for update in seen.updates]
     points = [point.figures for point in seen.evaluations]
     for where, lines in (("held-out ", points), ("", updates)):
-        parts = sorted({part_key(name) for line in lines for name in parts_of(line)})
+        parts = sorted({name for line in lines for name in figures_of(line) if name != REWARD})
         for name in (REWARD, *parts[:_PARTS]):
             label = safe(where + figure_name(name), _LABEL)
             yield label, [line[name] for line in lines if name in line]

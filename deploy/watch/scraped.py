@@ -53,11 +53,11 @@ class Scraped:
         if now.num_updates > before.num_updates:
             self.updates.append(_update(samples, before, now, now_s))
         reward = samples.get(M.EVALUATION_REWARD.name)
-        parts = samples.by_label(M.EVALUATION_REWARD_PART.name, "part")
+        parts = {part_key(name): v for name, v in samples.by_label(M.EVALUATION_REWARD_PART.name, "part").items()}
         newest = self.evaluations[-1] if self.evaluations else None
-        if reward is not None and (newest is None or (newest.reward, newest.parts) != (reward, parts)):
+        if reward is not None and (newest is None or (newest.reward, newest.metrics) != (reward, parts)):
             point = EvaluationPoint(
-                policy_version=0, update=now.num_updates, reward=reward, parts=parts, num_prompts=0, time_s=now_s
+                policy_version=0, update=now.num_updates, reward=reward, metrics=parts, num_prompts=0, time_s=now_s
             )
             self.evaluations.append(point)
 

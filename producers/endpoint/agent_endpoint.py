@@ -6,19 +6,52 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.producers.endpoint.agents import Agents
-from penstock.producers.endpoint.calls import Calls
+from penstock.producers.endpoint.calls import Calls, FreshWeights
 from penstock.producers.endpoint.chat.answers import AnswerParser, Answers, PlainText
-from penstock.producers.endpoint.inside import InsideAgents
+from penstock.producers.endpoint.inside import Conversations, InsideAgents
 from penstock.producers.endpoint.prompts import Prompts
 from penstock.producers.endpoint.server import EndpointServer
 from penstock.producers.interfaces import Engine
+from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
-from penstock.schemas.config import ConfigError
+from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.rollout import RolloutGroup
+
+
+def open_calls(
+    config: RunConfig,
+    engine: Engine,
+    weights: FreshWeights,
+    tokenizer: Any,
+    parser: AnswerParser | None,
+    *,
+    metrics: ProducerMetrics,
+    count: Callable[[int], None],
+) -> Calls:
+    """What answers the calls of a run with an endpoint; the arguments as of `Calls` and `AgentEndpoint`.
+
+    Raises:
+        ConfigError: a tokenizer without a chat template.
+    """
+    assert config.endpoint is not None
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
+        )
+    own, exact = copy.deepcopy(tokenizer), config.endpoint.history == "token_exact"  # used in a thread of its own
+    return Calls(
+        engine=engine,
+        weights=weights,
+        prompts=Prompts(own, exact=exact, stop_token_ids=config.sampling.stop_token_ids),
+        answers=Answers(own, parser or PlainText()),
+        config=config,
+        metrics=metrics,
+        count=count,
+    )
 
 
 class AgentEndpoint:
@@ -49,24 +82,11 @@ class AgentEndpoint:
         config, endpoint = context.config, context.config.endpoint
         if endpoint is None:
             raise ValueError("a run without [endpoint] has none")
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                f"model.path = {config.model.path!r}: its tokenizer has no chat template, which [endpoint] needs"
-            )
         sampling = next(iter(environments)).sampling  # that of all but for max_tokens
-        own = copy.deepcopy(tokenizer)  # used in a thread of its own
         self.num_tokens = 0
         """Tokens sampled for agents since the start."""
         self._metrics = context.metrics
-        self._calls = Calls(
-            engine=engine,
-            weights=weights,
-            prompts=Prompts(own, exact=endpoint.history == "token_exact", stop_token_ids=sampling.stop_token_ids),
-            answers=Answers(own, parser or PlainText()),
-            config=config,
-            metrics=context.metrics,
-            count=self._count,
-        )
+        self._calls = open_calls(config, engine, weights, tokenizer, parser, metrics=context.metrics, count=self._count)
         self.agents = Agents(
             context,
             endpoint,
@@ -77,14 +97,13 @@ class AgentEndpoint:
             fingerprint=engine.fingerprint,
             pass_on=pass_on,
         )
-        self._inside: InsideAgents | None = None
+        self._conversations: Conversations | None = None
         if environments.any_converse:
-            self._inside = InsideAgents(
-                context,
+            self._conversations = Conversations(
                 environments,
-                agents=self.agents,
-                calls=self._calls,
-                endpoint=endpoint,
+                self._calls,
+                endpoint,
+                producer_id=context.producer_id,
                 fingerprint=engine.fingerprint,
             )
         self._server = EndpointServer(
@@ -102,10 +121,10 @@ class AgentEndpoint:
         return self._server.url
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """See `InsideAgents.evaluate`, of an environment that converses."""
-        if self._inside is None:
+        """See `Conversations.evaluate`, of an environment that converses."""
+        if self._conversations is None:
             raise ValueError("the environments do not converse")
-        return await self._inside.evaluate(claim)
+        return await self._conversations.evaluate(claim)
 
     async def start(self) -> None:
         """Raises ConfigError if it cannot listen."""
@@ -116,8 +135,8 @@ class AgentEndpoint:
         cancelled, or until a call meets what ends this producer (see `EndpointServer.run`)."""
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._server.run())
-            if self._inside is not None:
-                parts.create_task(self._inside.run())
+            if self._conversations is not None:
+                parts.create_task(InsideAgents(self.agents, self._conversations).run())
 
     async def drain(self) -> None:
         """Takes no more openings; waits until no rollout is open."""

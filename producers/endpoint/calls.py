@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from redis.exceptions import RedisError
@@ -19,7 +19,6 @@ from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.sampling import request_seed, sample
-from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
@@ -32,6 +31,11 @@ FIELDS_NAMED, FIELD_LENGTH = 32, 64
 """Ignored fields that are named, and how much of their names: clients may invent any number of any length."""
 FATAL = (EngineError, RedisGoneError, RedisError)
 """Errors that end the producer, whichever call meets them."""
+
+
+class FreshWeights(Protocol):
+    async def wait_for(self, version: int, lag_bound: int) -> None:
+        """Returns once the engine's weights are at most `lag_bound` older than `version`."""
 
 
 class Answered(NamedTuple):
@@ -51,7 +55,7 @@ class Calls:
         self,
         *,
         engine: Engine,
-        weights: WeightFollower,
+        weights: FreshWeights,
         prompts: Prompts,
         answers: Answers,
         config: RunConfig,

@@ -11,7 +11,6 @@ from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.rewards import checked
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
-from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.prompt import Reward
@@ -54,47 +53,27 @@ class RolloutConversation:
         )
 
 
-class InsideAgents:
-    """Runs an environment's conversations, as many at once as the producer has room for."""
+class Conversations:
+    """Holds conversations of conversing environments."""
 
     def __init__(
         self,
-        context: ProducerContext,
         environments: RunEnvironments,
-        *,
-        agents: Agents,
         calls: Calls,
         endpoint: EndpointConfig,
+        *,
+        producer_id: str,
         fingerprint: EngineFingerprint,
     ) -> None:
         self._environments = environments
-        self._producer_id = context.producer_id
+        self._calls = calls
         self._deadline_s = endpoint.group_deadline_s
         self._ignore = endpoint.unsupported == "ignore"
+        self._producer_id = producer_id
         self._fingerprint = fingerprint
-        self._agents = agents
-        self._calls = calls
-
-    async def run(self) -> None:
-        """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
-        until the producer takes no more openings, or until cancelled.
-
-        Raises:
-            EngineError: the engine serves no longer.
-        """
-        async with asyncio.TaskGroup() as conversations:
-            while True:
-                try:
-                    rollout = await self._agents.open()
-                except ApiError as refused:
-                    if refused.status != 429:
-                        return
-                    await (asyncio.sleep(CREDIT_S) if self._agents.has_room else self._agents.wait_for_room())
-                    continue
-                rollout.running.add(conversations.create_task(self._converse(rollout)))
 
     async def evaluate(self, claim: Claim) -> RolloutGroup | Dead:
-        """Holds the conversation about one held-out prompt; each call is answered greedily.
+        """Holds the conversations about one held-out prompt; each call is answered as its evaluation asks for.
 
         Raises:
             EngineError: the engine serves no longer.
@@ -104,32 +83,25 @@ class InsideAgents:
             prompt = pose(source.environment, claim.task, held_out=True)
         except Exception as error:  # the environment is the user's
             return Dead.of("prompt", error)
-        group = AgentGroup(claim, prompt, 1, self._deadline_s, source.evaluation_sampling)
-        rollout = group.open(self._producer_id)
-        holding = asyncio.create_task(self._hold(rollout))
+        group = AgentGroup(claim, prompt, source.num_samples, self._deadline_s, source.evaluation_sampling)
+        rollouts = [group.open(self._producer_id) for _ in range(source.num_samples)]
+        holding = [asyncio.create_task(self.hold(rollout)) for rollout in rollouts]
         try:
-            await asyncio.wait({holding}, timeout=self._deadline_s)
+            await asyncio.wait(holding, timeout=self._deadline_s)
         finally:
-            holding.cancel()
-        outcome: Reward | str = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
-        if holding.done():
-            outcome = holding.result()
-        if isinstance(outcome, Reward):
-            rollout.finish(outcome)
-        else:
-            rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
+            for task in holding:
+                task.cancel()
+        for task, rollout in zip(holding, rollouts, strict=True):
+            outcome: Reward | str = f"not finished after {self._deadline_s:g} s (endpoint.group_deadline_s)"
+            if task.done():
+                outcome = task.result()
+            if isinstance(outcome, Reward):
+                rollout.finish(outcome)
+            else:
+                rollout.die(outcome)  # an environment that ignores its cancellation gets no more answers
         return group.outcome(self._producer_id, self._fingerprint)
 
-    async def _converse(self, rollout: AgentRollout) -> None:
-        outcome = await self._hold(rollout)
-        if rollout.is_open:  # a deadline may have ended it, and the environment ignored the cancellation
-            rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
-            if isinstance(outcome, Reward):
-                self._agents.finish(rollout, outcome)
-            else:
-                self._agents.give_up(rollout, outcome)
-
-    async def _hold(self, rollout: AgentRollout) -> Reward | str:
+    async def hold(self, rollout: AgentRollout) -> Reward | str:
         """Holds one conversation; returns its reward, or the reason why it has none.
 
         Raises:
@@ -153,3 +125,38 @@ class InsideAgents:
         if self._calls.failed.done():
             self._calls.failed.result()
         return outcome
+
+
+class InsideAgents:
+    """Runs an environment's conversations, as many at once as the producer has room for."""
+
+    def __init__(self, agents: Agents, conversations: Conversations) -> None:
+        self._agents = agents
+        self._conversations = conversations
+
+    async def run(self) -> None:
+        """Waits for room, which an append unblocks, and for a prompt, which a release unblocks; then converses. Runs
+        until the producer takes no more openings, or until cancelled.
+
+        Raises:
+            EngineError: the engine serves no longer.
+        """
+        async with asyncio.TaskGroup() as conversations:
+            while True:
+                try:
+                    rollout = await self._agents.open()
+                except ApiError as refused:
+                    if refused.status != 429:
+                        return
+                    await (asyncio.sleep(CREDIT_S) if self._agents.has_room else self._agents.wait_for_room())
+                    continue
+                rollout.running.add(conversations.create_task(self._converse(rollout)))
+
+    async def _converse(self, rollout: AgentRollout) -> None:
+        outcome = await self._conversations.hold(rollout)
+        if rollout.is_open:  # a deadline may have ended it, and the environment ignored the cancellation
+            rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
+            if isinstance(outcome, Reward):
+                self._agents.finish(rollout, outcome)
+            else:
+                self._agents.give_up(rollout, outcome)

@@ -61,12 +61,15 @@ def engine_arguments(
             this temperature or cannot tell what it sampled from, or `engine.tensor_parallel_size` does not divide the
             model or exceeds `num_gpus`.
     """
-    engine, temperature = config.engine, config.sampling.temperature
-    if not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
-        raise EngineError(
-            f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {LOWEST_TEMPERATURE} to "
-            f"{HIGHEST_TEMPERATURE}"
-        )
+    engine, allowed = config.engine, f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
+    if not LOWEST_TEMPERATURE <= (temperature := config.sampling.temperature) <= HIGHEST_TEMPERATURE:
+        raise EngineError(f"sampling.temperature = {temperature}: vLLM does not sample groups so; expected {allowed}")
+    for name, how in config.held_out.items():
+        if how.temperature and not LOWEST_TEMPERATURE <= how.temperature <= HIGHEST_TEMPERATURE:
+            raise EngineError(
+                f"evaluation.temperature = {how.temperature} of environment {name!r}: vLLM does not sample so; "
+                f"expected 0, or {allowed}"
+            )
     if cpu and config.sampling.is_truncated:
         raise EngineError(
             f"sampling.top_k = {config.sampling.top_k}, sampling.top_p = {config.sampling.top_p}: vLLM's CPU build "

@@ -9,11 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
+from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.sampling import request_seed, sample
 from penstock.producers.rollout.scoring import RewardScorer
-from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
@@ -40,19 +40,21 @@ class Episodes:
 
     def __init__(
         self,
-        context: ProducerContext,
+        config: RunConfig,
         *,
+        producer_id: str,
+        metrics: ProducerMetrics,
         environments: RunEnvironments,
         tokenizer: Any,
         engine: Engine,
     ) -> None:
-        config = self._config = context.config
+        self._config = config
         self._environments = environments
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorers = {each.name: RewardScorer(each.rewards, config.reward) for each in environments}
-        self._producer_id = context.producer_id
-        self._metrics = context.metrics
+        self._producer_id = producer_id
+        self._metrics = metrics
         self._deadline_s = config.producers.generation_deadline_s
         self._group_size = config.group_size
         self._num_requests = 0
@@ -60,7 +62,7 @@ class Episodes:
         """Tokens sampled since the start."""
 
     async def run(self, claim: Claim) -> RolloutGroup | Dead:
-        """Samples and scores the siblings of one claim; greedy and alone for an evaluation.
+        """Samples and scores the siblings of one claim, for an evaluation as the environment's held-out prompts are.
 
         Returns the group, or the reason why there is none.
 
@@ -95,7 +97,8 @@ class Episodes:
                     expected = f"fewer than the model's context of {room}" if num_tokens else "at least one"
                     return Dead(f"prompt: {num_tokens or 'no'} tokens, expected {expected}", None, group)
                 try:
-                    completions = await self._sample(claim, group.sampling, prompt_ids)
+                    num_siblings = source.num_samples if evaluation else self._group_size
+                    completions = await self._sample(claim, group.sampling, prompt_ids, num_siblings)
                 except EngineError:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
@@ -127,12 +130,13 @@ class Episodes:
         for scorer in self._scorers.values():
             scorer.close()
 
-    async def _sample(self, claim: Claim, sampling: SamplingSettings, prompt_ids: list[int]) -> list[Completion]:
+    async def _sample(
+        self, claim: Claim, sampling: SamplingSettings, prompt_ids: list[int], num_siblings: int
+    ) -> list[Completion]:
         # The number, because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
         seed = request_seed(self._config, claim.index, claim.attempt)
-        num_siblings = self._group_size if claim.evaluation_id is None else 1
         completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id, seed=seed)
         num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
         self.num_tokens += num_tokens

@@ -19,6 +19,7 @@ class RunEnvironment:
     """One environment of a run.
 
     sampling, evaluation_sampling: of its training and of its held-out prompts.
+    num_samples: answers to each held-out prompt.
     """
 
     name: str
@@ -26,6 +27,7 @@ class RunEnvironment:
     rewards: tuple[RewardComponent, ...]
     sampling: SamplingSettings
     evaluation_sampling: SamplingSettings
+    num_samples: int
 
     @classmethod
     def of(cls, config: RunConfig, settings: EnvironmentConfig, environment: Environment) -> "RunEnvironment":
@@ -36,6 +38,7 @@ class RunEnvironment:
             rewards=reward_components(config, environment),
             sampling=training_sampling(config, settings),
             evaluation_sampling=evaluation_sampling(config, settings),
+            num_samples=config.held_out[settings.name].num_samples or 1,
         )
 
     @property

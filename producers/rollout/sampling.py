@@ -23,13 +23,10 @@ def training_sampling(config: RunConfig, environment: EnvironmentConfig) -> Samp
 
 
 def evaluation_sampling(config: RunConfig, environment: EnvironmentConfig) -> SamplingSettings:
-    """The settings of its held-out prompts: greedy."""
-    limits = environment.evaluation_max_tokens, config.evaluation.max_tokens, environment.max_tokens
-    return SamplingSettings(
-        temperature=0.0,
-        max_tokens=next(filter(None, limits), config.sampling.max_tokens),
-        stop_token_ids=config.sampling.stop_token_ids,
-    )
+    """The settings of its held-out prompts."""
+    how = config.held_out[environment.name]
+    own = {name: getattr(how, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
+    return SamplingSettings(stop_token_ids=config.sampling.stop_token_ids, **own)
 
 
 def request_seed(config: RunConfig, *place: int) -> int | None:

@@ -146,7 +146,7 @@ class Claims:
         counts = [num_prompts for _ in streams]
         if self._more_waiting or self._one_at_a_time:
             if self._keys.evaluations in streams:
-                counts[streams.index(self._keys.evaluations)] = max(1, table.sequences_free)
+                counts[streams.index(self._keys.evaluations)] = max(1, table.evaluations_free)
             pipeline = self._connection.commands.pipeline(transaction=False)
             for stream, count in zip(streams, counts, strict=True):
                 pipeline.execute_command(*self._group_read(), "COUNT", count, "STREAMS", stream, ">")

@@ -66,11 +66,15 @@ class DeadRollout(NamedTuple):
 
 
 class InFlightTable:
-    """Claims by stream and entry id. Room is counted in sequences: siblings of a group, one for an evaluation."""
+    """Claims by stream and entry id. Room is counted in sequences: siblings of a group, the answers of an evaluation.
 
-    def __init__(self, *, num_groups: int, group_size: int) -> None:
+    num_samples: the most answers to a held-out prompt.
+    """
+
+    def __init__(self, *, num_groups: int, group_size: int, num_samples: int = 1) -> None:
         self._num_groups = num_groups
         self._group_size = group_size
+        self._num_samples = num_samples
         self._claims: dict[tuple[str, bytes], Claim] = {}
         self._sequences_free = num_groups * group_size
         self._changed = asyncio.Event()
@@ -87,6 +91,10 @@ class InFlightTable:
     @property
     def sequences_free(self) -> int:
         return max(0, self._sequences_free)
+
+    @property
+    def evaluations_free(self) -> int:
+        return self.sequences_free // self._num_samples
 
     @property
     def groups_free(self) -> int:
@@ -108,4 +116,4 @@ class InFlightTable:
             await self._changed.wait()
 
     def _sequences(self, claim: Claim) -> int:
-        return self._group_size if claim.evaluation_id is None else 1
+        return self._group_size if claim.evaluation_id is None else self._num_samples

@@ -18,7 +18,7 @@ import sys
 import penstock.producers.__main__ as produce
 import scripted_engine
 from penstock.deploy.cli import main
-produce._start_vllm = scripted_engine.start
+produce.start_vllm = scripted_engine.start
 sys.exit(main(sys.argv[1:]))
 """
 

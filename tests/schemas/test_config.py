@@ -85,11 +85,71 @@ def test_environments_that_cannot_be_told_apart_or_weighted_are_refused(tmp_path
 
 def test_limits_of_an_environment_are_its_own_or_the_runs(tmp_path):
     file = tmp_path / "run.toml"
-    tables = "[[environments]]\nname='a'\npath='a:B'\nmax_tokens=900\nnum_evaluation_prompts=3\n"
+    tables = "[[environments]]\nname='a'\npath='a:B'\nmax_tokens=900\n[environments.evaluation]\nnum_prompts=3\n"
     file.write_text(MINIMAL.partition("[environment]")[0] + tables + "[[environments]]\nname='b'\npath='a:B'\n")
     config = load_config(file, ["evaluation.num_prompts=8"])
     assert config.num_evaluation_prompts == {"a": 3, "b": 8}
     assert config.max_tokens == 900, "the largest group that Redis may have to hold"
+
+
+def test_each_environment_is_evaluated_in_its_own_way_or_the_runs(tmp_path):
+    file = tmp_path / "run.toml"
+    tables = "[[environments]]\nname='a'\npath='a:B'\nweight=0\nmax_tokens=7\n[environments.evaluation]\n"
+    tables += "num_samples=8\ntemperature=0.6\ntop_p=0.95\nsolved={figure='reward/right', value=0.5}\n"
+    file.write_text(MINIMAL.partition("[environment]")[0] + tables + "[[environments]]\nname='b'\npath='a:B'\n")
+    held_out = load_config(file, ["evaluation.top_k=5"]).held_out
+    a, b = held_out["a"], held_out["b"]
+    assert (a.num_samples, a.temperature, a.top_p, a.top_k, a.max_tokens, a.pass_at) == (8, 0.6, 0.95, 5, 7, (8,))
+    assert (b.num_samples, b.temperature, b.top_p, b.top_k, b.max_tokens, b.pass_at) == (1, 0.0, 1.0, 5, 256, ())
+    assert (a.solved.figure, a.solved.value, b.solved.figure, b.solved.value) == ("reward/right", 0.5, "reward", 1.0)
+    longer = load_config(file, ["evaluation.max_tokens=9", "evaluation.pass_at=[1]"]).held_out["a"]
+    assert (longer.max_tokens, longer.pass_at) == (9, (1,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluation.num_samples=8"], "evaluation.num_samples = 8 with evaluation.temperature = 0.0: greedy answers"),
+        (
+            ["evaluation.num_samples=4", "evaluation.temperature=1.0", "evaluation.pass_at=[1, 8]"],
+            "evaluation.pass_at = (1, 8) with evaluation.num_samples = 4: pass@k needs k answers; expected at most 4",
+        ),
+        (["evaluation.pass_at=[2]"], "evaluation.pass_at = (2,) with evaluation.num_samples = 1"),
+        (
+            ["environment.evaluation.pass_at=[2]"],
+            "environment.evaluation.pass_at = (2,) with evaluation.num_samples = 1",
+        ),
+        (["evaluation.pass_at=[0]"], "evaluation.pass_at[0] = 0"),
+        (
+            ["evaluation.num_samples=999", "evaluation.temperature=1.0"],
+            "evaluation.num_samples = 999: expected at most producers.groups_in_flight * group_size = 256",
+        ),
+        (["evaluation.top_p=0.0"], "evaluation.top_p = 0.0"),
+        (
+            ["checkpoint.best=pass@4"],
+            "checkpoint.best = 'pass@4': expected a pass@k of evaluation.pass_at, which has none",
+        ),
+        (
+            ["checkpoint.best=pass@4", "evaluation.num_samples=8", "evaluation.temperature=1.0"],
+            "checkpoint.best = 'pass@4': expected a pass@k of evaluation.pass_at, which has pass@8",
+        ),
+        (["checkpoint.best=environments/sums/reward"], "'environments/sums/reward': expected an environment of main"),
+        (["checkpoint.best=accuracy"], "checkpoint.best = 'accuracy'"),
+        (
+            ["sampling.top_k=8", "evaluation.temperature=1.0"],
+            "evaluation.top_k = 0 with sampling.top_k = 8: every token is recorded with the ids",
+        ),
+    ],
+)
+def test_evaluations_that_cannot_be_are_refused_by_the_field_that_asks_for_them(run_file, overrides, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(run_file, overrides)
+
+
+@pytest.mark.parametrize("best", ["reward", "reward/exact", "pass@8", "pass@1", "environments/main/pass@8"])
+def test_any_figure_of_an_evaluation_may_choose_the_best(run_file, best):
+    sampled = ["evaluation.num_samples=8", "evaluation.temperature=1.0", "evaluation.pass_at=[1, 8]"]
+    assert load_config(run_file, [*sampled, f"checkpoint.best={best}"]).checkpoint.best == best
 
 
 def test_the_credit_leaves_room_for_groups_that_batches_skip(run_file):

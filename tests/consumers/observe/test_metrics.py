@@ -159,6 +159,19 @@ def test_rewards_and_groups_are_served_by_environment(metrics: TrainerMetrics) -
     assert value("penstock_environment_evaluation_reward", {"environment": "sums"}) == 0.5
 
 
+def test_what_else_an_evaluation_measured_is_served_by_environment_and_figure(metrics: TrainerMetrics) -> None:
+    def value(figure: str) -> float | None:
+        labels = {"environment": "sums", "figure": figure}
+        return metrics.registry.get_sample_value("penstock_evaluation_figure", labels)
+
+    own = {"reward": 0.5, "reward/exact": 0.25, "pass@8": 0.75, "pass@8_se": 0.125, "reward_se": 0.0625}
+    metrics.evaluate(own, {"sums": own})
+    assert (value("pass@8"), value("pass@8_se"), value("reward_se")) == (0.75, 0.125, 0.0625)
+    assert value("reward") is None and value("reward/exact") is None, "they have metrics of their own"
+    metrics.evaluate({"reward": 0.0}, {"sums": {"reward": 0.0}})
+    assert value("pass@8") is None, "not that of an evaluation before"
+
+
 def test_what_filling_batches_costs_is_counted(metrics: TrainerMetrics) -> None:
     value = metrics.registry.get_sample_value
     metrics.record(line())

@@ -7,9 +7,10 @@ import pytest
 from mini_producer import dead_fields, group_fields
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.evaluation import Evaluator
-from penstock.consumers.stream.ledger import MAX_KIND_CHARACTERS, MAX_KINDS, OTHER_KIND, Ledger, ReleasedTask
+from penstock.consumers.stream.ledger import MAX_KIND_CHARACTERS, MAX_KINDS, OTHER_KIND, Ledger
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.scripts import Scripts
+from penstock.schemas.config import HeldOutConfig
 from penstock.schemas.keys import Field, Keys, Kind
 from penstock.schemas.rollout import MAX_ENTRY_BYTES, MAX_REASON_CHARACTERS, one_line
 from trainer_bench import assert_settled_once
@@ -170,7 +171,7 @@ def test_a_server_that_was_emptied_and_whose_clock_is_behind_has_its_refused_ent
 def test_a_result_of_no_evaluation_prompt_is_passed_over(connection, redis_client, name):
     scripts = Scripts(redis_client, KEYS)
     scripts.open_epoch(0, "owner")
-    evaluator = Evaluator(connection, scripts, KEYS, 0, [ReleasedTask("main", n) for n in (1, 2, 3)])
+    evaluator = Evaluator(connection, scripts, KEYS, 0, {"main": HeldOutConfig(num_prompts=3, num_samples=1)})
     evaluator.request(5, update=5)
     failed = {Field.KIND: Kind.DEAD, Field.REASON: "reward: boom"}
     for answered in (name, "5-1", "5-2"):

@@ -11,8 +11,9 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.scripts import FencedError, Scripts, announced_of, forks_of
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.config import EnvironmentConfig, HeldOutConfig, ModelConfig, RunConfig, SolvedConfig
 from penstock.schemas.keys import Field, Keys, Kind
+from penstock.schemas.metrics import figures_of
 from penstock.schemas.policy import make_version
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.prompt import Reward
@@ -52,6 +53,11 @@ def lag_table(current: int = 5) -> LagTable:
 
 def tasks(first: int, last: int) -> list[ReleasedTask]:
     return [ReleasedTask("main", number) for number in range(first, last + 1)]
+
+
+def sets(**num_prompts: int) -> dict[str, HeldOutConfig]:
+    """How each environment is evaluated: one answer to each of so many held-out prompts."""
+    return {name: HeldOutConfig(num_prompts=n, num_samples=1, solved=SolvedConfig()) for name, n in num_prompts.items()}
 
 
 def test_every_write_of_an_older_epoch_is_refused(scripts):
@@ -263,7 +269,7 @@ def result(version: int, n: int, reward: float, **parts: float) -> dict:
 
 
 def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 3))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=3))
     evaluator.request(5, update=5)
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"5-3"]
     redis_client.xadd(KEYS.evaluation_results, result(5, 1, 1.0))
@@ -276,24 +282,24 @@ def test_an_evaluation_is_complete_when_each_prompt_was_answered_once(connection
     )
     (done,) = evaluator.collect()
     assert done.policy_version == 5
-    assert done.rewards["reward"] == pytest.approx(2 / 3)
+    assert done.figures["reward"] == pytest.approx(2 / 3)
     assert (done.num_prompts, done.num_failed) == (3, 1)
     assert evaluator.pending == []
 
 
 def test_a_shaped_reward_is_not_replaced_by_a_part_called_exact(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 4))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=4))
     evaluator.request(5, update=5)
     for n, (reward, exact) in enumerate([(0.7, 0.0), (0.7, 0.0), (1.0, 1.0)], start=1):
         redis_client.xadd(KEYS.evaluation_results, result(5, n, reward, exact=exact))
     redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-4", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
     (done,) = evaluator.collect()
-    assert done.rewards == pytest.approx({"reward": 2.4 / 4, "reward/exact": 1 / 4})
+    assert figures_of(done.figures) == pytest.approx({"reward": 2.4 / 4, "reward/exact": 1 / 4})
 
 
 def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connection, scripts, redis_client):
     held_out = [ReleasedTask("sums", 1), ReleasedTask("sums", 2), ReleasedTask("words", 1)]
-    evaluator = Evaluator(connection, scripts, KEYS, 0, held_out)
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(sums=2, words=1))
     evaluator.request(5, update=5)
     asked = [(fields[Field.ENVIRONMENT], fields[Field.TASK]) for _, fields in redis_client.xrange(KEYS.evaluations)]
     assert asked == [(task.environment.encode(), str(task.number).encode()) for task in held_out]
@@ -301,8 +307,42 @@ def test_an_evaluation_of_several_environments_has_the_rewards_of_each(connectio
         redis_client.xadd(KEYS.evaluation_results, result(5, n, reward))
     redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-2", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
     (done,) = evaluator.collect()
-    assert done.environments == {"sums": {"reward": 0.5}, "words": {"reward": 0.5}}
-    assert (done.rewards["reward"], done.num_failed) == (0.5, 1)
+    assert {name: figures_of(own) for name, own in done.environments.items()} == {
+        "sums": {"reward": 0.5},
+        "words": {"reward": 0.5},
+    }
+    assert (done.figures["reward"], done.num_failed) == (0.5, 1)
+
+
+def test_an_answer_is_of_the_environment_that_its_group_names(connection, scripts, redis_client):
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(sums=1, words=2))
+    evaluator.request(5, update=5)
+    for n, environment in ((1, "words"), (2, "sums"), (3, "")):
+        group = msgspec.structs.replace(make_group(0, 5, rewards=(n / 4,)), environment=environment)
+        group = msgspec.structs.replace(group, evaluation_id=f"5-{n}")
+        fields = {Field.EVALUATION: f"5-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+        redis_client.xadd(KEYS.evaluation_results, fields)
+    (done,) = evaluator.collect()
+    assert done.environments["sums"]["reward"] == 0.5
+    assert done.environments["words"]["reward"] == (0.25 + 0.75) / 2
+
+
+def test_an_evaluation_of_several_answers_a_prompt_has_means_and_pass_at_k(connection, scripts, redis_client):
+    how = HeldOutConfig(num_prompts=2, num_samples=4, pass_at=(1, 2), solved=SolvedConfig(value=0.5))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, {"main": how})
+    evaluator.request(5, update=5)
+    for n, rewards in enumerate([(1.0, 0.5, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)], start=1):
+        group = make_group(0, 5, rewards=rewards, evaluation_id=f"5-{n}")
+        fields = {Field.EVALUATION: f"5-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+        redis_client.xadd(KEYS.evaluation_results, fields)
+    (done,) = evaluator.collect()
+    assert done.figures == done.environments["main"]
+    assert done.figures == pytest.approx(
+        {
+            "reward": 0.1875, "reward_se": 0.1875, "pass@1": 0.25, "pass@1_se": 0.25,
+            "pass@2": 5 / 12, "pass@2_se": 5 / 12, "completion_tokens": 3.0, "truncated_frac": 0.0, "num_samples": 8,
+        }
+    )  # fmt: skip
 
 
 def test_a_release_says_which_task_it_is_until_checkpoints_hold_it(scripts, redis_client):
@@ -329,15 +369,15 @@ def test_a_group_is_of_the_environment_that_its_index_was_released_for(connectio
 
 
 def test_an_evaluation_that_failed_whole_has_a_reward_of_0(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 1))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=1))
     evaluator.request(5, update=5)
     redis_client.xadd(KEYS.evaluation_results, {Field.EVALUATION: "5-1", Field.KIND: Kind.DEAD, Field.REASON: "boom"})
     (done,) = evaluator.collect()
-    assert (done.rewards, done.num_failed) == ({"reward": 0.0}, 1)
+    assert (done.figures, done.num_failed) == ({"reward": 0.0, "num_samples": 1}, 1)
 
 
 def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 3))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=3))
     evaluator.request(5, update=5)
     evaluator.request(5, update=5)
     evaluator.request_again()
@@ -348,7 +388,7 @@ def test_asking_for_an_evaluation_again_adds_nothing_that_is_there(connection, s
 
 
 def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection, scripts, redis_client):
-    evaluator = Evaluator(connection, scripts, KEYS, 0, tasks(1, 2))
+    evaluator = Evaluator(connection, scripts, KEYS, 0, sets(main=2))
     evaluator.request(5, update=5)
     redis_client.delete(KEYS.evaluations)
     evaluator.request(7, update=7)

@@ -24,6 +24,7 @@ from penstock.schemas.config import (
     EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    HeldOutConfig,
     LoraConfig,
     MetricsConfig,
     ModelConfig,
@@ -233,13 +234,13 @@ class Finite(Arithmetic):
 
 
 def test_each_of_several_environments_is_checked_under_its_own_field(config):
-    first = EnvironmentConfig(path=ARITHMETIC, name="sums", num_evaluation_prompts=5)
+    first = EnvironmentConfig(path=ARITHMETIC, name="sums", evaluation=HeldOutConfig(num_prompts=5))
     second = EnvironmentConfig(path=ARITHMETIC, name="long", kwargs={"width": 3, "num_evaluation_prompts": 9})
     several = changed(config, environment=None, environments=(first, second))
     assert check(several).config.num_evaluation_prompts == {"sums": 5, "long": 9}
-    greedy = msgspec.structs.replace(second, num_evaluation_prompts=10)
+    greedy = msgspec.structs.replace(second, evaluation=HeldOutConfig(num_prompts=10))
     with pytest.raises(
-        ConfigError, match=r"environments\[1\].num_evaluation_prompts = 10: the environment has 9 held-out"
+        ConfigError, match=r"environments\[1\].evaluation.num_prompts = 10: the environment has 9 held-out"
     ):
         check(changed(several, environments=(first, greedy)))
     wrong = msgspec.structs.replace(second, kwargs={"width": 0})

@@ -143,6 +143,29 @@ async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
     assert one.count("penstock_agent_rollouts_total", outcome="finished") == 4
 
 
+async def test_a_held_out_prompt_has_as_many_conversations_as_samples(serve) -> None:
+    class Evaluated(ToolCaller):
+        num_evaluation_prompts, num_held = 1, 0
+
+        def evaluation_prompt(self, n: int) -> Prompt:
+            return Prompt(text="e")
+
+        async def converse(self, prompt, conversation):
+            self.num_held += 1
+            if self.num_held == 2:
+                raise LookupError("no such tool")
+            return await super().converse(prompt, conversation)
+
+    how = EvaluationConfig(max_tokens=190, num_samples=3, temperature=0.5)
+    one = await serve(environment=Evaluated(), group_size=4, evaluation=how)
+    one.trainer.evaluate(0, 1)
+    await until(lambda: one.server.client.xlen(KEYS.evaluation_results) == 1)
+    ((_, fields),) = one.server.client.xrange(KEYS.evaluation_results)
+    group = decode_group(fields[Field.PAYLOAD])
+    assert len(group.rollouts) == 2 and "no such tool" in group.missing
+    assert {sampling.temperature for sampling in one.engine.samplings} == {0.5}
+
+
 class SideBySide(ToolCaller):
     """Two calls at once, whose exceptions come as a group."""
 

@@ -12,12 +12,12 @@ from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import component
 from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
-from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import (
     ConfigError,
     EnvironmentConfig,
     EvaluationConfig,
+    HeldOutConfig,
     ModelConfig,
     ProducersConfig,
     RewardConfig,
@@ -74,9 +74,12 @@ def episodes(make_config, metrics, tmp_path):
             rewards=(component(reward or environment.reward),),
             sampling=training_sampling(config, settings),
             evaluation_sampling=evaluation_sampling(config, settings),
+            num_samples=config.evaluation.num_samples,
         )
         return Episodes(
-            ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
+            config,
+            producer_id="a",
+            metrics=metrics,
             environments=RunEnvironments([source]),
             tokenizer=load_tokenizer(config),
             engine=engine or ScriptedEngine(),
@@ -117,12 +120,14 @@ async def test_a_group_holds_prompt_and_answers_as_the_engine_saw_them(episodes)
 async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_config, metrics, tmp_path) -> None:
     settings = (
         EnvironmentConfig(path="a:B", name="sums", max_tokens=3),
-        EnvironmentConfig(path="a:B", name="words", evaluation_max_tokens=5),
+        EnvironmentConfig(path="a:B", name="words", evaluation=HeldOutConfig(max_tokens=5)),
     )
     config = make_config(group_size=2, environment=None, environments=settings)
     posing = {"sums": OneTask(SUM), "words": OneTask(Prompt(text="one", answer="5"))}
     episodes = Episodes(
-        ProducerContext(config, runs=tmp_path, producer_id="a", connection=None, metrics=metrics),
+        config,
+        producer_id="a",
+        metrics=metrics,
         environments=RunEnvironments(RunEnvironment.of(config, each, posing[each.name]) for each in settings),
         tokenizer=load_tokenizer(config),
         engine=text_engine("46", "5"),
@@ -170,6 +175,14 @@ async def test_an_evaluation_is_one_greedy_completion_of_the_held_out_prompt(epi
     assert (group.index, group.evaluation_id, len(group.rollouts)) == (0, "0-3", 1)
     assert group.prompt.text == "held out 3" and group.rollouts[0].reward.value == 1.0
     assert group.sampling == SamplingSettings(temperature=0.0, max_tokens=9)
+    encode_group(group)
+
+
+async def test_an_evaluation_of_several_samples_is_sampled_as_it_asks(episodes) -> None:
+    how = EvaluationConfig(num_samples=3, temperature=0.6, top_p=0.9, top_k=20, pass_at=(2,))
+    group = await episodes(engine=text_engine("6", "5", "6"), evaluation=how).run(claim(index=3, evaluation_id="0-3"))
+    assert [rollout.reward.value for rollout in group.rollouts] == [1.0, 0.0, 1.0]
+    assert group.sampling == SamplingSettings(temperature=0.6, top_p=0.9, top_k=20, max_tokens=256)
     encode_group(group)
 
 

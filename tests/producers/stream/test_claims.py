@@ -31,8 +31,8 @@ async def live_through_an_outage(connection: ProducerConnection) -> None:
 class Holder:
     """The claims of one producer id with groups of 4."""
 
-    def __init__(self, connection, producer_id: str = "a", config: ProducersConfig = QUICK) -> None:
-        self.table = InFlightTable(num_groups=config.groups_in_flight, group_size=4)
+    def __init__(self, connection, producer_id: str = "a", config: ProducersConfig = QUICK, num_samples=1) -> None:
+        self.table = InFlightTable(num_groups=config.groups_in_flight, group_size=4, num_samples=num_samples)
         self.claims = Claims(connection, KEYS, producer_id, self.table, config)
 
     async def opened(self) -> "Holder":
@@ -69,6 +69,13 @@ async def test_evaluations_are_claimed_up_to_the_room_and_prompts_up_to_a_share_
     assert indexes(claims[12:]) == [1, 2]
     assert {claim.version for claim in claims} == {3} and {claim.attempt for claim in claims} == {1}
     assert len(holder.table) == 14 and holder.table.sequences_free == 8 * 4 - 12 - 2 * 4
+
+
+async def test_an_evaluation_of_several_answers_takes_the_room_of_as_many_sequences(streams) -> None:
+    holder = await Holder(streams.connection, num_samples=10).opened()
+    evaluate(streams.client, 12)
+    assert len(await holder.claims.take()) == 3
+    assert holder.table.sequences_free == 8 * 4 - 3 * 10
 
 
 async def test_a_claim_finds_prompts_released_before_the_group_existed(streams) -> None:

@@ -1,0 +1,95 @@
+"""The figures of held-out prompts: avg@k and pass@k, each with its standard error.
+
+avg@k   the mean reward of k answers to a prompt, mean over the prompts.
+pass@k  the chance that at least one of k answers solves the prompt. Of n answers of which c solve it, an unbiased
+        estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1); mean over the prompts.
+
+Answers to one prompt are not independent, so that a standard error is that of the prompts' own values: their standard
+deviation (P - 1) over the square root of their number P. With equally many answers each it is the error clustered by
+prompt (Miller 2024, arXiv 2411.00640, section 2.2) but for the factor P / (P - 1).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.consumers.learning.outcome import mean_rewards, reward_table
+from penstock.schemas.config import HeldOutConfig
+from penstock.schemas.metrics import REWARD, error_key, pass_key
+from penstock.schemas.rollout import RolloutGroup
+
+
+class HeldOutAnswers(NamedTuple):
+    """The answers to one held-out prompt, those that failed left out.
+
+    rewards: of each, `reward` and `reward/<part>`. num_tokens: sampled, of all. num_truncated: those that ended at the
+    token limit.
+    """
+
+    environment: str
+    rewards: Sequence[Mapping[str, float]] = ()
+    num_tokens: int = 0
+    num_truncated: int = 0
+
+    @classmethod
+    def of(cls, group: RolloutGroup) -> "HeldOutAnswers":
+        return cls(
+            group.environment,
+            [reward_table(rollout.reward) for rollout in group.rollouts],
+            sum(rollout.num_sampled_tokens for rollout in group.rollouts),
+            sum(rollout.is_truncated for rollout in group.rollouts),
+        )
+
+
+def pass_at(num_samples: int, num_solved: int, k: int) -> float:
+    """The estimate of pass@k for one prompt, of `num_samples` answers, k or more, of which `num_solved` solve it."""
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean of independent values; None of fewer than two."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldOutConfig]) -> dict[str, float]:
+    """The figures of prompts of one environment or of several.
+
+    An answer that failed counts as 0 and as not solved.
+
+    sets: how the prompts of each environment were evaluated.
+
+    Returns:
+        reward, reward/<part>: avg@k, as of `mean_rewards`.
+        pass@<k>: for each k that is asked of all these prompts.
+        reward_se, pass@<k>_se: standard errors, of two prompts or more.
+        completion_tokens: sampled tokens of an answer, mean; truncated_frac: share that ended at the token limit.
+        num_samples: answers asked for.
+    """
+    each_k = [set(sets[name].pass_at or ()) for name in {each.environment for each in prompts}]
+    asked = [max(sets[each.environment].num_samples or 1, len(each.rewards)) for each in prompts]
+    tables = [
+        mean_rewards(each.rewards, number - len(each.rewards)) for each, number in zip(prompts, asked, strict=True)
+    ]
+    answered = [table for table in tables if table]
+    found = {REWARD: 0.0, **mean_rewards(answered, len(tables) - len(answered))}
+    values = {REWARD: [table.get(REWARD, 0.0) for table in tables]}
+    for k in sorted(set.intersection(*each_k)) if each_k else ():
+        values[pass_key(k)] = [
+            pass_at(number, _num_solved(each, sets[each.environment]), k)
+            for each, number in zip(prompts, asked, strict=True)
+        ]
+        found[pass_key(k)] = float(np.mean(values[pass_key(k)]))
+    for name, of_prompts in values.items():
+        if (error := standard_error(of_prompts)) is not None:
+            found[error_key(name)] = error
+    if num_answers := sum(len(each.rewards) for each in prompts):
+        found["completion_tokens"] = sum(each.num_tokens for each in prompts) / num_answers
+        found["truncated_frac"] = sum(each.num_truncated for each in prompts) / num_answers
+    return found | {"num_samples": sum(asked)}
+
+
+def _num_solved(answers: HeldOutAnswers, how: HeldOutConfig) -> int:
+    assert how.solved is not None
+    return sum(rewards.get(how.solved.figure, -math.inf) >= how.solved.value for rewards in answers.rewards)

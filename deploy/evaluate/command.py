@@ -1,0 +1,104 @@
+"""The command `penstock evaluate`."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, limit_threads, standard_output
+from penstock.schemas.config import load_config
+from penstock.schemas.metrics import REWARD, error_key, pass_key
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.deploy.evaluate.evaluation import Evaluated
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL|RUN", help="a model's folder, or a run (its name or folder): its newest checkpoint"
+    )
+    parser.add_argument(
+        "run_file", type=Path, metavar="RUN.toml", help="a run file: whose held-out prompts, and how they are answered"
+    )
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON for a machine")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override a field, as in evaluation.num_samples=8",
+    )
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    """Status 0; 1 if prompts have failed."""
+    config = load_config(find_run_file(arguments.run_file), arguments.set)
+    limit_threads(config.producers.num_threads)
+    from penstock.deploy.evaluate.evaluation import evaluate
+    from penstock.deploy.launch.engine_output import output_in, progress
+    from penstock.producers.interfaces import EngineError
+
+    say = progress(True)
+    log = Path(tempfile.mkstemp(prefix="penstock-evaluate-", suffix=".log")[1])
+    is_wanted = False
+    try:
+        with output_in(log):
+            found = evaluate(arguments.model, config, runs=arguments.runs, say=say)
+        is_wanted = bool(found.failures)
+    except EngineError as error:
+        is_wanted = True
+        raise EngineError(f"{error} ({log} holds what the engine printed)") from error
+    finally:
+        if not is_wanted:
+            log.unlink()
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        standard_output().print(results_table(found))
+    for reason, count in found.failures.items():
+        say(f"{count} of {sum(each.num_prompts for each in found.sets)} prompts failed, each counts as 0: {reason}")
+    if found.failures:
+        say(f"{log} has more")
+    return 1 if found.failures else 0
+
+
+def results_table(found: "Evaluated") -> "Table":
+    """One row a set; figures with their standard errors."""
+    from rich import box
+    from rich.table import Table
+
+    keys = {key for each in found.sets for key in each.figures}
+    passes = sorted(k for k in {int(key[5:]) for key in keys if key.removeprefix("pass@").isdigit()})
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("set")
+    for name in ("prompts", "samples", "avg@k", *map(pass_key, passes), "length", "truncated"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in found.sets:
+        figures = each.figures
+        table.add_row(
+            each.name,
+            f"{each.num_prompts:,}",
+            f"{each.num_samples:,}",
+            *(_figure(figures, key) for key in (REWARD, *map(pass_key, passes))),
+            f"{figures['completion_tokens']:,.1f}" if "completion_tokens" in figures else "-",
+            f"{figures['truncated_frac']:.1%}" if "truncated_frac" in figures else "-",
+        )
+    return table
+
+
+def _figure(figures: dict[str, float], key: str) -> str:
+    """`0.512 ± 0.020`."""
+    if key not in figures:
+        return "-"
+    error = figures.get(error_key(key))
+    return f"{figures[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+COMMAND = Command(
+    "evaluate", "measure a model on the held-out prompts of a run file; trains nothing", _add_arguments, _evaluate
+)

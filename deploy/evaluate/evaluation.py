@@ -1,0 +1,232 @@
+"""Evaluates one model: an engine is booted on it, and every held-out prompt of every set is posed and scored."""
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
+from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.launch.engine_output import Say
+from penstock.deploy.launch.start_checks import check_environments
+from penstock.deploy.operate.export import export
+from penstock.deploy.operate.run_access import OpenRun, find_run
+from penstock.producers.__main__ import EngineFactory, answer_parser, start_vllm
+from penstock.producers.endpoint.agent_endpoint import open_calls
+from penstock.producers.endpoint.inside import Conversations
+from penstock.producers.interfaces import Engine
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import Episodes, load_tokenizer
+from penstock.producers.rollout.run_environments import RunEnvironments
+from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.config import ConfigError, RunConfig, environment_fields
+
+NAME = "evaluate"
+"""The producer that groups and metrics name."""
+SAY_S = 2.0
+"""How often progress is told."""
+
+
+class SetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model reached on one environment's held-out prompts."""
+
+    name: str
+    """The environment's."""
+    num_prompts: int
+    num_samples: int
+    """Answers to each prompt."""
+    num_failed: int
+    """Prompts without any answer: each counts as 0."""
+    figures: dict[str, float]
+    """`reward` and its parts, `pass@<k>`, lengths; see `penstock.consumers.learning.held_out.held_out_figures`."""
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """model: as it was named. failures: prompts without an answer, by the reason. wall_s: without the engine's boot."""
+
+    model: str
+    sets: tuple[SetResult, ...]
+    failures: dict[str, int]
+    wall_s: float
+
+
+def evaluate(
+    model: Path | str,
+    config: RunConfig,
+    *,
+    runs: Path = DEFAULT_RUNS,
+    say: Say = lambda text: None,
+    start_engine: EngineFactory = start_vllm,
+) -> Evaluated:
+    """Boots an engine on `model` and poses all held-out prompts of the run file's environments, those with weight 0
+    included, as its `[evaluation]` says.
+
+    Each request is seeded by its place, so that an evaluation repeats itself where the engine does. No trainer and no
+    Redis take part.
+
+    Args:
+        model: folder of a transformers model, or the name or folder of a run, of which the newest checkpoint is taken.
+        config: says what is posed, and how; its own model is not read.
+        runs: folder of all runs.
+        say: called with lines of progress.
+        start_engine: boots the engine.
+
+    Raises:
+        ConfigError: no such model, an environment that cannot be used, or no held-out prompts.
+        EngineError: the engine does not start or serve.
+        OSError: a run's checkpoint cannot be read or exported.
+    """
+    with _whole_model(str(model), runs, say) as folder:
+        own = msgspec.structs.replace(config.model, path=str(folder))
+        config = msgspec.structs.replace(config, model=own, lora=None, mode="synchronous")
+        config, environments = check_environments(config)
+        if not any(config.num_evaluation_prompts.values()):
+            fields = ", ".join(f"{field}.path = {each.path!r}" for field, each in environment_fields(config))
+            raise ConfigError(f"{fields}: no held-out prompts; expected some, and evaluation.num_prompts above 0")
+        tokenizer = load_tokenizer(config)
+        parser = answer_parser(config, tokenizer)
+
+        async def run() -> Evaluated:
+            say(f"booting the engine on {folder}")
+            engine = await start_engine(config, seed=config.seed)
+            try:
+                found = await answer_held_out(config, environments, engine, tokenizer, parser=parser, say=say)
+                return msgspec.structs.replace(found, model=str(model))
+            finally:
+                await engine.close()
+
+        return asyncio.run(run())
+
+
+async def answer_held_out(
+    config: RunConfig,
+    environments: RunEnvironments,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    parser: Any = None,
+    say: Say = lambda text: None,
+) -> Evaluated:
+    """Has a running engine answer all held-out prompts; see `evaluate`.
+
+    config: with `num_prompts` of each environment's evaluation set.
+
+    Raises:
+        EngineError: the engine serves no longer.
+    """
+    metrics, began_s = ProducerMetrics(run=config.name, producer=NAME), time.monotonic()
+    episodes = Episodes(
+        config, producer_id=NAME, metrics=metrics, environments=environments, tokenizer=tokenizer, engine=engine
+    )
+    conversations = None
+    if config.endpoint is not None and environments.any_converse:
+        calls = open_calls(config, engine, _Loaded(), tokenizer, parser, metrics=metrics, count=lambda tokens: None)
+        conversations = Conversations(
+            environments, calls, config.endpoint, producer_id=NAME, fingerprint=engine.fingerprint
+        )
+    sets = config.held_out
+    claims = [_claim(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
+    room = asyncio.Semaphore(_most_at_once(config))
+    found: dict[str, list[HeldOutAnswers]] = {}
+    failures: Counter[str] = Counter()
+    progress = _Progress(len(claims), say)
+
+    async def one(claim: Claim) -> None:
+        async with room:
+            if conversations is not None and environments.converses(claim.environment):
+                group = await conversations.evaluate(claim)
+            else:
+                group = await episodes.run(claim)
+        if isinstance(group, Dead):
+            failures[group.reason] += 1
+        got = HeldOutAnswers(claim.environment) if isinstance(group, Dead) else HeldOutAnswers.of(group)
+        found.setdefault(claim.environment, []).append(got)
+        progress.add()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for claim in claims:
+                tasks.create_task(one(claim))
+    except ExceptionGroup as error:  # an engine that has died fails every request
+        raise error.exceptions[0] from None
+    finally:
+        episodes.close()
+    results = [
+        SetResult(
+            name=name,
+            num_prompts=len(found[name]),
+            num_samples=how.num_samples or 1,
+            num_failed=sum(not each.rewards for each in found[name]),
+            figures=held_out_figures(found[name], sets),
+        )
+        for name, how in sets.items()
+        if name in found
+    ]
+    return Evaluated(
+        model=config.model.path, sets=tuple(results), failures=dict(failures), wall_s=time.monotonic() - began_s
+    )
+
+
+class _Loaded:
+    """Weights of an engine that are never replaced."""
+
+    async def wait_for(self, version: int, lag_bound: int) -> None:
+        """They are those that are asked for."""
+
+
+class _Progress:
+    def __init__(self, num_prompts: int, say: Say) -> None:
+        self._num_prompts, self._say = num_prompts, say
+        self._num_done, self._said_at = 0, time.monotonic()
+
+    def add(self) -> None:
+        self._num_done += 1
+        if self._num_done == self._num_prompts or time.monotonic() - self._said_at >= SAY_S:
+            self._said_at = time.monotonic()
+            self._say(f"{self._num_done:,} of {self._num_prompts:,} held-out prompts answered")
+
+
+def _claim(environment: str, n: int) -> Claim:
+    name = f"0-{n}"
+    return Claim(
+        stream=environment, entry_id=name.encode(), index=n, version=0, evaluation_id=name, environment=environment
+    )
+
+
+def _most_at_once(config: RunConfig) -> int:
+    """Prompts in flight, as many as a producer's room has answers to."""
+    most = max(how.num_samples or 1 for how in config.held_out.values())
+    return max(1, config.producers.groups_in_flight * config.group_size // most)
+
+
+@contextmanager
+def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of a model; of a run's newest checkpoint one that is gone at the end, in the type that its engines
+    have, an adapter added to its base."""
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        yield folder
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{model}: an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"
+        )
+    try:
+        name, run_folder, config = find_run(model, runs)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; expected a folder with a model's config.json, or a run") from None
+    if run_folder is None or config is None:
+        raise ConfigError(f"{model}: its folder is not on this machine, and its checkpoints are in it")
+    with tempfile.TemporaryDirectory(prefix="evaluated-", dir=run_folder) as temporary:
+        whole = Path(temporary) / "model"
+        run = OpenRun(name, run_folder, config, None, "not asked")
+        merged = config.lora is not None
+        checkpoint = export(run, None, whole, config.model.dtype, say, merged=merged)
+        say(f"{name}: checkpoint {checkpoint}")
+        yield whole

@@ -1,0 +1,42 @@
+"""What a command that boots an engine prints: progress on stderr, what the engine prints into a file."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Say = Callable[[str], None]
+
+
+def progress(is_wanted: bool) -> Say:
+    """Prints progress to the stderr of now, with the seconds since the start, wherever stderr leads later."""
+    began = time.monotonic()
+    stderr = os.dup(2)
+
+    def say(text: str) -> None:
+        if is_wanted:
+            os.write(stderr, f"{time.monotonic() - began:6.1f} s  {text}\n".encode())
+
+    return say
+
+
+@contextmanager
+def output_in(log: Path) -> Iterator[None]:
+    """Sends the output of this process and its children to a file: engines print much, and stdout is the report's."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = {number: os.dup(number) for number in (1, 2)}
+    with log.open("wb") as file:
+        for number in kept:
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)

@@ -1,0 +1,271 @@
+"""`penstock evaluate`: which model, which prompts, how they are answered, what is printed, what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import probed_engine
+from letters_environment import Letters
+from penstock.deploy import cli
+from penstock.deploy.evaluate import evaluation
+from penstock.deploy.evaluate.evaluation import Evaluated, answer_held_out, evaluate
+from penstock.deploy.launch.start_checks import check_environments
+from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments
+from penstock.schemas.config import HeldOutConfig, RunConfig, load_config
+from scripted_engine import ScriptedEngine
+
+RUN_FILE = """
+name = "letters"
+group_size = 4
+[model]
+path = "none"
+[sampling]
+max_tokens = 6
+[evaluation]
+num_samples = 4
+temperature = 0.7
+pass_at = [1, 2]
+solved = { value = 0.5 }
+[[environments]]
+name = "letters"
+path = "letters_environment:Letters"
+[[environments]]
+name = "greedy"
+path = "letters_environment:Letters"
+weight = 0
+[environments.evaluation]
+num_prompts = 1
+num_samples = 1
+temperature = 0.0
+pass_at = []
+"""
+A, B, END = 2, 3, 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("letters")
+    probed_engine.model(tied=True, seed=3).save_pretrained(folder)
+    probed_engine.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., RunConfig]:
+    def load(*overrides: str) -> RunConfig:
+        (tmp_path / "run.toml").write_text(RUN_FILE)
+        return load_config(tmp_path / "run.toml", overrides)
+
+    return load
+
+
+def scripted(**settings: Any) -> tuple[ScriptedEngine, Any]:
+    """An engine of whose answers every other is solved, and what starts it."""
+
+    def answers(prompt: list[int], sibling: int) -> list[int]:
+        return [A, A, END] if sibling % 2 == 0 else [B, B, B, B, B, B]
+
+    engine = ScriptedEngine(**{"script": answers, "finish_reasons": {1: "length", 3: "length"}} | settings)
+
+    async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
+        engine.model = config.model.path
+        return engine
+
+    return engine, start
+
+
+def test_every_set_is_answered_as_it_asks_also_one_that_is_not_trained_on(model, config):
+    engine, start = scripted()
+    found = evaluate(model, config(), start_engine=start)
+    letters, greedy = found.sets
+    assert (letters.name, letters.num_prompts, letters.num_samples, letters.num_failed) == ("letters", 2, 4, 0)
+    figures = {"reward": 0.5, "reward_se": 0.0, "pass@1": 0.5, "pass@1_se": 0.0, "pass@2_se": 0.0, "num_samples": 8}
+    assert letters.figures == pytest.approx(
+        {**figures, "pass@2": 5 / 6, "completion_tokens": 4.5, "truncated_frac": 0.5}
+    )
+    assert (greedy.name, greedy.num_prompts, greedy.num_samples) == ("greedy", 1, 1)
+    assert greedy.figures == {"reward": 1.0, "completion_tokens": 3.0, "truncated_frac": 0.0, "num_samples": 1}
+    assert sorted((each.temperature, each.max_tokens) for each in engine.samplings) == [(0.0, 6), (0.7, 6), (0.7, 6)]
+    assert (found.model, engine.model, engine.closed) == (str(model), str(model), True)
+
+
+def test_a_second_evaluation_draws_the_same(model, config):
+    drawn = []
+    for _ in range(2):
+        engine, start = scripted(script=None, num_token_ids=40, first_token=2)
+        drawn.append((evaluate(model, config(), start_engine=start).sets, sorted(map(str, engine.seeds))))
+    assert drawn[0] == drawn[1] and "None" not in drawn[0][1]
+
+
+def test_as_many_are_in_flight_as_a_producer_has_room_for(model, config):
+    engine, start = scripted(token_s=0.001)
+    overrides = ["producers.groups_in_flight=2", "environments=[{path='letters_environment:Letters'}]"]
+    evaluate(model, config("evaluation.num_samples=8", *overrides), start_engine=start)
+    assert engine.most_active == 1
+
+
+def test_progress_is_told(model, config):
+    said: list[str] = []
+    evaluate(model, config(), start_engine=scripted()[1], say=said.append)
+    assert said[0].startswith("booting the engine on ") and said[-1] == "3 of 3 held-out prompts answered"
+
+
+class OneFails(Letters):
+    def evaluation_prompt(self, n: int):
+        if n == 2:
+            raise LookupError("no task 2")
+        return super().evaluation_prompt(n)
+
+
+@pytest.fixture
+def command(config, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """`penstock evaluate` with a scripted engine; returns the status, stdout and stderr."""
+
+    def run(*words: str, environment: type = Letters, **settings: Any) -> tuple[int, str, str]:
+        config()
+        monkeypatch.setattr("letters_environment.Letters", environment)
+        monkeypatch.setattr(evaluation.evaluate, "__kwdefaults__", {
+            **(evaluation.evaluate.__kwdefaults__ or {}), "start_engine": scripted(**settings)[1],
+        })  # fmt: skip
+        monkeypatch.delenv("REDIS_URL", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        status = cli.main(["evaluate", *words, "--runs", str(tmp_path / "runs")])
+        shown = capfd.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def test_the_command_prints_a_row_for_each_set(command, model, tmp_path):
+    status, out, err = command(str(model), str(tmp_path / "run.toml"))
+    rows = [line.split() for line in out.splitlines() if line.strip()]
+    assert rows[0] == ["set", "prompts", "samples", "avg@k", "pass@1", "pass@2", "length", "truncated"]
+    assert " ".join(rows[2]) == "letters 2 4 0.500 ± 0.000 0.500 ± 0.000 0.833 ± 0.000 4.5 50.0%"
+    assert " ".join(rows[3]) == "greedy 1 1 1.000 - - 3.0 0.0%"
+    assert status == 0 and "3 of 3 held-out prompts answered" in err
+    assert not list(tmp_path.glob("*.log")), "nothing is left behind"
+
+
+def test_as_json_all_figures_are_there(command, model, tmp_path):
+    status, out, _ = command(str(model), str(tmp_path / "run.toml"), "--json", "--set", "evaluation.num_samples=2")
+    document = json.loads(out)
+    assert status == 0 and [each["num_samples"] for each in document["sets"]] == [2, 1]
+    assert document["sets"][0]["figures"]["pass@2"] == 1.0
+
+
+def test_prompts_that_fail_count_as_0_and_are_told_with_their_reasons(command, model, tmp_path):
+    status, out, err = command(str(model), str(tmp_path / "run.toml"), environment=OneFails)
+    assert status == 1
+    assert "0.250 ± 0.250" in out
+    assert "1 of 3 prompts failed, each counts as 0: prompt: LookupError: no task 2" in err
+
+
+def test_an_engine_that_dies_is_one_line_with_the_place_of_its_log(command, model, tmp_path):
+    status, _, err = command(str(model), str(tmp_path / "run.toml"), die_after=1)
+    assert status == 1 and "penstock: the scripted engine has died" in err
+    (log,) = tmp_path.glob("penstock-evaluate-*.log")
+    assert f"({log} holds what the engine printed)" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none/such"], "none/such: neither a folder nor a run in"),
+        (["{model}", "evaluation.num_prompts=0", "environments=[{{path='letters_environment:Letters'}}]"],
+         "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
+        (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with evaluation.num_samples = 4"),
+        (["{model}", "evaluation.num_prompts=3"], "evaluation.num_prompts = 3: the environment has 2 held-out prompts"),
+        (["{adapter}"], "an adapter without its base; expected a whole model"),
+        (["{empty}"], "no run"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path, words, message):
+    for name in ("adapter", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    places = {"model": model, "adapter": tmp_path / "adapter", "empty": tmp_path / "empty"}
+    given, *overrides = (word.format(**places) for word in words)
+    sets = [word for override in overrides for word in ("--set", override)]
+    status, out, err = command(given, str(tmp_path / "run.toml"), *sets)
+    assert (status, out) == (2, "") and message in err
+
+
+def test_of_a_run_the_newest_checkpoint_is_evaluated_in_the_type_of_its_engines(model, config, tmp_path):
+    from safetensors.torch import load_file
+
+    from penstock.consumers.learning.learner import Learner
+    from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
+    from penstock.deploy.launch.run_folder import save_run_file
+
+    own = config(f"model.path={model}", "model.dtype=bfloat16")
+    save_run_file(own, tmp_path / "runs" / "letters")
+    checkpoints = Checkpoints(tmp_path / "runs" / "letters" / "checkpoints", 9, model)
+    checkpoints.claim_epoch(0)
+    learner = Learner(own)
+    for version in (3, 5):
+        for parameter in learner.model.parameters():
+            parameter.data.fill_(version)
+        checkpoints.begin(learner, CheckpointState.new(version)).result()
+    engine, _ = scripted()
+    weights = {}
+
+    async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
+        weights.update(load_file(Path(config.model.path) / "model.safetensors"))
+        return engine
+
+    found = evaluate("letters", config(), runs=tmp_path / "runs", start_engine=start)
+    assert found.model == "letters" and len(found.sets) == 2
+    assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
+    assert {float(tensor.max()) for tensor in weights.values()} == {5.0}
+    assert not list((tmp_path / "runs" / "letters").glob("evaluated-*"))
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_real_engine_answers_all_sets(tied_engine, model, config):
+    from penstock.producers.rollout.episode import load_tokenizer
+
+    checked, environments = check_environments(config(f"model.path={model}", "mode=synchronous"))
+    tokenizer = load_tokenizer(checked)
+    found: list[Evaluated] = [
+        await answer_held_out(checked, environments, tied_engine.engine, tokenizer) for _ in range(2)
+    ]
+    letters, greedy = found[0].sets
+    assert found[0].failures == {} and (letters.num_prompts, greedy.num_prompts) == (2, 1)
+    assert 0 < letters.figures["completion_tokens"] <= 6 and letters.figures["num_samples"] == 8
+    assert found[1].sets == found[0].sets, "each request has its seed"
+
+
+class Talker(Letters):
+    """Two turns; every fourth conversation fails."""
+
+    num_held = 0
+
+    async def converse(self, prompt, conversation) -> float:
+        messages = [{"role": "user", "content": prompt.text}]
+        messages.append(await conversation.chat(messages))
+        self.num_held += 1
+        if self.num_held == 4:
+            raise LookupError("no such tool")
+        messages.append({"role": "user", "content": "ab"})
+        return float("a" in (await conversation.chat(messages))["content"])
+
+
+async def test_conversations_about_held_out_prompts_are_held_without_a_run(config):
+    checked = config("endpoint.port=0", "sampling.max_tokens=32", "environments=[{path='letters_environment:Letters'}]")
+    tokenizer = probed_engine.tokenizer()
+    tokenizer.chat_template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    environments = RunEnvironments([RunEnvironment.of(checked, checked.environments[0], Talker(seed=1))])
+    checked = msgspec.structs.replace(
+        checked,
+        environments=(msgspec.structs.replace(checked.environments[0], evaluation=HeldOutConfig(num_prompts=2)),),
+    )
+    engine, _ = scripted()
+    (found,) = (await answer_held_out(checked, environments, engine, tokenizer)).sets
+    assert (found.num_prompts, found.num_samples, found.figures["num_samples"]) == (2, 4, 8)
+    assert found.figures["reward"] == 7 / 8, "the one that failed counts as 0"
+    assert {each.temperature for each in engine.samplings} == {0.7} and len(engine.samplings) == 8 + 7
