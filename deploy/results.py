@@ -67,16 +67,17 @@ def load_updates(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[di
 
 
 def load_evaluations(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> list[dict[str, Any]]:
-    """The figures of every evaluation, in order: a row each, with `update`, `reward`, and `reward/exact` of a part
-    `exact`. `update` is the one that made the policy. What a rollback undid is left out.
+    """The figures of every evaluation, in order: a row each, with the names of `evaluations.jsonl`: `reward`, `pass@8`,
+    `reward/exact` of a part `exact`, and so on. `update` is the one that made the policy. What a rollback undid is left
+    out.
 
     Raises:
         ConfigError: no such run, or its `run.toml` is no run file.
         TelemetryError: a malformed line (named with its file and number).
     """
     points = read_telemetry(_folder(run, runs)).evaluations
-    rows = [msgspec.structs.asdict(point) | point.figures for point in points]
-    return [{name: value for name, value in row.items() if name != "parts"} for row in rows]
+    rows = map(msgspec.structs.asdict, points)
+    return [row | row.pop("metrics") for row in rows]
 
 
 def print_result(result: RunResult) -> None:

@@ -22,6 +22,7 @@ from penstock.schemas.config import (
 )
 
 if TYPE_CHECKING:
+    from penstock.deploy.evaluate.evaluation import Evaluated
     from penstock.deploy.launch.placement import Placement
 
 T = TypeVar("T")
@@ -253,3 +254,18 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as beside:
         return beside.submit(asyncio.run, coroutine).result()
+
+
+def evaluate(
+    model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS
+) -> "Evaluated":
+    """What a model reaches on the held-out prompts of a run's environments; see `penstock.deploy.evaluate.evaluation`,
+    which has what it raises.
+
+    model: a model's folder, or a run (its name or folder): its newest checkpoint.
+    """
+    from penstock.deploy.evaluate.evaluation import evaluate as evaluate_model  # imports torch
+
+    asked = load_config(config, set=set)
+    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs here
+        return beside.submit(evaluate_model, model, asked, runs=runs).result()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.deploy.results import report as report
     from penstock.deploy.running import RunInterrupted as RunInterrupted
     from penstock.deploy.running import check as check
+    from penstock.deploy.running import evaluate as evaluate
     from penstock.deploy.running import load_config as load_config
     from penstock.deploy.running import run as run
     from penstock.deploy.running import try_environment as try_environment
@@ -47,7 +48,7 @@ _NAMES = {
     "deploy.record.reading": ("export_record", "load_record"),
     "deploy.report.telemetry": ("TelemetryError",),
     "deploy.results": ("RunResult", "load_evaluations", "load_updates", "report"),
-    "deploy.running": ("RunInterrupted", "check", "load_config", "run", "try_environment"),
+    "deploy.running": ("RunInterrupted", "check", "evaluate", "load_config", "run", "try_environment"),
     "schemas.config": ("ConfigError", "RunConfig"),
 }  # fmt: skip
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names}

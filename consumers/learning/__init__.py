@@ -3,7 +3,7 @@
 Tensors in, tensors out, and into the files of a checkpoint; nothing here imports streams. Imported by
 
 - the loop and the stream through `learner.Learner`, `trainable.check_trainable`, `lag.LagTable`,
-  and `step_report.StepReport`; the evaluation through `outcome`;
+  and `step_report.StepReport`; the evaluation through `held_out`, as `penstock evaluate` does, the run log `outcome`;
 - the start checks through `device.choose_device`, `interfaces` and `advantages.check_advantage`;
 - the trainer's processes through `ranks.Ranks`, all that the numerics know of each other;
 - the publication of weights through `published.PublishedPart`, references to what is published;

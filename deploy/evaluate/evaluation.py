@@ -20,6 +20,7 @@ from penstock.deploy.operate.run_access import OpenRun, find_run
 from penstock.producers.__main__ import EngineFactory, answer_parser, start_vllm
 from penstock.producers.endpoint.agent_endpoint import open_calls
 from penstock.producers.endpoint.inside import Conversations
+from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import Engine
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
@@ -57,10 +58,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def evaluate(
-    model: Path | str,
+    model: str | Path,
     config: RunConfig,
     *,
-    runs: Path = DEFAULT_RUNS,
+    runs: str | Path = DEFAULT_RUNS,
     say: Say = lambda text: None,
     start_engine: EngineFactory = start_vllm,
 ) -> Evaluated:
@@ -82,21 +83,21 @@ def evaluate(
         EngineError: the engine does not start or serve.
         OSError: a run's checkpoint cannot be read or exported.
     """
-    with _whole_model(str(model), runs, say) as folder:
+    with _whole_model(str(model), Path(runs), say) as folder:
         own = msgspec.structs.replace(config.model, path=str(folder))
-        config = msgspec.structs.replace(config, model=own, lora=None, mode="synchronous")
-        config, environments = check_environments(config)
-        if not any(config.num_evaluation_prompts.values()):
-            fields = ", ".join(f"{field}.path = {each.path!r}" for field, each in environment_fields(config))
+        posed = msgspec.structs.replace(config, model=own, lora=None, mode="synchronous")
+        checked, environments = check_environments(posed)
+        if not any(checked.num_evaluation_prompts.values()):
+            fields = ", ".join(f"{field}.path = {each.path!r}" for field, each in environment_fields(checked))
             raise ConfigError(f"{fields}: no held-out prompts; expected some, and evaluation.num_prompts above 0")
-        tokenizer = load_tokenizer(config)
-        parser = answer_parser(config, tokenizer)
+        tokenizer = load_tokenizer(checked)
+        parser = answer_parser(checked, tokenizer)
 
         async def run() -> Evaluated:
             say(f"booting the engine on {folder}")
-            engine = await start_engine(config, seed=config.seed)
+            engine = await start_engine(checked, seed=checked.seed)
             try:
-                found = await answer_held_out(config, environments, engine, tokenizer, parser=parser, say=say)
+                found = await answer_held_out(checked, environments, engine, tokenizer, parser=parser, say=say)
                 return msgspec.structs.replace(found, model=str(model))
             finally:
                 await engine.close()
@@ -210,13 +211,15 @@ def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator
     """The folder of a model; of a run's newest checkpoint one that is gone at the end, in the type that its engines
     have, an adapter added to its base."""
     folder = Path(model)
-    if (folder / "config.json").is_file():
-        yield folder
-        return
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
             f"{model}: an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"
         )
+    if (folder / "config.json").is_file():
+        if not BaseModel(model).files:  # the engine would serve random ones
+            raise ConfigError(f"{model}: a model without safetensors weights; expected them in its folder")
+        yield folder
+        return
     try:
         name, run_folder, config = find_run(model, runs)
     except ConfigError as error:

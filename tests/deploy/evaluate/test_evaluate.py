@@ -180,14 +180,17 @@ def test_an_engine_that_dies_is_one_line_with_the_place_of_its_log(command, mode
         (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with evaluation.num_samples = 4"),
         (["{model}", "evaluation.num_prompts=3"], "evaluation.num_prompts = 3: the environment has 2 held-out prompts"),
         (["{adapter}"], "an adapter without its base; expected a whole model"),
+        (["{bare}"], "a model without safetensors weights"),
         (["{empty}"], "no run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path, words, message):
-    for name in ("adapter", "empty"):
+    for name in ("adapter", "empty", "bare"):
         (tmp_path / name).mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    places = {"model": model, "adapter": tmp_path / "adapter", "empty": tmp_path / "empty"}
+    for name in ("adapter", "bare"):
+        (tmp_path / name / "config.json").write_text("{}")
+    places = {name: tmp_path / name for name in ("adapter", "empty", "bare")} | {"model": model}
     given, *overrides = (word.format(**places) for word in words)
     sets = [word for override in overrides for word in ("--set", override)]
     status, out, err = command(given, str(tmp_path / "run.toml"), *sets)
