@@ -72,8 +72,11 @@ class HeldOutConfig(Section, frozen=True, kw_only=True):
     num_samples: Positive | None = None
     """Answers to each."""
     temperature: NonNegativeFloat | None = None
+    """0 is greedy, for one answer each."""
     top_p: AboveZero | None = None
+    """1.0 keeps every token."""
     top_k: NonNegative | None = None
+    """0 keeps every token."""
     max_tokens: Positive | None = None
     """Where evaluation.max_tokens is not set either: that of its training prompts."""
     pass_at: tuple[Positive, ...] | None = None
