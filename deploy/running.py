@@ -264,6 +264,8 @@ def evaluate(
 
     model: a model's folder, or a run (its name or folder): its newest checkpoint.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     from penstock.deploy.evaluate.evaluation import evaluate as evaluate_model  # imports torch
 
     asked = load_config(config, set=set)
