@@ -32,7 +32,8 @@ class VerifiersEnvironment:
     num_evaluation_prompts: the first so many rows of its evaluation set; None means all.
 
     Raises:
-        ValueError: it cannot be loaded, has no tasks, or scores the rollouts of a group together.
+        ValueError: it cannot be loaded, has no tasks, or scores the rollouts of a group together (their rewards or
+            their advantages).
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class VerifiersEnvironment:
         finally:
             for each, handler in handlers.items():
                 signal.signal(each, handler)  # it has put its own in place, which exit at once
-        if self._environment.requires_group_rollouts:
+        if self._environment.requires_group_rollouts or self._environment.provides_advantages:
             raise ValueError(f"VerifiersEnvironment: {id!r} scores whole groups; expected rewards of one rollout each")
         training, evaluation = self._environment.build_dataset(), self._environment.build_eval_dataset()
         if not training:

@@ -31,12 +31,15 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def load_environment(failing=False, grouped=False, endless=False, held_out=2, max_turns=10):
+def load_environment(failing=False, grouped=False, advantages=False, endless=False, held_out=2, max_turns=10):
     def answered(completion, answer):
         return 0.5 * any(message.content == answer for message in completion)
 
     def best(completions):
         return [0.0 for _ in completions]
+
+    class Advantages(vf.Rubric):
+        has_advantages = True
 
     class Adder(vf.ToolEnv):
         async def setup_state(self, state):
@@ -60,7 +63,7 @@ def load_environment(failing=False, grouped=False, endless=False, held_out=2, ma
         tools=[add],
         dataset=tasks("task", 3),
         eval_dataset=tasks("held out", held_out) if held_out else None,
-        rubric=vf.Rubric(funcs=[best if grouped else answered]),
+        rubric=(Advantages if advantages else vf.Rubric)(funcs=[best if grouped else answered]),
         max_turns=max_turns,
     )
 """
@@ -104,6 +107,7 @@ def test_the_process_keeps_its_own_signal_handlers() -> None:
         ({"id": "no-such-environment"}, "Could not import 'no-such-environment' environment"),
         ({"id": "published-adder", "args": {"sandboxes": 4}}, "sandboxes"),
         ({"id": "published-adder", "args": {"grouped": True}}, "scores whole groups; expected rewards of one rollout"),
+        ({"id": "published-adder", "args": {"advantages": True}}, "scores whole groups; expected rewards of one"),
         ({"id": "published-adder", "num_evaluation_prompts": 9}, "num_evaluation_prompts is 9, expected 0 to 2"),
     ],
 )
