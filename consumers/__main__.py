@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,8 @@ def _assemble(
     lag_of = LagTable(make_version(epoch, 0), state.forks, state.announced)
     leadership.restore_from(ledger, lag_of)
     progress = RunProgress(epoch, state)
-    intake = Intake(
-        config, leadership, ledger, lag_of, progress, lambda group: check_trainable(group, learner.vocabulary)
-    )
+    check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
+    intake = Intake(config, leadership, ledger, lag_of, progress, check)
     evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()

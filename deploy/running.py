@@ -139,7 +139,7 @@ def _checked(asked: RunConfig, runs: Path, *, resume: bool) -> "tuple[RunConfig,
     for warning in warnings:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     own = config.objective != ObjectivePlug() or config.advantage != AdvantageConfig()
-    if own or config.model.reference is not None or config.model.reference_every is not None:
+    if own or any((config.teacher, config.model.reference, config.model.reference_every)):
         start_checks.check_objective(config)  # imports torch
     return config, placement
 

@@ -20,6 +20,7 @@ from penstock.producers.loop import Producer
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.producers.rollout.run_environments import open_environments
+from penstock.producers.rollout.teacher import TeacherServer
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import ProducerIdTakenError, check_id_is_free
@@ -91,12 +92,24 @@ async def _build(
     port = metrics.registry.serve(config.metrics, config.folder(runs), producer_id)
     closing.callback(metrics.registry.close)
     parser = answer_parser(config, tokenizer)
+    teacher = None
+    if config.teacher is not None and config.teacher_url is not None:
+        server = TeacherServer(config.teacher)
+        closing.push_async_callback(server.close)
+        await server.check(tokenizer)  # before the engine boots
+        teacher = server.score
     engine = await engine_factory(config, seed=_seed(config, producer_id))
     closing.push_async_callback(engine.close)
     logs.bind(policy_version=lambda: engine.policy_version)
     log.info("producer %s: engine ready, metrics on %s:%d", producer_id, config.metrics.host, port)
     context = ProducerContext(
-        config, runs=runs, producer_id=producer_id, connection=connection, metrics=metrics, metrics_port=port
+        config,
+        runs=runs,
+        producer_id=producer_id,
+        connection=connection,
+        metrics=metrics,
+        metrics_port=port,
+        teacher=teacher,
     )
     producer = Producer(context, engine, environments, tokenizer, answer_parser=parser, stop=stop)
     await producer.open()

@@ -91,6 +91,7 @@ class Producer:
             environments=environments,
             tokenizer=tokenizer,
             engine=engine,
+            teacher=context.teacher,
         )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)

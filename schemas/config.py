@@ -368,6 +368,33 @@ class AdvantageConfig(Plug, frozen=True, kw_only=True):
             )
 
 
+class TeacherConfig(Section, frozen=True, kw_only=True):
+    """On-policy distillation: a frozen model scores every sampled token, and how much likelier it finds it than the
+    policy does is the token's advantage ([distillation.md](distillation.md))."""
+
+    model: Place | None = None
+    """Folder of the teacher, which the trainer holds in `model.dtype`. Its tokenizer has to have the tokens of
+    `model.path`."""
+    url: Annotated[str, Meta(pattern="^https?://[^@]+$")] | None = None
+    """In place of `model`: the teacher is served by vLLM, `http://host:8000/v1` say, and producers ask it."""
+    coefficient: PositiveFloat = 1.0
+    """Factor of its advantages."""
+    alone: bool = True
+    """The advantages are the teacher's alone, and rewards are logged and no more; false adds those of `[advantage]`."""
+    concurrency: Positive = 64
+    """For `url`: requests, one a segment, that one producer has open at once."""
+    timeout_s: PositiveFloat = 60.0
+    """For `url`: a request that takes longer has failed."""
+    retries: NonNegative = 8
+    """For `url`: a request that fails is made so many times more, after 0.25 s, 0.5 s and so on; then its group is
+    dead."""
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.url is None):
+            found = "neither is there" if self.model is None else "both are there"
+            raise ValueError(f"model, url: {found}; expected one of the two")
+
+
 def _check_fields(struct: msgspec.Struct) -> None:
     """Checks on construction what msgspec checks on decoding only: types, choices and ranges, and finite floats.
 
@@ -637,8 +664,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     bits again (docs/operations.md)."""
     num_updates: Positive = 100
     """Batches trained, of `trainer.num_epochs * trainer.num_minibatches` optimizer steps each (normally one)."""
-    group_size: Annotated[int, Meta(ge=2)] = 8
-    """Siblings sampled per prompt."""
+    group_size: Positive = 8
+    """Siblings sampled per prompt. 1 is for a teacher alone: rewards are compared among siblings."""
     groups_per_batch: Positive = 32
     """Groups per batch."""
     max_lag: NonNegative = 2
@@ -662,6 +689,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """The loss (docs/objectives.md)."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Rewards become advantages (docs/objectives.md)."""
+    teacher: TeacherConfig | None = None
+    """None learns from rewards."""
     correction: CorrectionConfig = CorrectionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -707,6 +736,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         """The most tokens that a completion of any environment may have."""
         return max(each.max_tokens or self.sampling.max_tokens for each in self.every_environment.values())
+
+    @property
+    def teacher_url(self) -> str | None:
+        """The teacher's server, if the run has one."""
+        return None if self.teacher is None else self.teacher.url
 
     @property
     def lag_bound(self) -> int:
@@ -984,6 +1018,7 @@ def _check(config: RunConfig, file: Path) -> None:
             "is its base, which stays as it is; expected it to be left out"
         )
     _check_steps(config, file)
+    _check_teacher(config, file)
     if config.parity.gate != "off":
         _check_parity(config, file)
     if config.recording.max_mb < 2 * config.recording.segment_mb:
@@ -1077,6 +1112,35 @@ def _check_best(config: RunConfig, file: Path) -> None:
         found = ", ".join(sorted(passes)) or "none"
         raise ConfigError(
             f"{file}: checkpoint.best = {best!r}: expected a pass@k of evaluation.pass_at, which has {found}"
+        )
+
+
+def _check_teacher(config: RunConfig, file: Path) -> None:
+    """Settings that a teacher makes needless or cannot go with, and those that need one."""
+    teacher, sampling = config.teacher, config.sampling
+    if config.group_size == 1 and not (teacher and teacher.alone):
+        raise ConfigError(
+            f"{file}: group_size = 1: expected 2 or more siblings, whose rewards are compared, or a [teacher] alone"
+        )
+    if teacher is None:
+        return
+    if config.batch.fill != "any":
+        raise ConfigError(
+            f"{file}: batch.fill = {config.batch.fill!r} with [teacher]: groups whose rewards are equal teach as "
+            "others do; expected 'any'"
+        )
+    for name in ("path", "kwargs", "kl_coefficient", "truncated_reward"):
+        value = getattr(config.advantage, name)
+        if teacher.alone and value != getattr(AdvantageConfig(), name):
+            raise ConfigError(
+                f"{file}: advantage.{name} = {value!r} with teacher.alone = true: no reward becomes an advantage; "
+                "expected it to be left out, or teacher.alone = false"
+            )
+    if config.teacher_url is not None and (sampling.temperature != 1.0 or sampling.is_truncated):
+        raise ConfigError(
+            f"{file}: teacher.url = {teacher.url!r} with sampling.temperature = {sampling.temperature}, sampling.top_k "
+            f"= {sampling.top_k}, sampling.top_p = {sampling.top_p}: a server's prompt logprobs are those of "
+            "temperature 1 and every token; expected 1.0, 0 and 1.0, or teacher.model"
         )
 
 

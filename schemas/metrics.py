@@ -291,6 +291,9 @@ TRAINER_GAUGES: dict[str, Metric] = {
         "penstock_total_weight_capped_frac", "Share of tokens whose ratio of current to behavior policy was capped"
     ),
     "reference_kl": Metric("penstock_reference_kl_nats", "Mean of the KL term to the reference model over tokens"),
+    "teacher_kl": Metric(
+        "penstock_teacher_kl_nats", "Mean of the policy's minus the teacher's logprob over tokens, their reverse KL"
+    ),
     "mismatch_lag0": Metric(
         "penstock_mismatch_lag0_nats", "Mean absolute gap between engine and trainer logprobs in rows of lag 0"
     ),

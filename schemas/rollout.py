@@ -83,6 +83,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: float32 little-endian bytes, `[num_sampled_tokens]`, natural log, of the processed distribution
         that the token was sampled from.
     sampling_mask: per sampled token the ids that the sampler kept (top-k/top-p), int32 bytes each; None without one.
+    teacher_logprobs: float32 little-endian bytes, `[num_sampled_tokens]`, of a teacher's server; unset without one.
     """
 
     token_ids: bytes
@@ -91,6 +92,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason = "stop"
     sampling_mask: tuple[bytes, ...] | None = None
+    teacher_logprobs: bytes | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_tokens(self) -> int:
@@ -363,6 +365,12 @@ def _check_segment(segment: Segment, where: str) -> None:
         raise RecordError(
             f"{where}.sampling_mask: {len(segment.sampling_mask)} entries for {num_sampled} sampled tokens"
         )
+    teacher = segment.teacher_logprobs
+    if teacher is not msgspec.UNSET and len(teacher) != logprobs_bytes:
+        raise RecordError(
+            f"{where}.teacher_logprobs: {len(teacher)} bytes for {num_sampled} sampled tokens, expected "
+            f"{logprobs_bytes}"
+        )
 
 
 def _check_values(segment: Segment, where: str) -> None:
@@ -372,14 +380,18 @@ def _check_values(segment: Segment, where: str) -> None:
     if segment.sampling_mask is not None:
         ids = unpack_ids(segment.token_ids)
         _check_sampling_mask(segment.sampling_mask, ids, segment.loss_mask, where)
-    if not segment.behavior_logprobs[3::4].translate(None, _ORDINARY_HIGH_BYTES):
-        return
-    logprobs = unpack_floats(segment.behavior_logprobs)
-    # The sum of float32 values in a Python float is finite exactly if every term is: one loop in C.
-    if not math.isfinite(sum(logprobs)):
-        raise RecordError(f"{where}.behavior_logprobs holds a value that is not finite")
-    if max(logprobs) > 1e-3:
-        raise RecordError(f"{where}.behavior_logprobs: {max(logprobs)}, expected at most 0")
+    for name, packed in {
+        "behavior_logprobs": segment.behavior_logprobs,
+        "teacher_logprobs": segment.teacher_logprobs or b"",
+    }.items():
+        if not packed[3::4].translate(None, _ORDINARY_HIGH_BYTES):
+            continue
+        logprobs = unpack_floats(packed)
+        # The sum of float32 values in a Python float is finite exactly if every term is: one loop in C.
+        if not math.isfinite(sum(logprobs)):
+            raise RecordError(f"{where}.{name} holds a value that is not finite")
+        if max(logprobs) > 1e-3:
+            raise RecordError(f"{where}.{name}: {max(logprobs)}, expected at most 0")
 
 
 def _check_sampling_mask(

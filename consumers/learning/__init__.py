@@ -4,7 +4,8 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
 
 - the loop and the stream through `learner.Learner`, `trainable.check_trainable`, `lag.LagTable`,
   and `step_report.StepReport`; the evaluation through `held_out`, as `penstock evaluate` does, the run log `outcome`;
-- the start checks through `device.choose_device`, `interfaces` and `advantages.check_advantage`;
+- the start checks through `device.choose_device`, `interfaces`, `advantages.check_advantage` and
+  `teacher.check_vocabularies`;
 - the trainer's processes through `ranks.Ranks`, all that the numerics know of each other;
 - the publication of weights through `published.PublishedPart`, references to what is published;
 - the record and the run log through `batch.Batch` as well;

@@ -28,6 +28,7 @@ class MicroBatch:
     row_ids: [M] int64, ascending.
     rollouts: [rows] int64, the place of each row's rollout among all of the batch.
     support: the tokens that the sampler chose from, if it left some out (top-k, top-p); None if it never did.
+    teacher_logprobs: [M] float32, of a teacher's server; None without one.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class MicroBatch:
     row_ids: Tensor
     rollouts: Tensor
     support: "Support | None" = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def is_idle(self) -> bool:

@@ -42,6 +42,7 @@ class PackedModel:
         frozen: the model is not trained: it is held in `dtype`, without masters.
         lora: nothing but adapters is trained, so that only they have masters; the model is held in `dtype` beside them.
         seed: of new adapters.
+        field: of the run file, that `path` is the value of.
 
     Raises:
         ConfigError: no such model, incomplete weights, a head that is not one linear map, an architecture that is
@@ -60,8 +61,9 @@ class PackedModel:
         frozen: bool = False,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        field: str = "model.path",
     ) -> None:
-        self._path = path
+        self._named = f"{field} = {path!r}"
         self.lora = lora
         self._ranks = Ranks() if ranks is None else ranks
         self._dtype = torch.float32  # until the check is over
@@ -72,7 +74,7 @@ class PackedModel:
         self._shards: Any = None
         """What runs the body of a model that several ranks share; None in a world of one."""
         if self._ranks.mesh is None:
-            self._take(_load(path).to(device), gradient_checkpointing)
+            self._take(_load(path, self._named).to(device), gradient_checkpointing)
             self._check()
             if lora is not None:
                 adapt(self.module, lora, DTYPES[dtype], seed, path)
@@ -81,7 +83,7 @@ class PackedModel:
         else:
             whole = None
             if self._ranks.is_lead:
-                whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed).module
+                whole = PackedModel(path, dtype, torch.device("cpu"), lora=lora, seed=seed, field=field).module
             self._take(
                 empty_model(path, torch.float32 if lora is None and not frozen else DTYPES[dtype]),
                 gradient_checkpointing,
@@ -90,7 +92,7 @@ class PackedModel:
                 adapt(self.module, lora, DTYPES[dtype], seed, path)
             if compiled:
                 compile_blocks(self.module, device)
-            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], f"model.path = {path!r}")
+            self._shards = shard(self.module, self._ranks.mesh, DTYPES[dtype], self._named)
             fill(self.module, whole, self._ranks, device)
         self._dtype = DTYPES[dtype]
         if frozen:
@@ -106,7 +108,7 @@ class PackedModel:
             self._checkpoint_layers()
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ConfigError(f"model.path = {self._path!r}: expected a linear language-model head without bias")
+            raise ConfigError(f"{self._named}: expected a linear language-model head without bias")
         self.vocabulary: int = head.weight.shape[0]
         """Token ids are below this."""
         self._logit_scale: float = _logit_scale(module.config.get_text_config())
@@ -117,7 +119,7 @@ class PackedModel:
         try:
             check_model(self.module, self.forward)
         except ModelCheckError as error:
-            raise ConfigError(f"model.path = {self._path!r}: {type(self.module).__name__} {error}") from error
+            raise ConfigError(f"{self._named}: {type(self.module).__name__} {error}") from error
 
     def _checkpoint_layers(self) -> None:
         try:
@@ -265,9 +267,9 @@ class PackedModel:
         if self._shards is not None:
             raise NotImplementedError("a model that several ranks share is loaded from their checkpoint")
         try:
-            self.module.load_state_dict(_load(str(folder)).state_dict())
+            self.module.load_state_dict(_load(str(folder), f"model.path = {str(folder)!r}").state_dict())
         except RuntimeError as error:
-            raise ConfigError(f"{folder}: does not fit the model of model.path = {self._path!r}: {error}") from None
+            raise ConfigError(f"{folder}: does not fit the model of {self._named}: {error}") from None
 
     @torch.no_grad()
     def load_adapter(self, weights: Mapping[str, Tensor]) -> None:
@@ -280,7 +282,7 @@ class PackedModel:
         shapes, found = ({name: t.shape for name, t in each.items()} for each in (masters, weights))
         if weights and shapes != found:
             names = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-            raise ConfigError(f"not an adapter of model.path = {self._path!r} of the run's rank: {names[:3]} differ")
+            raise ConfigError(f"not an adapter of {self._named} of the run's rank: {names[:3]} differ")
         for name, master in masters.items():
             if weights:
                 master.copy_(weights[name])
@@ -355,9 +357,9 @@ def _even_length(module: Any) -> float:
     return num_parameters / (layers * width) if layers * width else math.inf
 
 
-def _load(path: str) -> Any:
+def _load(path: str, named: str) -> Any:
     if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r}: expected a folder with a transformers model (no config.json there)")
+        raise ConfigError(f"{named}: expected a folder with a transformers model (no config.json there)")
     # A run has a view of its own; bars from within would tear it apart.
     transformers_logging.disable_progress_bar()
     try:
@@ -366,9 +368,9 @@ def _load(path: str) -> Any:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         why = "its attention cannot be replaced by the packed one" if IMPLEMENTATION in str(error) else error
-        raise ConfigError(f"model.path = {path!r}: transformers cannot load it: {why}") from error
+        raise ConfigError(f"{named}: transformers cannot load it: {why}") from error
     model, loaded = loading
     if loaded["missing_keys"]:
         # transformers would go on with random values in their place.
-        raise ConfigError(f"model.path = {path!r}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
+        raise ConfigError(f"{named}: lacks the weights {sorted(loaded['missing_keys'])[:3]}")
     return model

@@ -15,6 +15,7 @@ from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch, Plac
 from penstock.consumers.learning.lag import KnownLags, Lags, known_lags, span_lags
 from penstock.consumers.learning.outcome import outcome
 from penstock.consumers.learning.sharing import ALONE, Sharing, shared_out, spread
+from penstock.consumers.learning.trainable import check_taught
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, Segment
 
@@ -59,6 +60,8 @@ def pack(
     masked, as are truncated rollouts with `advantage.truncated = "mask"`, which are not in the denominators either; a
     row with nothing else is left out likewise. With KL in the reward no row is left out.
 
+    With a teacher no group is left out; the advantages are those of the rewards, all 0 if the teacher is alone.
+
     Args:
         every_row: trains on groups without advantage as well, for an objective whose loss is not 0 there.
         sharing: the ranks that the rows are for; `Batch.of_rank` is the part of each.
@@ -67,16 +70,17 @@ def pack(
 
     Raises:
         FutureVersionError: from `lag_of`.
-        RecordError: a row without context.
+        RecordError: a row without context, or without the logprobs of a teacher's server.
         ConfigError: an advantage function that does not fit the batch; see `make_advantage`.
     """
     lags, rewards = known_lags(lag_of), batch_rewards(groups, config.advantage)
-    advantages = make_advantage(config.advantage)(rewards)
+    is_alone = config.teacher is not None and config.teacher.alone
+    advantages = np.zeros(len(rewards.values)) if is_alone else make_advantage(config.advantage)(rewards)
     of_group, first = {}, 0
     for group, own in zip(groups, rewards.by_group(advantages), strict=False):
         of_group[group.index] = first, own.tolist()
         first += len(own)
-    every_row = every_row or config.advantage.kl_coefficient > 0
+    every_row = every_row or config.advantage.kl_coefficient > 0 or config.teacher is not None
     parts = [_rows_of(part, of_group, lags, config, every_row) for part in _parts(groups, config)]
     rows = [row for part in parts for row in part.rows]
     histograms: dict[str, Counter[int]] = {name: Counter() for name in sorted({each.environment for each in groups})}
@@ -233,6 +237,8 @@ def _rows(
             prefix_length = segment.loss_mask[0][0]
             if prefix_length < 1:
                 raise RecordError(f"group {group.index}: loss_mask starts at token 0; see check_trainable")
+            if config.teacher_url is not None:
+                check_taught(group, segment)
             lags = span_lags(segment, lag, config.lag_bound)
             yield _Row(
                 segment=segment,
@@ -332,7 +338,15 @@ def _pack_rows(rows: list[_Row], lag_bound: int) -> MicroBatch:
         row_ids=torch.from_numpy(row_ids),
         rollouts=torch.tensor([row.rollout for row in rows]),
         support=_support([row.segment for row in rows]),
+        teacher_logprobs=_of_teacher([row.segment for row in rows]),
     )
+
+
+def _of_teacher(segments: list[Segment]) -> torch.Tensor | None:
+    found = [segment.teacher_logprobs for segment in segments if segment.teacher_logprobs]
+    if len(found) < len(segments):
+        return None
+    return torch.from_numpy(np.frombuffer(b"".join(found), dtype=np.float32).copy())
 
 
 def _support(segments: list[Segment]) -> Support | None:

@@ -1,5 +1,6 @@
 """From packed tokens to a loss: the policy's logprobs, the correction of the behavior policy, the objective."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ from penstock.consumers.learning.model import BaseOfAdapter, PackedModel
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.rejection import off_policy_rows_kept
 from penstock.consumers.learning.reward_kl import penalized
+from penstock.consumers.learning.teacher import open_teacher, teacher_advantages
 from penstock.schemas.config import ConfigError, RunConfig
 
 TokenGrads = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -30,11 +32,13 @@ class StepConstants:
 
     proximal_logprobs: None if the batch makes one optimizer step, since the current policy is the proximal one then.
     reference_logprobs: None for an objective without a KL term.
+    teacher_logprobs: None without a teacher.
     correction: None if it can be computed from the micro-batch alone.
     """
 
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     correction: Correction | None = None
 
     @property
@@ -49,6 +53,8 @@ class Scored:
     """The detached per-token results of one micro-batch; M sampled tokens.
 
     proximal_logprobs: of the trainer's policy before the first step on the batch, in bypass mode too.
+    advantages: with the teacher's part, if there is a teacher.
+    teacher_divergence: proximal - teacher logprobs; None without a teacher.
     """
 
     loss: Tensor
@@ -57,6 +63,8 @@ class Scored:
     entropy: Tensor
     correction: Correction
     metrics: dict[str, Tensor]
+    advantages: Tensor
+    teacher_divergence: Tensor | None = None
 
 
 class TokenScorer:
@@ -82,6 +90,8 @@ class TokenScorer:
         self._steps_per_batch = config.steps_per_batch
         self._correction = replace(config.correction, max_lag=config.lag_bound)
         self._advantage = config.advantage
+        self._teaching = config.teacher
+        self._teacher = open_teacher(config, model, device, ranks)
         self.reference: PackedModel | BaseOfAdapter | None = None
         """The model of the KL term, frozen; None without one."""
         if not (getattr(objective, "needs_reference", False) or config.advantage.kl_coefficient):
@@ -96,6 +106,7 @@ class TokenScorer:
                 ranks,
                 compiled=config.trainer.compile,
                 frozen=True,
+                field="model.reference" if config.model.reference else "model.path",
             )
             if self.reference.vocabulary != model.vocabulary:
                 raise ConfigError(
@@ -133,7 +144,7 @@ class TokenScorer:
         needs_proximal = (
             self._correction.is_batch_level or self._steps_per_batch > 1 or self._advantage.kl_coefficient > 0
         )
-        if not (needs_proximal or self.reference):
+        if not (needs_proximal or self.reference or self._teaching):
             return [StepConstants()] * len(microbatches)
         constants = []
         for cpu_microbatch in microbatches:
@@ -142,6 +153,7 @@ class TokenScorer:
                 StepConstants(
                     self.logprobs(microbatch)[0] if needs_proximal else None,
                     self.logprobs(microbatch, self.reference)[0] if self.reference else None,
+                    self._teacher_logprobs(microbatch),
                 )
             )
         return constants
@@ -164,7 +176,16 @@ class TokenScorer:
         token_grads = _token_grads(outputs) if token_level and torch.is_grad_enabled() else None
         current, entropy = self.logprobs(microbatch, token_grads=token_grads)
         result, proximal, correction = outputs(_ALL, current, entropy)
-        scored = Scored(result.loss.detach(), proximal, current.detach(), entropy.detach(), correction, result.metrics)
+        scored = Scored(
+            result.loss.detach(),
+            proximal,
+            current.detach(),
+            entropy.detach(),
+            correction,
+            result.metrics,
+            self._advantages(microbatch, constants, _ALL, proximal),
+            None if constants.teacher_logprobs is None else proximal - constants.teacher_logprobs,
+        )
         return result.loss, scored
 
     def logprobs(
@@ -191,14 +212,15 @@ class TokenScorer:
     ) -> tuple[LossOutputs, Tensor, Correction]:
         """The objective over the tokens of `part`; `current` and `entropy` are of those tokens."""
         proximal = current.detach() if constants.proximal_logprobs is None else constants.proximal_logprobs[part]
-        correction = self._correct(microbatch, constants, part, proximal, current.detach())
+        advantages = self._advantages(microbatch, constants, part, proximal)
+        correction = self._correct(microbatch, constants, part, proximal, current.detach(), advantages)
         behavior = microbatch.behavior_logprobs[part]
         inputs = LossInputs(
             current_logprobs=current,
             proximal_logprobs=behavior if self._correction.bypass else proximal,
             behavior_logprobs=behavior,
             importance_weights=correction.weights,
-            advantages=microbatch.advantages[part],
+            advantages=advantages,
             loss_mask=correction.keep_mask,
             entropy=entropy,
             row_ids=microbatch.row_ids[part],
@@ -210,11 +232,28 @@ class TokenScorer:
         )
         return self.objective(inputs), proximal, correction
 
+    def _teacher_logprobs(self, microbatch: MicroBatch) -> Tensor | None:
+        if self._teacher is not None:
+            return self.logprobs(microbatch, self._teacher)[0]
+        return None if self._teaching is None else microbatch.teacher_logprobs
+
+    def _advantages(self, microbatch: MicroBatch, constants: StepConstants, part: slice, proximal: Tensor) -> Tensor:
+        if self._teaching is None or constants.teacher_logprobs is None:
+            return microbatch.advantages[part]
+        teacher = constants.teacher_logprobs[part]
+        return teacher_advantages(microbatch.advantages[part], teacher, proximal, self._teaching)
+
     def _correct(
-        self, microbatch: MicroBatch, constants: StepConstants, part: slice, proximal: Tensor, current: Tensor
+        self,
+        microbatch: MicroBatch,
+        constants: StepConstants,
+        part: slice,
+        proximal: Tensor,
+        current: Tensor,
+        advantages: Tensor,
     ) -> Correction:
         """Over every sampled token: those past the lag bound count for their rows before `max_lag` masks them."""
-        advantages, row_ids = microbatch.advantages[part], microbatch.row_ids[part]
+        row_ids = microbatch.row_ids[part]
         behavior, sampled = microbatch.behavior_logprobs[part], torch.ones_like(microbatch.loss_mask[part])
         if constants.correction is None:
             return correct_sound(
@@ -248,7 +287,13 @@ class TokenScorer:
         if not self._correction.is_batch_level:
             return constants
         own = [
-            (each.proximal_logprobs.cpu(), part.behavior_logprobs, part.lag, part.row_ids, part.advantages)
+            (
+                each.proximal_logprobs.cpu(),
+                part.behavior_logprobs,
+                part.lag,
+                part.row_ids,
+                self._advantages(part.to(self._device), each, _ALL, each.proximal_logprobs).cpu(),
+            )
             for part, each in zip(microbatches, constants, strict=True)
             if each.proximal_logprobs is not None
         ]
@@ -277,7 +322,7 @@ class TokenScorer:
         found = (whole.weights, whole.keep_mask, whole.corrected_mask)
         split = (column[first : first + sum(sizes)].split(sizes) for column in found)
         return [
-            StepConstants(each.proximal_logprobs, each.reference_logprobs, Correction(weights, keep, {}, corrected))
+            dataclasses.replace(each, correction=Correction(weights, keep, {}, corrected))
             for each, weights, keep, corrected in zip(constants, *split, strict=True)
         ]
 

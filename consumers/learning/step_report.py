@@ -52,7 +52,8 @@ class StepReport:
         on by a sample. Those of a skipped step may be NaN or infinite.
     num_tokens_trained: unmasked ones of rows that are trained on, without those of failed mini-batches.
     num_tokens_rejected: of them, those given no weight by the correction in the first epoch.
-    advantages: of each group's siblings, by its index.
+    advantages: of each group's siblings, by its index; without a teacher's part.
+    has_teacher: every group teaches, whatever its advantages are.
     num_optimizer_steps: steps taken.
     skipped_reason: why no optimizer step was taken; None if one was.
     steps_skipped: how many were not taken, by reason.
@@ -70,6 +71,7 @@ class StepReport:
     num_tokens_trained: int
     num_tokens_masked_lag: int
     advantages: Mapping[int, tuple[float, ...]]
+    has_teacher: bool = False
     num_tokens_rejected: int = 0
     num_optimizer_steps: int = 0
     skipped_reason: str | None = None
@@ -86,8 +88,9 @@ class StepReport:
         return len(self.advantages) - sum(map(self.teaches, self.advantages))
 
     def teaches(self, index: int) -> bool:
-        """Whether the group of this index has an advantage other than 0, as it has where its rewards differ."""
-        return any(self.advantages[index])
+        """Whether the group of this index has an advantage other than 0, as it has where its rewards differ, or where
+        there is a teacher."""
+        return self.has_teacher or any(self.advantages[index])
 
     @property
     def counts_as_update(self) -> bool:
@@ -142,7 +145,7 @@ class BatchTally:
             current_logprobs=scored.current_logprobs,
             lag=microbatch.lag,
             threshold=self._config.correction.threshold,
-            advantages=microbatch.advantages,
+            advantages=scored.advantages,
             level=_judged_level(self._config.correction),
             environments=self._environments[microbatch.rollouts[microbatch.row_ids]],
             num_environments=self._num_environments,
@@ -229,6 +232,7 @@ class BatchTally:
             num_tokens_trained=num_trained,
             num_tokens_masked_lag=batch.num_tokens_masked_lag,
             advantages=batch.group_advantages,
+            has_teacher=self._config.teacher is not None,
             num_tokens_rejected=num_rejected,
             num_optimizer_steps=sum(self._taken),
             skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
@@ -295,6 +299,8 @@ def metric_sums(
     """
     mask = microbatch.loss_mask
     own = {"num_tokens": mask.sum(), "entropy": torch.where(mask, scored.entropy, 0.0).sum()}
+    if scored.teacher_divergence is not None:
+        own["teacher_kl"] = torch.where(mask, scored.teacher_divergence, 0.0).sum()
     if first_epoch and scale is None:
         own["num_tokens_trained"] = mask.sum()
         own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()

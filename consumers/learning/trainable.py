@@ -4,14 +4,15 @@ import math
 
 import numpy as np
 
-from penstock.schemas.rollout import RecordError, RolloutGroup
+from penstock.schemas.rollout import RecordError, RolloutGroup, Segment
 
 
-def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
+def check_trainable(group: RolloutGroup, vocabulary: int, *, needs_teacher: bool = False) -> None:
     """Raises RecordError, naming the group, if the trainer cannot reproduce a decoded group's logprobs.
 
     Args:
         vocabulary: rows of the model's head; token ids must be below.
+        needs_teacher: whether it has to have a teacher's logprobs, from its server.
     """
     sampling = group.sampling
     if not 0 <= sampling.temperature < math.inf:
@@ -26,6 +27,8 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
         )
     for rollout in group.rollouts:
         for segment in rollout.segments:
+            if needs_teacher:
+                check_taught(group, segment)
             largest = np.frombuffer(segment.token_ids, dtype=np.int32).max(initial=0)
             if largest >= vocabulary:
                 raise RecordError(
@@ -47,3 +50,11 @@ def check_trainable(group: RolloutGroup, vocabulary: int) -> None:
                 raise RecordError(
                     f"group {group.index}: loss_mask starts at token 0, which has no context to be sampled from"
                 )
+
+
+def check_taught(group: RolloutGroup, segment: Segment) -> None:
+    """Raises RecordError if a group's segment lacks the logprobs of a teacher's server."""
+    if segment.loss_mask and not segment.teacher_logprobs:
+        raise RecordError(
+            f"group {group.index}: no teacher_logprobs, which its producer should have asked of teacher.url"
+        )

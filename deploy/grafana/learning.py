@@ -84,10 +84,10 @@ POLICY = [
         width=6,
     ),
     timeseries(
-        "KL to the reference model",
-        "Per token; empty where the objective has no such term. What is much depends on the task: a steep rise "
-        "without reward is a policy gone astray.",
-        {"reference model": last("penstock_reference_kl_nats")},
+        "KL to the reference model and a teacher",
+        "Per token; empty where the run has none. To the reference: what is much depends on the task, a steep rise "
+        "without reward is a policy gone astray. To a teacher it falls while the policy learns.",
+        {"reference model": last("penstock_reference_kl_nats"), "teacher": last("penstock_teacher_kl_nats")},
         unit="suffix: nats",
         width=6,
     ),

@@ -62,7 +62,8 @@ class RankSetting(NamedTuple):
     """What a rank's memory depends on beside the model.
 
     dtype: `model.dtype`. tokens: of a pass. unsharded: gradients are reduced once an optimizer step. has_reference: a
-    KL term's model is held too. adapter: nothing but so many parameters are trained, of an adapter; None trains all.
+    KL term's model is held too. teacher: parameters of a teacher that is held too. adapter: nothing but so many
+    parameters are trained, of an adapter; None trains all.
     """
 
     ranks: int
@@ -72,6 +73,7 @@ class RankSetting(NamedTuple):
     unsharded: bool = False
     on_cuda: bool = True
     has_reference: bool = False
+    teacher: int = 0
     adapter: int | None = None
 
 
@@ -108,7 +110,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
     gathered all the while        b root                             of one rank b parameters in bfloat16, rounded for a
                                                                      pass, and nothing in float32
     unsharded gradients           4 parameters                       where the ranks add them up once a step
-    reference model               b parameters / N                   where there is one
+    reference model, teacher      b parameters / N                   where there are such, of each its own
     activations                   T (b hidden layers)                the blocks' inputs, with checkpointing
                                   T layers (block's bytes a token)   without
                                   T (3b + 16) hidden                 embeddings, last norm, the head's inputs, gradients
@@ -144,6 +146,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         "gathered all the while": gathered,
         "unsharded gradients": 4 * trained * (setting.unsharded and n > 1),
         "reference model": b * whole * setting.has_reference / n,
+        "teacher": b * setting.teacher / n,
         "activations": kept + tokens * (3 * b + 16) * shape.hidden,
         "a block, or the head": max(phases),
     }
@@ -151,6 +154,7 @@ def rank_bytes(shape: ModelShape, setting: RankSetting) -> dict[str, float]:
         "base model": not has_gradients,
         "unsharded gradients": setting.unsharded,
         "reference model": setting.has_reference,
+        "teacher": setting.teacher > 0,
     }
     return {name: part for name, part in parts.items() if optional.get(name, True)}
 

@@ -6,6 +6,7 @@ too few are left, all of them, beside the trainer. Engines that share a GPU divi
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock.deploy.launch.machine import Gpu, Machine
@@ -16,6 +17,7 @@ from penstock.deploy.launch.memory import (
     adapter_parameters,
     engine_bytes,
     rank_bytes,
+    read_shape,
 )
 from penstock.schemas.config import ConfigError, RunConfig
 
@@ -244,6 +246,9 @@ def _check_fits(shares: Sequence[DeviceShare], available: float, why: str, expec
 def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     trainer = config.trainer
     has_kl = bool(config.objective.kwargs.get("kl_coefficient") or config.advantage.kl_coefficient)
+    teacher = None
+    if config.teacher is not None and config.teacher.model is not None:
+        teacher = read_shape(Path(config.teacher.model))
     setting = RankSetting(
         trainer.num_processes,
         # A longer single segment makes a pass of its own.
@@ -252,6 +257,7 @@ def _rank_needs(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         trainer.gradient_checkpointing,
         unsharded=trainer.gradient_accumulation == "unsharded" and trainer.num_processes > 1,
         has_reference=config.model.reference is not None or (has_kl and config.lora is None),
+        teacher=0 if teacher is None else teacher.parameters,
         adapter=None if config.lora is None else adapter_parameters(shape, config.lora),
     )
     return rank_bytes(shape, setting)

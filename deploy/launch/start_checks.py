@@ -31,6 +31,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _BYTES_PER_SPAN = 0.1
 """Of a sampled token's version span."""
 _BYTES_PER_CONTEXT_TOKEN = 4
+_BYTES_PER_TEACHER_LOGPROB = 4
 _BYTES_PER_ROLLOUT = 512
 """Spans, reward, field names, and the overhead of Redis."""
 
@@ -128,12 +129,17 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless objective, advantage function and curriculum can be made and fit. Imports torch."""
+    """Raises ConfigError unless objective, advantage function and curriculum can be made and fit, and a teacher has the
+    model's vocabulary. Imports torch."""
     from penstock.consumers.learning import advantages, interfaces
     from penstock.consumers.stream import ledger, tasks
 
     advantages.check_advantage(config.advantage)
     tasks.TaskPlan(config, ledger.Ledger())
+    if config.teacher is not None and config.teacher.model is not None:
+        from penstock.consumers.learning.teacher import check_vocabularies  # imports transformers too
+
+        check_vocabularies(config.model.path, config.teacher.model)
     interfaces.check_objective(config, construct(config.objective, "objective", interfaces.Objective))
 
 
@@ -249,6 +255,7 @@ def estimated_group_bytes(config: RunConfig) -> int:
     sampled = config.max_tokens
     context = max(0, (config.engine.max_model_len or 2 * sampled) - sampled)
     per_sampled = config.sampling.token_bytes + _BYTES_PER_SPAN
+    per_sampled += _BYTES_PER_TEACHER_LOGPROB * (config.teacher_url is not None)
     rollout = per_sampled * sampled + _BYTES_PER_CONTEXT_TOKEN * context + _BYTES_PER_ROLLOUT
     return int(config.group_size * rollout)
 

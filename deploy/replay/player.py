@@ -158,10 +158,10 @@ def play(
         head, recorded = record.batch(at)
         lag_of = LagTable(head.policy_version, header.forks, header.announced)
         try:
-            groups = [each.decode() for each in recorded]
+            batch = learner.pack([each.decode() for each in recorded], lag_of)
         except RecordError as error:
             raise RecordReadError(f"{at.file.path}: batch {head.position}: {error}") from error
-        yield _played(variant.name, head, learner.step(learner.pack(groups, lag_of)))
+        yield _played(variant.name, head, learner.step(batch))
 
 
 def recorded_updates(record: Record, batches: list[BatchAt]) -> list[Played]:

@@ -10,7 +10,8 @@ import msgspec
 
 from penstock.schemas.config import ConfigError, RunConfig, config_of
 
-SECTIONS = ("objective", "correction", "advantage", "trainer", "model", "mode", "max_lag", "num_updates", "seed")
+_TABLES = ("objective", "correction", "advantage", "trainer", "model", "teacher")
+SECTIONS = (*_TABLES, "mode", "max_lag", "num_updates", "seed")
 """The parts of a run file that a training step of a given batch depends on: `trainer.decay` reads `num_updates`, the
 split into mini-batches reads `seed`."""
 OWN = "own"

@@ -66,6 +66,7 @@ FIGURES = (
     lag_panels.masked_by_lag,
     panels.clip_fractions,
     panels.reference_kl,
+    panels.teacher_kl,
     panels.entropy,
     panels.grad_norm,
     panels.learning_signal,

@@ -252,6 +252,15 @@ def reference_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
 
 
 @figure(
+    "KL to the teacher by update",
+    "How far the policy is from its teacher on its own samples: it falls while it learns, and levels off at what the "
+    "policy cannot do.",
+)
+def teacher_kl(telemetry: RunTelemetry, ax: Axes) -> bool:
+    return by_update(telemetry, ax, [("teacher_kl", TEAL, "KL")], "KL (nats per token)")
+
+
+@figure(
     "Entropy by update",
     "It should fall slowly while the reward rises; a plunge to 0 before that is a policy that stopped exploring.",
 )

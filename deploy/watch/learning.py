@@ -17,6 +17,7 @@ _ROWS = (
     ("entropy (nats)", "entropy"),
     ("KL to behavior", "rollout_correction/k3_kl"),
     ("KL to reference", "reference_kl"),
+    ("KL to teacher", "teacher_kl"),
     ("clip fraction", "policy_clipped_frac"),
     ("gradient norm", "grad_norm"),
     ("learning rate", "learning_rate"),

@@ -11,15 +11,16 @@ import msgspec
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
+from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.claims import Claims
-from penstock.producers.stream.context import ProducerContext
+from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
-from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, EngineFingerprint, RolloutGroup
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ ENDED_KEPT = 4096
 """The number of ended rollouts that are remembered, to be told from unknown ones."""
 GROUP_BYTES = 64 * 1024
 """The part of a group's entry reserved for what is neither prompt nor rollout."""
+TEACHER_S = 3.0
+"""How long a stopping producer waits for a teacher's logprobs of what agents have finished."""
 LEAST_SHORT_GROUP = 2
 """The fewest finished rollouts with which a stopping producer appends a group: a single reward has no baseline."""
 
@@ -76,6 +79,9 @@ class Agents:
         self._table = table
         self._weights = weights
         self._writer = writer
+        self._teacher = context.teacher
+        self._with_teacher: set[asyncio.Task[None]] = set()
+        """The groups that wait for the teacher's logprobs."""
         self._fingerprint = fingerprint
         self._pass_on = pass_on
         self._metrics = context.metrics
@@ -171,11 +177,13 @@ class Agents:
                 self._metrics.in_flight.set(len(self._table))
 
     async def drain(self) -> None:
-        """Takes no more openings; waits until no rollout is open."""
+        """Takes no more openings; waits until no rollout is open and the teacher has scored what is finished."""
         self._is_closing = True
         while self._open:
             self._changed.clear()
             await self._changed.wait()
+        while self._with_teacher:
+            await asyncio.wait(self._with_teacher)
 
     async def close(self, *, append: bool) -> None:
         """Ends everything that is open. With `append`, groups with enough finished rollouts are appended; the claims of
@@ -191,6 +199,9 @@ class Agents:
                     if rollout.is_open:
                         self.give_up(rollout, "producer stopped", complete=False)
                 self._groups.remove(group)
+        if append and self._with_teacher:
+            await asyncio.wait(self._with_teacher, timeout=TEACHER_S)
+        await cancel_and_wait(self._with_teacher)
 
     def _with_place(self) -> AgentGroup | None:
         return next((group for group in self._groups if group.has_place), None)
@@ -245,7 +256,8 @@ class Agents:
         left = MAX_ENTRY_BYTES - GROUP_BYTES - num_bytes
         if left < self._group_size:
             raise ValueError(f"{num_bytes:,} bytes encoded, which leave no room for rollouts in a stream entry")
-        return left // self._group_size
+        # A teacher adds 4 bytes to each sampled token's 8 or more.
+        return left // self._group_size * 2 // (2 if self._teacher is None else 3)
 
     def give_up(self, rollout: AgentRollout, reason: str, *, complete: bool = True) -> None:
         """Ends a rollout without a reward. complete: whether this may complete its group."""
@@ -280,13 +292,29 @@ class Agents:
         self._groups.remove(group)
         try:
             outcome = group.outcome(self._producer_id, self._fingerprint)
-            if self._writer.put(group.claim, outcome) and not isinstance(outcome, Dead):
-                self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
+            if self._teacher is None or isinstance(outcome, Dead):
+                self._append(group.claim, outcome)
+            else:
+                scoring = asyncio.create_task(self._append_scored(group.claim, outcome, self._teacher))
+                self._with_teacher.add(scoring)
+                scoring.add_done_callback(self._with_teacher.discard)
         except Exception as error:  # as in the producer's loop: one group never ends the others, nor keeps its claim
             self._writer.put(group.claim, Dead.of("producer", error))
         if missing := group.missing():
             log.warning("%s is short: %s", group.claim, missing)
             self._events.write("short_group", index=group.claim.index, finished=group.num_finished, missing=missing)
+
+    async def _append_scored(self, claim: Claim, group: RolloutGroup, teacher: Teacher) -> None:
+        try:
+            self._append(claim, await teacher(group))
+        except TeacherError as error:
+            self._append(claim, Dead(f"teacher: {error}", error.__cause__, group))
+        except Exception as error:
+            self._append(claim, Dead.of("producer", error, group))
+
+    def _append(self, claim: Claim, outcome: RolloutGroup | Dead) -> None:
+        if self._writer.put(claim, outcome) and not isinstance(outcome, Dead):
+            self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
 
 
 def _later(status: int, message: str, code: str) -> ApiError:

@@ -14,6 +14,8 @@ from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.sampling import request_seed, sample
 from penstock.producers.rollout.scoring import RewardScorer
+from penstock.producers.rollout.teacher import TeacherError
+from penstock.producers.stream.context import Teacher
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
@@ -36,6 +38,7 @@ class Episodes:
     """Runs claims, many concurrently: they share nothing but the engine, the tokenizer and the scorers.
 
     tokenizer: a transformers tokenizer of the model.
+    teacher: scores what is trained on; None in a run without a teacher's server.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Episodes:
         environments: RunEnvironments,
         tokenizer: Any,
         engine: Engine,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config = config
         self._environments = environments
         self._tokenizer = tokenizer
         self._engine = engine
         self._scorers = {each.name: RewardScorer(each.rewards, config.reward) for each in environments}
+        self._teacher = teacher
         self._producer_id = producer_id
         self._metrics = metrics
         self._deadline_s = config.producers.generation_deadline_s
@@ -112,11 +117,15 @@ class Episodes:
                 facts = [facts_of(one, num_tokens, limit) for one in completions]
                 rewards = await self._scorers[source.name].score(prompt, self._decode(completions), facts)
                 scored = zip(group.rollouts, rewards, strict=True)
+                group = replace(group, rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in scored))
+                if self._teacher is not None and not evaluation:
+                    group = await self._teacher(group)
                 return replace(
                     group,
-                    rollouts=tuple(replace(rollout, reward=reward) for rollout, reward in scored),
                     timings=Timings(claimed_s=claim.claimed_s, generated_s=generated_s, appended_s=time.time()),
                 )
+        except TeacherError as error:
+            return Dead(f"teacher: {error}", error.__cause__, group)
         except RewardError as error:
             self._metrics.reward_errors.inc()
             return Dead(f"reward: {error}", error.__cause__, group)

@@ -27,6 +27,16 @@ class RewardError(ValueError):
     """A reward function raised (`__cause__`), or returned something that is no finite number."""
 
 
+def explained(error: Exception, tries: int = 1, kind: type[RewardError] = RewardError) -> RewardError:
+    """The error as one of this kind, that names it and how often it was tried; a RewardError as it is."""
+    if isinstance(error, RewardError):
+        return error
+    tried = f" (tried {tries} times)" if tries > 1 else ""
+    found = kind(f"{type(error).__name__}: {error}{tried}")
+    found.__cause__ = error
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardCall:
     """One call of a reward function, and the completions that it scores: one, or those of a whole group."""
@@ -55,12 +65,7 @@ class RewardCall:
         """The error of a group; the user's own is its cause, with a note of the completion that it arose from."""
         of = f"a group of {len(self.completions)}, the first: " if self.is_of_group else "the completion "
         error.add_note(f"while scoring {of}{self.completions[0][:200]!r}")
-        if isinstance(error, RewardError):
-            return error
-        tried = f" (tried {tries} times)" if tries > 1 else ""
-        explained = RewardError(f"{type(error).__name__}: {error}{tried}")
-        explained.__cause__ = error
-        return explained
+        return explained(error, tries)
 
 
 @dataclass(frozen=True, kw_only=True)

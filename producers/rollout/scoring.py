@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import TypeVar
 
 from penstock.producers.interfaces import RolloutFacts
 from penstock.producers.rollout.rewards import RewardCall, RewardComponent, RewardError, weighted
-from penstock.schemas.config import RewardConfig
+from penstock.schemas.config import RewardConfig, TeacherConfig
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.prompt import Prompt, Reward
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.25
 """Before the first retry of a coroutine; each further one waits twice as long."""
 
+T = TypeVar("T")
 Scores = tuple[Reward, ...]
 
 
@@ -89,22 +91,42 @@ class _Awaited:
         """Nothing is left: each call is awaited or cancelled by the one who scores."""
 
     async def _await(self, call: RewardCall) -> Scores:
-        tries, num_tries = 0, 1 + self._limits.retries
-        while True:
-            tries += 1
-            limit = asyncio.timeout(self._limits.timeout_s)
-            try:
-                async with self._slots, limit:
-                    found = await call.function()
-                return call.checked(found)
-            except Exception as error:  # user code: any exception becomes the group's reason
-                late = TimeoutError(f"no answer within {self._limits.timeout_s} s (reward.timeout_s)")
-                failure = call.failure(late if limit.expired() else error, tries)
-                if isinstance(error, RewardError) or tries == num_tries:
-                    break
-            log.warning("reward: try %d of %d: %s", tries, num_tries, failure)
-            await asyncio.sleep(RETRY_PAUSE_S * 2 ** (tries - 1))
-        raise failure
+        async def once() -> Scores:
+            return call.checked(await call.function())
+
+        return await tried("reward", once, call.failure, self._limits, self._slots)
+
+
+async def tried(
+    section: str,
+    function: Callable[[], Awaitable[T]],
+    failure: Callable[[Exception, int], RewardError],
+    limits: RewardConfig | TeacherConfig,
+    slots: asyncio.Semaphore,
+) -> T:
+    """Awaits a call, and after a failure one more, up to `limits.retries` times.
+
+    section: of the run file, for messages. failure: makes of what was raised, and the number of tries, the error.
+    slots: calls at once.
+
+    Raises:
+        RewardError: from the call, at once: its answer is of no use. Or the `failure` of the last try.
+    """
+    tries, num_tries = 0, 1 + limits.retries
+    while True:
+        tries += 1
+        limit = asyncio.timeout(limits.timeout_s)
+        try:
+            async with slots, limit:
+                return await function()
+        except Exception as error:  # user code: any exception becomes the group's reason
+            late = TimeoutError(f"no answer within {limits.timeout_s} s ({section}.timeout_s)")
+            failed = failure(late if limit.expired() else error, tries)
+            if isinstance(error, RewardError) or tries == num_tries:
+                break
+        log.warning("%s: try %d of %d: %s", section, tries, num_tries, failed)
+        await asyncio.sleep(RETRY_PAUSE_S * 2 ** (tries - 1))
+    raise failed
 
 
 class _Group:

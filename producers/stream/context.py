@@ -1,5 +1,6 @@
 """The state that all parts of one producer share."""
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.producers.observe.event_log import EventLog
@@ -7,6 +8,10 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
+from penstock.schemas.rollout import RolloutGroup
+
+Teacher = Callable[[RolloutGroup], Awaitable[RolloutGroup]]
+"""Adds a teacher's logprobs to a finished group, or raises TeacherError."""
 
 
 class ProducerContext:
@@ -14,6 +19,7 @@ class ProducerContext:
 
     runs: the folder of all runs' folders; this run's may be missing on this host.
     metrics_port: of this process; 0 if nothing serves its metrics.
+    teacher: None in a run without a teacher's server.
     """
 
     def __init__(
@@ -25,6 +31,7 @@ class ProducerContext:
         connection: ProducerConnection,
         metrics: ProducerMetrics,
         metrics_port: int = 0,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config = config
         self.producer_id = producer_id
@@ -32,4 +39,5 @@ class ProducerContext:
         self.connection = connection
         self.metrics = metrics
         self.metrics_port = metrics_port
+        self.teacher = teacher
         self.events = EventLog(config.folder(runs), producer_id)

@@ -21,6 +21,7 @@ from penstock.deploy.launch.command_line import find_run_file
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.operate import commands as operate
 from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
+from training_groups import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ("released", "trained", "skipped", "dead", "cancelled")
@@ -399,7 +400,8 @@ def test_a_file_wins_over_the_shipped_run_file_of_its_name(capsys, tmp_path):
 def test_a_name_of_no_run_file_is_refused_with_the_names_that_there_are(capsys, command):
     line = refused(capsys, command, "dmo")
     assert (
-        line == "penstock: dmo: no such file; expected a run file or one of those shipped: calculator, demo-lora, demo"
+        line == "penstock: dmo: no such file; expected a run file or one of those shipped: calculator, demo-distill, "
+        "demo-lora, demo"
     )
 
 
@@ -428,3 +430,13 @@ def test_a_dry_run_refuses_an_adapter_that_the_model_has_no_layers_for(capsys, m
     )
     assert "lora.rank = 0: Expected `int` >= 1" in refused(capsys, *adapter, "lora.rank=0")
     assert "dropout = 0.5: expected 0.0" in refused(capsys, *adapter, "lora.dropout=0.5")
+
+
+def test_a_dry_run_compares_the_teachers_vocabulary_with_the_models(capsys, model_folder, tmp_path):
+    for folder, more in ((model_folder, ()), (tmp_path / "same", ()), (tmp_path / "other", ("<more>",))):
+        tiny_tokenizer(folder, *more)
+    taught = ["run", "demo-distill", "--dry-run", "--set", f"model.path={model_folder}", "--set"]
+    assert cli.main([*taught, f"teacher.model={tmp_path / 'same'}"]) == 0
+    capsys.readouterr()
+    assert "another vocabulary than that of model.path" in refused(capsys, *taught, f"teacher.model={tmp_path}/other")
+    assert "teacher.model = 'nowhere': no such folder" in refused(capsys, *taught, "teacher.model=nowhere")

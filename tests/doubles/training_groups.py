@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from penstock.deploy.demo.char_tokenizer import build_tokenizer
 from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
@@ -114,3 +115,8 @@ def random_group(
 def lag_from(current: int) -> Any:
     """Lags of one line of policies."""
     return lambda version: current - version
+
+
+def tiny_tokenizer(folder: Path, *more: str) -> None:
+    """Saves a tokenizer of a token a character, and of `more`, beside a model."""
+    build_tokenizer(64, special=more).save_pretrained(folder)

@@ -1,5 +1,7 @@
 """The group whose encodings are kept as golden payloads: two siblings, the second of two turns."""
 
+from msgspec.structs import replace
+
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     EngineFingerprint,
@@ -68,3 +70,15 @@ def group(index: int = 41) -> RolloutGroup:
 
 
 AT_TEMPERATURE_1 = SamplingSettings(temperature=1.0, max_tokens=16)
+
+
+def taught_group() -> RolloutGroup:
+    """The group with the logprobs of a teacher's server."""
+    plain = group()
+    (one,), (two,) = (rollout.segments for rollout in plain.rollouts)
+    taught = (
+        replace(one, teacher_logprobs=pack_floats([-0.25, -3.5, -0.125])),
+        replace(two, teacher_logprobs=pack_floats([-0.5, -1.0, -0.0625, -9.0])),
+    )
+    rollouts = (replace(each, segments=(own,)) for each, own in zip(plain.rollouts, taught, strict=True))
+    return replace(plain, rollouts=tuple(rollouts))

@@ -252,7 +252,12 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("sampling.top_p=0.0", r"sampling.top_p = 0.0: expected more than 0, and at most 1"),
         ("sampling.temperature=-1.0", r"sampling.temperature = -1.0: expected 0 or more"),
         ("sampling.temperature=nan", r"sampling.temperature = nan: expected 0 or more, and finite"),
-        ("group_size=1", r"group_size = 1: Expected `int` >= 2"),
+        ("group_size=0", r"group_size = 0: Expected `int` >= 1"),
+        ("group_size=1", r"group_size = 1: expected 2 or more siblings, whose rewards are compared, or a \[teacher\] "),
+        ("teacher={}", r"teacher = {}: model, url: neither is there; expected one of the two"),
+        ("teacher={model='m', url='http://h/v1'}", r"model, url: both are there; expected one of the two"),
+        ("teacher.url='http://u:k@h/v1'", r"teacher.url = 'http://u:k@h/v1': Expected `str` matching"),
+        ("teacher={model='m', coefficient=0.0}", r"teacher.coefficient = 0.0: Expected `float` > 0.0"),
         ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` < 1.0"),
         ("trainer.betas=[1.0,0.95]", r"trainer.betas\[0\] = 1.0: Expected `float` < 1.0"),
         ("parity.gate=maybe", r"parity.gate = 'maybe': expected one of 'refuse', 'warn', 'off'"),
@@ -268,6 +273,42 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
 def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(run_file, override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(run_file, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["batch.fill=with_variance"],
+            r"batch.fill = 'with_variance' with \[teacher\]: groups whose rewards are equal",
+        ),
+        (["advantage.kl_coefficient=0.1"], r"advantage.kl_coefficient = 0.1 with teacher.alone = true: no reward"),
+        (["advantage.path=a:B"], r"advantage.path = 'a:B' with teacher.alone = true"),
+        (
+            ["advantage.truncated=penalize", "advantage.truncated_reward=0.0"],
+            r"advantage.truncated_reward = 0.0 with teacher.alone = true",
+        ),
+        (["group_size=1", "teacher.alone=false"], r"group_size = 1: expected 2 or more siblings"),
+        (
+            ["teacher={url='http://h:1/v1'}", "sampling.temperature=0.7"],
+            r"teacher.url = 'http://h:1/v1' with sampling.temperature = 0.7, .* 1.0, 0 and 1.0, or teacher.model",
+        ),
+        (
+            ["teacher={url='http://h:1/v1'}", "sampling.top_k=5"],
+            r"sampling.top_k = 5, sampling.top_p = 1.0: a server's",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_teacher_is_refused(run_file, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, ["teacher.model=m", *overrides])
+
+
+def test_a_teacher_goes_with_what_it_leaves_to_do(run_file):
+    config = load_config(run_file, ["teacher.model=m", "group_size=1", "advantage.truncated=mask", "sampling.top_k=5"])
+    assert config.teacher.alone and config.teacher_url is None
+    beside = ["teacher.model=m", "teacher.alone=false", "advantage.kl_coefficient=0.1", "sampling.temperature=0.7"]
+    assert not load_config(run_file, beside).teacher.alone
 
 
 def test_raw_logprobs_with_a_temperature_are_refused(run_file):

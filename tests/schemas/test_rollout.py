@@ -54,6 +54,8 @@ def test_payloads_of_schema_version_1_still_decode(file):
 
 def test_today_s_encoder_writes_the_golden_payload():
     assert encode_group(wire_examples.group()) == (WIRE / "group_v1_task.msgpack").read_bytes()
+    golden = (WIRE / "group_v1_teacher.msgpack").read_bytes()
+    assert encode_group(wire_examples.taught_group()) == golden and decode_group(golden) == wire_examples.taught_group()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,8 @@ def test_4096_tokens_take_at_most_8_1_bytes_each():
         ({"version_spans": (VersionSpan(7, 3, 5),)}, r"version_spans .* do not tile loss_mask"),
         ({"version_spans": (VersionSpan(-2, 3, 6),)}, r"version -2, expected -1 \(unknown\) or more"),
         ({"sampling_mask": (b"",)}, r"sampling_mask: 1 entries for 3 sampled tokens"),
+        ({"teacher_logprobs": b""}, r"teacher_logprobs: 0 bytes for 3 sampled tokens, expected 12"),
+        ({"teacher_logprobs": pack_floats([-1.0] * 4)}, r"teacher_logprobs: 16 bytes for 3 sampled tokens"),
     ],
 )
 def test_a_segment_that_disagrees_with_itself_is_refused_on_both_sides(changes, message):
@@ -135,6 +139,8 @@ def test_a_segment_that_disagrees_with_itself_is_refused_on_both_sides(changes, 
         ({"behavior_logprobs": pack_floats([-0.5, float("-inf"), -1])}, r"behavior_logprobs holds a value that is not"),
         ({"behavior_logprobs": pack_floats([-0.5, 0.5, -1])}, r"behavior_logprobs: 0.5, expected at most 0"),
         ({"token_ids": pack_ids([1, 2, 3, -4, 5, 6])}, r"token_ids: -4, expected 0 or more"),
+        ({"teacher_logprobs": pack_floats([-0.5, float("nan"), -1])}, r"teacher_logprobs holds a value that is not"),
+        ({"teacher_logprobs": pack_floats([-0.5, 0.5, -1])}, r"teacher_logprobs: 0.5, expected at most 0"),
     ],
 )
 def test_numbers_that_are_no_ids_or_logprobs_are_refused_by_the_reader(changes, message):

@@ -14,11 +14,12 @@ from penstock.schemas.config import (
     ModelConfig,
     Plug,
     RunConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
-from training_groups import configuration, group_of, random_group, segment, tiny_model
+from training_groups import configuration, group_of, random_group, segment, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -42,6 +43,8 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         **changes: Any,
     ) -> RunConfig:
         path = str(folder / model)
+        if "teacher" in changes:
+            changes["teacher"] = TeacherConfig(model=str(folder / "untied"), **changes["teacher"])
         reference = reference and str(folder / reference)
         model_config = ModelConfig(path=path, dtype=dtype, reference=reference, reference_every=reference_every)
         return configuration(path, **{"trainer": _trainer(), "record": True} | changes | {"model": model_config})
@@ -64,6 +67,8 @@ def _configs(folder: Path) -> dict[str, RunConfig]:
         "lora-bfloat16": run(
             dtype="bfloat16", lora=LORA, objective=kl, trainer=_trainer(learning_rate=1.0, optimizer=SGD)
         ),
+        "teacher": run(teacher={}),
+        "beside": run(teacher={"alone": False}, correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "normalized": run(correction=CorrectionConfig(mode="token_truncate", batch_normalize=True)),
         "m2": run(correction=CorrectionConfig(mode="none", m2_budget=0.004)),
         "marked": run(objective=Plug(path="rank_work:Marked"), trainer=_trainer(num_minibatches=2)),
@@ -89,6 +94,8 @@ def found(folder: Path) -> dict[int, dict[str, Trained]]:
     """By the number of ranks."""
     tiny_model(folder / "tied")
     tiny_model(folder / "untied", tied=False, seed=1)
+    for name in ("tied", "untied"):
+        tiny_tokenizer(folder / name)
     configs, batches = _configs(folder), _batches()
     work = configs, {name: batches if name == "plain" else batches[:4] for name in configs}
     return {size: on_ranks(size, train, *work, folder=folder / str(size))[0] for size in (1, *SIZES)}

@@ -7,7 +7,7 @@ import torch
 from penstock.consumers.learning.batch import MicroBatch, Support
 from penstock.consumers.learning.packing import pack
 from penstock.consumers.learning.trainable import check_trainable
-from penstock.schemas.config import AdvantageConfig, RunConfig, TrainerConfig
+from penstock.schemas.config import AdvantageConfig, RunConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.rollout import RecordError, RolloutGroup, unpack_floats, unpack_ids
 from training_groups import VOCABULARY, configuration, group_of, lag_from, random_group, segment
@@ -312,6 +312,16 @@ def test_a_distribution_with_penalties_is_refused(penalty) -> None:
     changed = msgspec.structs.replace(group, sampling=msgspec.structs.replace(group.sampling, **{penalty: 0.5}))
     with pytest.raises(RecordError, match=rf"group 4: sampled with .*{penalty} 0\.5.*; the trainer reproduces"):
         check_trainable(changed, VOCABULARY)
+
+
+def test_a_group_without_the_logprobs_of_its_teachers_server_is_refused() -> None:
+    group = random_group(4, 0)
+    check_trainable(group, VOCABULARY)
+    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs, which its producer should have asked of"):
+        check_trainable(group, VOCABULARY, needs_teacher=True)
+    served = configuration("none", teacher=TeacherConfig(url="http://127.0.0.1:1/v1"))
+    with pytest.raises(RecordError, match=r"group 4: no teacher_logprobs"):
+        pack([group], lag_from(7), served)
 
 
 def test_a_tile_of_a_support_is_that_of_its_tokens_and_ids() -> None:

@@ -8,7 +8,7 @@ import pytest
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.packing import pack
 from penstock.schemas.config import load_config
-from training_groups import lag_from, random_group, tiny_model
+from training_groups import lag_from, random_group, tiny_model, tiny_tokenizer
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 FILES = sorted((*DEPLOY.glob("runs/*.toml"), *DEPLOY.glob("kubernetes/**/*.toml")))
@@ -21,6 +21,13 @@ def test_a_shipped_run_file_makes_an_update(tmp_path, file) -> None:
     config = load_config(file)
     assert Path(config.model.path).name in QWEN3
     tiny_model(tmp_path, tied=config.model.path.endswith("4B"))
+    if config.teacher is not None:
+        assert config.teacher.model == "runs/models/adder"
+        tiny_model(tmp_path / "teacher", seed=1)
+        tiny_tokenizer(tmp_path)
+        tiny_tokenizer(tmp_path / "teacher")
+        teacher = msgspec.structs.replace(config.teacher, model=str(tmp_path / "teacher"))
+        config = msgspec.structs.replace(config, teacher=teacher)
     config = msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, path=str(tmp_path)),

@@ -38,7 +38,7 @@ NEITHER_GOOD_NOR_BAD = {
     ("learning.json", "Spread of the reward"),
     ("learning.json", "Completion length"),
     ("learning.json", "Entropy"),
-    ("learning.json", "KL to the reference model"),
+    ("learning.json", "KL to the reference model and a teacher"),
     ("learning.json", "Learning rate"),
     ("learning.json", "Loss"),
     ("learning.json", "Optimizer steps"),

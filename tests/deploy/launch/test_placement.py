@@ -1,5 +1,6 @@
 """Every part of a run gets its GPUs by a plain rule, and what does not fit them is refused with its sum."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from docs.sizing import SHAPES
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Gpu, Machine
-from penstock.deploy.launch.memory import ModelShape
+from penstock.deploy.launch.memory import ModelShape, read_shape
 from penstock.deploy.launch.placement import Placement, place
 from penstock.schemas.config import ConfigError, RunConfig, load_config
 
@@ -242,6 +243,18 @@ def test_a_refusal_comes_before_anything_is_started(capsys, monkeypatch, model_f
 def test_the_reference_of_a_kl_term_counts(tables):
     (trainer, *_), (without, *_) = (place(config(**each), machine(3), SHAPE).shares for each in (tables, {}))
     assert trainer.num_bytes - without.num_bytes == trainer.needs["reference model"] == 2 * SHAPE.parameters
+
+
+def test_a_teacher_in_the_trainer_counts_by_its_own_shape(tmp_path):
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 151936}))
+    taught = config(teacher={"model": str(tmp_path)})
+    (trainer, *_), (without, *_) = (place(each, machine(3), SHAPE).shares for each in (taught, config()))
+    teacher = read_shape(tmp_path)
+    assert teacher is not None and teacher.parameters > 300e6
+    assert trainer.num_bytes - without.num_bytes == trainer.needs["teacher"] == 2 * teacher.parameters
+    asked = config(teacher={"url": "http://127.0.0.1:1/v1"})
+    assert "teacher" not in place(asked, machine(3), SHAPE).shares[0].needs
 
 
 def test_an_adapter_s_trainer_holds_the_base_once_and_no_gradients_of_it():

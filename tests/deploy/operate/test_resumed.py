@@ -1,8 +1,10 @@
 """What a run is continued from is checked before anything starts."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
@@ -10,7 +12,8 @@ from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine
 from penstock.deploy.launch.run_folder import save_run_file
-from penstock.schemas.config import EnvironmentConfig, LoraConfig
+from penstock.deploy.operate.resumed import check_resumed
+from penstock.schemas.config import ConfigError, EnvironmentConfig, LoraConfig, TeacherConfig
 from training_groups import configuration, tiny_model
 
 ARITHMETIC = EnvironmentConfig(path="penstock.producers.environments.arithmetic:Arithmetic", kwargs={"width": 2})
@@ -40,3 +43,14 @@ def test_a_resumed_adapter_of_another_base_or_scale_is_refused_before_anything_s
     assert "lora.rank = 4: the adapter in " in resumed("lora.rank=4")
     tiny_model(tmp_path / "other", seed=1)
     assert "holds an adapter of another base: digest" in resumed(f"model.path={tmp_path / 'other'}")
+
+
+def test_a_run_that_began_without_a_teachers_server_is_not_continued_with_one(tmp_path):
+    config = configuration("m", name="r", environment=ARITHMETIC)
+    served = msgspec.structs.replace(config, teacher=TeacherConfig(url="http://127.0.0.1:1/v1"))
+    held = msgspec.structs.replace(config, teacher=TeacherConfig(model="t"))
+    for before, after, is_refused in ((config, served, True), (held, served, True), (served, served, False)):
+        save_run_file(before, tmp_path / "r")
+        with pytest.raises(ConfigError, match="the run began without") if is_refused else nullcontext():
+            check_resumed(after, tmp_path)
+    check_resumed(held, tmp_path)

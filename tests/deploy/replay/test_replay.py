@@ -14,12 +14,12 @@ import pytest
 from penstock.consumers.learning.learner import Learner
 from penstock.deploy import cli
 from penstock.deploy.replay import command
-from penstock.schemas.config import LoraConfig, RecordingConfig, TrainerConfig
+from penstock.schemas.config import LoraConfig, RecordingConfig, TeacherConfig, TrainerConfig
 from penstock.schemas.record_reader import Record
 from rank_processes import command_on_ranks, log_of, on_ranks
 from rank_work import record_updates
 from recorded_training import RecordedTraining, settings
-from training_groups import tiny_model
+from training_groups import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -332,3 +332,27 @@ def test_a_run_of_an_adapter_is_played_bit_for_bit_from_its_record_and_from_a_ch
     assert status == 0, err
     assert "are those of the run, bit for bit, at all 3 updates" in out
     assert losses(training, "1", "own") == training.losses
+
+
+def test_a_run_with_a_teacher_is_played_bit_for_bit_and_any_run_with_one(tmp_path, model, capsys):
+    teacher = tmp_path / "teacher"
+    tiny_model(teacher, seed=4)
+    for folder in (model, teacher):
+        tiny_tokenizer(folder)
+    training = RecordedTraining(tmp_path / "runs" / "test", model)
+    training.train(2)
+    with_teacher = ["--set", f"teacher.model={teacher}", "--set", "teacher.alone=false", "--name", "tried"]
+    status, _, err = replay(capsys, training, *with_teacher)
+    assert status == 0, err
+    assert all("teacher_kl" in line for line in lines(training, "tried", "set"))
+    assert losses(training, "tried", "set") != training.losses
+    status, _, err = replay(capsys, training, "--set", "teacher.url=http://127.0.0.1:1/v1")
+    assert status == 2 and "batch 0: group 1: no teacher_logprobs, which its producer should have asked of" in err
+
+    taught = RecordedTraining(tmp_path / "taught" / "test", model)
+    taught.train(2, config=settings(model, teacher=TeacherConfig(model=str(teacher))))
+    taught.train(2, config=settings(model, teacher=TeacherConfig(model=str(teacher), coefficient=0.5)))
+    for start in ([], ["--from", taught.checkpoints[0]]):
+        status, out, err = replay(capsys, taught, *start)
+        assert status == 0, err
+        assert "are those of the run, bit for bit, at all" in out

@@ -74,6 +74,7 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         key: str | None = None,
         endpoint: EndpointConfig | None = QUICK_ENDPOINT,
         environment: Any = None,
+        teacher: Any = None,
         **changes: Any,
     ) -> Served:
         fields = {"producers": QUICK, "sampling": SamplingConfig(max_tokens=200), "endpoint": endpoint, **changes}
@@ -89,7 +90,12 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         engine = engine or ScriptedEngine(script=tool_user(), max_model_len=4096)
         environment, metrics = environment or Numbers(), ProducerMetrics()
         context = ProducerContext(
-            config, runs=tmp_path, producer_id=producer_id, connection=connect(server), metrics=metrics
+            config,
+            runs=tmp_path,
+            producer_id=producer_id,
+            connection=connect(server),
+            metrics=metrics,
+            teacher=teacher,
         )
         environments = several(config, by_name) if by_name else alone(config, environment)
         producer = Producer(context, engine, environments, tokenizer_of("chatml"), answer_parser=TaggedCalls())

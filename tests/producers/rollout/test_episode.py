@@ -5,6 +5,7 @@ import math
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.consumers.learning.trainable import check_trainable
 from penstock.producers.interfaces import EngineError, RolloutFacts
@@ -12,6 +13,7 @@ from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.rewards import component
 from penstock.producers.rollout.run_environments import RunEnvironment, RunEnvironments
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
+from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import (
     ConfigError,
@@ -64,7 +66,7 @@ SUM = Prompt(text="12+34=", answer="46")
 def episodes(make_config, metrics, tmp_path):
     """`episodes(environment, engine, **config)`, with the test's tokenizer."""
 
-    def build(environment=None, engine=None, reward=None, limits=None, **changes) -> Episodes:
+    def build(environment=None, engine=None, reward=None, limits=None, teacher=None, **changes) -> Episodes:
         config = make_config(**{"group_size": 2, "reward": limits or RewardConfig(), **changes})
         environment = environment or OneTask(SUM)
         settings = config.environment
@@ -80,6 +82,7 @@ def episodes(make_config, metrics, tmp_path):
             config,
             producer_id="a",
             metrics=metrics,
+            teacher=teacher,
             environments=RunEnvironments([source]),
             tokenizer=load_tokenizer(config),
             engine=engine or ScriptedEngine(),
@@ -373,3 +376,33 @@ def test_a_model_folder_without_a_tokenizer_is_refused(make_config, tmp_path, ex
     message = "no tokenizer that transformers can load" if exists else "no such folder; expected a transformers model"
     with pytest.raises(ConfigError, match=f"model.path = .*: {message}"):
         load_tokenizer(make_config(model=ModelConfig(path=str(folder))))
+
+
+async def test_a_teacher_scores_finished_groups_and_no_held_out_answers(episodes) -> None:
+    async def teacher(group: RolloutGroup) -> RolloutGroup:
+        asked.append(group)
+        return replace(group, missing="seen")
+
+    asked: list[RolloutGroup] = []
+    built = episodes(engine=text_engine("46", "5"), teacher=teacher)
+    assert (await built.run(claim())).missing == "seen"
+    assert [rollout.reward.value for rollout in asked[0].rollouts] == [1.0, 0.0]
+    assert (await built.run(claim(evaluation_id="0-1"))).missing == "" and len(asked) == 1
+
+
+async def test_a_group_without_its_teachers_logprobs_is_dead_with_all_that_was_sampled(episodes) -> None:
+    async def teacher(group: RolloutGroup) -> RolloutGroup:
+        raise TeacherError("HTTP 400: too long")
+
+    dead = await episodes(engine=text_engine("46", "5"), teacher=teacher).run(claim())
+    assert isinstance(dead, Dead) and dead.reason == "teacher: HTTP 400: too long"
+    assert [rollout.reward.value for rollout in dead.group.rollouts] == [1.0, 0.0]
+
+
+async def test_a_teacher_that_hangs_beyond_the_groups_deadline_costs_that_group(episodes) -> None:
+    async def teacher(group: RolloutGroup) -> RolloutGroup:
+        await asyncio.Event().wait()
+
+    producers = ProducersConfig(generation_deadline_s=0.05)
+    dead = await episodes(engine=text_engine("46", "5"), teacher=teacher, producers=producers).run(claim())
+    assert isinstance(dead, Dead) and dead.reason.startswith("deadline: not finished after 0.05 s")
