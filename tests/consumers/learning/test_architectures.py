@@ -82,7 +82,7 @@ def small_model(kind: str, **changes: Any) -> PreTrainedModel:
 def test_the_page_says_of_an_architecture_what_the_check_finds(monkeypatch, architecture, kind, verdict) -> None:
     module = small_model(kind)
     assert type(module).__name__ == architecture
-    monkeypatch.setattr(model, "_load", lambda path: module)
+    monkeypatch.setattr(model, "_load", lambda *_: module)
     monkeypatch.setattr(model_check, "ALLOWED", 1e-5)
 
     def verdict_of(**settings: bool) -> str:
