@@ -25,7 +25,7 @@ class LossInputs:
     importance_weights: Tensor
     """[M], trust in exp(proximal - behavior), detached; 0 where `loss_mask` is False."""
     advantages: Tensor
-    """[M], the rollout's advantage on each of its tokens."""
+    """[M], the rollout's advantage on each of its tokens; with a teacher (teacher.py) each token's own."""
     loss_mask: Tensor
     """[M] bool, True where the token may reach the loss: within the lag bound and kept by the correction."""
     entropy: Tensor
