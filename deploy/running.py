@@ -2,13 +2,13 @@
 
 import sys
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, run_coroutine
 from penstock.deploy.results import RunResult, report
 from penstock.schemas.config import (
     AdvantageConfig,
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from penstock.deploy.evaluate.evaluation import Evaluated
     from penstock.deploy.launch.placement import Placement
 
-T = TypeVar("T")
 Settings = RunConfig | Mapping[str, Any] | str | Path
 """A run's settings: a RunConfig, the tables of a run file as a dict, a run file, or the name of a shipped one."""
 
@@ -243,19 +242,6 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
     return run_coroutine(show_tasks(trial_config(config, set=set), num_tasks))
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs it to its end in a loop of its own: in a thread, where a loop runs in this one, as in a notebook."""
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as beside:
-        return beside.submit(asyncio.run, coroutine).result()
-
-
 def evaluate(
     model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS
 ) -> "Evaluated":
@@ -264,10 +250,6 @@ def evaluate(
 
     model: a model's folder, or a run (its name or folder): its newest checkpoint.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     from penstock.deploy.evaluate.evaluation import evaluate as evaluate_model  # imports torch
 
-    asked = load_config(config, set=set)
-    with ThreadPoolExecutor(1) as beside:  # a notebook's own loop runs here
-        return beside.submit(evaluate_model, model, asked, runs=runs).result()
+    return evaluate_model(model, load_config(config, set=set), runs=runs)

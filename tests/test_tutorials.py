@@ -88,7 +88,7 @@ def test_the_cells_of_the_first_page_show_a_run_and_its_worst_rollouts(
     assert names["late"].num_rows and set(names["late"]["update"].to_pylist()) <= {7, 8, 9, 10, 11}
     shown = capsys.readouterr().out
     assert shown.count("  reward ") == 3 and "environment  penstock.producers.environments.arithmetic" in shown
-    assert shown.endswith("my_sums:nearly 1e-05\n")
+    assert shown.endswith("my_sums:nearly 3e-05\n")
     nearly = names["my_sums"].nearly
     said = ("42", " 42 ", "32", "41", "x")
     assert [nearly(Prompt(text="", answer="42"), each) for each in said] == [1.0, 1.0, 0.5, 0.0, 0.0]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
-from penstock.deploy.launch.command_line import DEFAULT_RUNS
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, run_coroutine
 from penstock.deploy.launch.engine_output import Say
 from penstock.deploy.launch.start_checks import check_environments
 from penstock.deploy.operate.export import export
@@ -102,7 +102,7 @@ def evaluate(
             finally:
                 await engine.close()
 
-        return asyncio.run(run())
+        return run_coroutine(run())
 
 
 async def answer_held_out(

@@ -3,16 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.schemas.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
 DEFAULT_RUNS = Path("runs")
 MODULES_PATH = "PENSTOCK_MODULES_PATH"
 """Environment variable of a run's parts: where the program that started them finds modules."""
@@ -84,3 +85,30 @@ def run_as_ranks(num_processes: int, hand_to: Callable[[Callable[[], None]], Non
     from penstock.consumers.distributed.start import launch
 
     return launch(num_processes, [sys.executable, "-m", "penstock.deploy.cli", *sys.argv[1:]], hand_to)
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs it to its end in a loop of its own: in a thread, where a loop runs in this one, as in a notebook. Ctrl-C
+    cancels it."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        cancel.append(lambda: task and loop.call_soon_threadsafe(task.cancel))
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(asyncio.run, cancellable())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            for each in cancel:
+                each()
+            raise

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.deploy import cli
 from penstock.deploy.launch import start_checks
-from penstock.deploy.launch.command_line import MODULES_PATH
+from penstock.deploy.launch.command_line import MODULES_PATH, run_coroutine
 from penstock.deploy.launch.launcher import Launcher
 from penstock.deploy.launch.machine import Machine
 from penstock.producers.environments.arithmetic import Arithmetic
@@ -219,3 +219,19 @@ async def test_an_environment_is_tried_under_a_running_loop(capsys: Any) -> None
     assert penstock.try_environment(Arithmetic, 1, set={"environment.kwargs.num_evaluation_prompts": 4})
     shown = capsys.readouterr().out
     assert f"environment  {ARITHMETIC}" in shown and "as a completion 1" in shown
+
+
+async def test_ctrl_c_cancels_what_runs_beside_a_running_loop() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook's cell
+    told = []
+
+    async def slow() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            told.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_coroutine(slow())
+    assert told == ["cleaned up"]

@@ -36,7 +36,7 @@ def test_the_cells_of_the_tutorials_show_a_real_run(
     assert "already holds this model" in said and f"complete, with {num_updates} updates" in said
     assert names["result"].model.is_dir() and len(names["updates"]) == num_updates
     assert set(names["late"]["update"].to_pylist()) == {num_updates - n for n in range(5)}
-    assert said.count(", expected ") == 3 and said.endswith("my_sums:nearly 1e-05\n")
+    assert said.count(", expected ") == 3 and said.endswith("my_sums:nearly 3e-05\n")
     (health,) = cells("health", resumed_run.name)
     axes = play([health.replace('"fast"', repr(resumed_run.name))])["axes"]
     assert all(len(line.get_ydata()) == num_updates for panel in axes.flat for line in panel.lines)
