@@ -32,9 +32,11 @@ from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.stream.scripts import FencedError, announced_of, forks_of
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.consumers.trainer import Trainer
+from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.consumers.weights.publisher import Publisher, WeightPlaces
 from penstock.consumers.weights.shard import PolicyShard
+from penstock.schemas.best import BEST_FOLDER
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.description import describe, encode_description
 from penstock.schemas.keys import Commit, Keys
@@ -44,6 +46,7 @@ from penstock.schemas.process import logs
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.process.redis_url import redis_url
 from penstock.schemas.record import FOLDER as RECORD_FOLDER
+from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +245,7 @@ def _assemble(
             recorder.sync()
 
     run_log = RunLog(config, folder, metrics, ledger, progress)
+    best = BestPolicy(config, folder / BEST_FOLDER, WeightReader(connection.call, leadership.keys), epoch)
     shard = PolicyShard(learner.ranks, leadership.keys, connection.call, learner.published_parts)
     publisher = Publisher(
         connection,
@@ -254,6 +258,7 @@ def _assemble(
         epoch,
         run_log.publication,
         msgspec.UNSET if config.lora is None else model_digest(Path(config.model.path)),
+        lambda: best.pinned,
     )
     learner.before_update = publisher.wait_for_snapshot
     return Trainer(
@@ -264,6 +269,7 @@ def _assemble(
         intake=intake,
         policy=PublishedPolicy(publisher, learner, lag_of, epoch, state.policy_version),
         evaluator=evaluator,
+        best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),

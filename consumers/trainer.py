@@ -22,7 +22,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     publish      what has changed is copied, written and announced     waits for the one before: room in the store
                  beside the training: weights/publisher.py             [the operator]
     evaluate     held-out prompts, asked for and collected             never waits, but for the last one [producers]
-                 stream/evaluation.py
+                 stream/evaluation.py; the best policy is kept by
+                 weights/best.py
     commit       a snapshot is written beside the training; once       waits for the one before, at the end of the run
                  it is on the disk, the stream is acknowledged         [the checkpoint's thread]
                  up to it: stream/acknowledgement.py
@@ -60,6 +61,7 @@ from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import RunFailedError
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.recovery import Recovery
+from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RolloutGroup
@@ -81,6 +83,7 @@ class Trainer:
     intake: Intake
     policy: PublishedPolicy
     evaluator: Evaluator
+    best: BestPolicy
     commits: Commits
     recovery: Recovery
     gate: Gate
@@ -116,6 +119,7 @@ class Trainer:
                 log.error("%s", error)
             raise
         finally:
+            self.best.wait()
             self.policy.end()
             self.commits.abandon()
             self.leadership.end()
@@ -206,11 +210,13 @@ class Trainer:
         self._collect_evaluations()
 
     def _request_evaluation(self) -> None:
-        self.evaluator.request(self.policy.version, self.progress.num_batches)
+        if self.evaluator.request(self.policy.version, self.progress.num_batches):
+            self.best.expect(self.policy.version)
 
     def _collect_evaluations(self) -> None:
         for result in self.evaluator.collect():
             self.run_log.evaluation(result)
+            self.best.consider(result)
 
     def _commit_if_due(self, *, busy: bool) -> None:
         """A full disk is no reason to lose what was trained since the last checkpoint: a new try follows."""
@@ -276,6 +282,7 @@ class Trainer:
         if self.commits.schedule.num_batches != self.progress.num_batches:
             self._commit()
         self.policy.wait()
+        self.best.wait()
         leadership = self.leadership
         log.info("the model is in %s", leadership.checkpoints.hand_out_model(self.learner.export))
         open_prompts = leadership.connection.call(lambda _: leadership.scripts.finish(leadership.epoch))

@@ -9,19 +9,22 @@ import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, standard_output
 from penstock.deploy.report.telemetry import TelemetryError, read_telemetry
+from penstock.schemas.best import BEST_FOLDER, read_best
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
     """What there is of a run in its folder.
 
-    model: folder of the final model in Hugging Face's format, None until the run is complete. report: `report.html`.
+    model: folder of the final model in Hugging Face's format, None until the run is complete. best: of that of the best
+    evaluation, None without `checkpoint.best`. report: `report.html`.
     summary: the content of `summary.json`; a figure that is not known is None.
     """
 
     name: str
     folder: Path
     model: Path | None
+    best: Path | None
     report: Path
     summary: dict[str, Any] = field(repr=False)
 
@@ -48,9 +51,14 @@ def report(run: str | Path, *, runs: str | Path = DEFAULT_RUNS) -> RunResult:
         summary, page = write_summary(folder), write_report(folder)
     except OSError as error:
         raise TelemetryError(f"no report of {folder}: {error}") from error
-    model = folder / "model"
+    model, best = folder / "model", folder / BEST_FOLDER
     return RunResult(
-        name=summary["name"], folder=folder, model=model if model.is_dir() else None, report=page, summary=summary
+        name=summary["name"],
+        folder=folder,
+        model=model if model.is_dir() else None,
+        best=best if best.is_dir() else None,
+        report=page,
+        summary=summary,
     )
 
 
@@ -89,4 +97,6 @@ def print_result(result: RunResult) -> None:
         print(f"penstock: warning: {warning}", file=sys.stderr)
     if result.model is not None:
         print(f"model    {result.model}")
+    if result.best is not None and (found := read_best(result.best)) is not None:
+        print(f"best     {result.best}  ({found.figure} {found.value:.4f}, after update {found.update})")
     print(f"summary  {result.folder / 'summary.json'}\nreport   {result.report}\nlogs     {result.folder / 'logs'}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -19,6 +19,8 @@ from penstock.consumers.learning.tensor_files import read_tensors, specs_in
 from penstock.schemas.adapter import AdapterIdentity, parse_name
 from penstock.schemas.config import ConfigError
 from penstock.schemas.model_digest import model_digest
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_model(
@@ -50,6 +52,19 @@ def export_model(
     _save(module, config, folder, dtype, progress)
 
 
+def export_kept(
+    kept: Path, config: Path, folder: Path, dtype: str, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Writes the whole model in the folder `kept` into `folder`, in `dtype`.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    transformers_logging.disable_progress_bar()
+    progress(f"reading {kept}")
+    _save(AutoModelForCausalLM.from_pretrained(kept, dtype=DTYPES[dtype]), config, folder, dtype, progress)
+
+
 def export_adapter(
     adapter: AdapterIdentity,
     tensors: Path,
@@ -58,15 +73,26 @@ def export_adapter(
     dtype: str,
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes the adapter among the files of `tensors`, in `dtype`, into `folder` as peft does: adapter_config.json and
-    adapter_model.safetensors.
+    """Writes the adapter among the files of `tensors`, in `dtype`, into `folder` as peft does.
 
     Raises:
         OSError, SafetensorError: a file cannot be read or written.
     """
-    weights = {
-        published_name(name): master.to(DTYPES[dtype]) for name, master in _read_masters(tensors, progress).items()
-    }
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in _read_adapter(tensors, progress).items()}
+    progress(f"writing {folder} in {dtype}")
+    folder.mkdir(parents=True)
+    save_file(weights, describe_weights(config, folder, dtype, adapter), metadata={"format": "pt"})
+    _share_files(folder, folder / ADAPTER_CONFIG)
+
+
+def describe_weights(base: Path, folder: Path, dtype: str, adapter: AdapterIdentity | None) -> Path:
+    """Writes into `folder` what says what weights lie there: of the model in `base` its config.json with their type,
+    of an adapter peft's description. Returns the file for them."""
+    if adapter is None:
+        described = json.loads((base / "config.json").read_text())
+        described.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(described | {"dtype": dtype}, indent=2) + "\n")
+        return folder / "model.safetensors"
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -78,12 +104,8 @@ def export_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    progress(f"writing {folder} in {dtype}")
-    folder.mkdir(parents=True)
-    described = folder / "adapter_config.json"
-    described.write_text(json.dumps(settings, indent=2) + "\n")
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    _share_files(folder, described)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    return folder / ADAPTER_WEIGHTS
 
 
 def export_merged(
@@ -109,7 +131,7 @@ def export_merged(
             f"{adapter.base_digest[:12]} (--base names its place)"
         )
     transformers_logging.disable_progress_bar()
-    weights = {published_name(name): master for name, master in _read_masters(tensors, progress).items()}
+    weights = _read_adapter(tensors, progress)
     module: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     _merge(module, weights, adapter.alpha / adapter.rank)
     _save(module.to(DTYPES[dtype]), config, folder, dtype, progress)
@@ -126,6 +148,13 @@ def _merge(module: torch.nn.Module, weights: Mapping[str, Tensor], scaling: floa
         first, second = (factors[each] for each in FACTORS)
         weight: Any = module.get_submodule(name).weight
         weight += scaling * (second @ first)
+
+
+def _read_adapter(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:
+    """The tensors of an adapter by peft's names, of a checkpoint's `tensors` or of a folder of peft's."""
+    if (tensors / ADAPTER_WEIGHTS).is_file():
+        return load_file(tensors / ADAPTER_WEIGHTS)
+    return {published_name(name): master for name, master in _read_masters(tensors, progress).items()}
 
 
 def _read_masters(tensors: Path, progress: Callable[[str], None]) -> dict[str, Tensor]:

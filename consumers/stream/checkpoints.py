@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError
 
+from penstock.schemas.best import BEST_FILE
 from penstock.schemas.process.files import digest, fsync, make_private
 from penstock.schemas.rollout import RolloutGroup
 
@@ -187,11 +188,8 @@ class Checkpoints:
 
     def _copy_model_files(self, folder: Path) -> None:
         folder.mkdir()
-        if self._base_model is None:
-            return
-        for pattern in _MODEL_FILES:
-            for file in self._base_model.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+        if self._base_model is not None:
+            copy_model_files(self._base_model, folder)
 
     def committed(self, name: str) -> None:
         """Notes that Redis points to `name`, and deletes all but the last committed of those that were there when it
@@ -280,25 +278,34 @@ def _restore(folder: Path, learner: Any) -> CheckpointState:
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, export: Export) -> None:
-    """Makes a Hugging Face folder of a whole checkpoint's model, whole or not at all, in place of one that is there.
+    """Makes a Hugging Face folder of a whole checkpoint's model, or of the best one's folder, whole or not at all, in
+    place of one that is there.
 
     Raises:
         OSError: the disk is full, say.
         ConfigError: the checkpoint's `model/` and its tensors are not of one model.
     """
+    is_best = (checkpoint / BEST_FILE).is_file()
+    tensors, files = (checkpoint, checkpoint) if is_best else (checkpoint / TENSORS_FOLDER, checkpoint / MODEL_FOLDER)
     partial = folder.with_name(f"partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        export(checkpoint / TENSORS_FOLDER, checkpoint / MODEL_FOLDER, partial, dtype)
-        for file in (checkpoint / MODEL_FOLDER).iterdir():
-            if not (partial / file.name).exists():
-                shutil.copyfile(file, partial / file.name)
+        export(tensors, files, partial, dtype)
+        copy_model_files(files, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except SafetensorError as error:
         raise OSError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_model_files(base: Path, folder: Path) -> None:
+    """Copies what a model's folder has beside its weights, tokenizer and all, but for what is in `folder` already."""
+    for pattern in _MODEL_FILES:
+        for file in base.glob(pattern):
+            if not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
 
 
 def rng_state() -> dict[str, Any]:

@@ -57,14 +57,16 @@ class Evaluator:
         self._update_of: dict[int, int] = {}
         self._last_requested = -1
 
-    def request(self, policy_version: int, update: int) -> None:
-        """Asks the producers to evaluate the policy published after `update`, unless that was requested before."""
+    def request(self, policy_version: int, update: int) -> bool:
+        """Asks the producers to evaluate the policy published after `update`, unless that was requested before or there
+        are no held-out prompts. Returns whether a result will follow."""
         if policy_version == self._last_requested or not self._held_out:
-            return
+            return False
         self._last_requested = policy_version
         self._pending[policy_version] = {}
         self._update_of.setdefault(policy_version, update)
         self._ask()
+        return True
 
     def request_again(self) -> None:
         """Requests unanswered evaluations once more, after Redis may have lost them. Answers to both count once."""

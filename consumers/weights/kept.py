@@ -1,5 +1,6 @@
 """What of the weight log is kept: the last versions, and the anchors that lead to them."""
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from penstock.schemas.keys import Keys
@@ -15,11 +16,12 @@ LONGEST_CHAIN = 512
 class KeptWeights:
     """The manifests in Redis, as this trainer knows them.
 
-    keep_versions: the last so many can be got back.
+    keep_versions: the last so many can be got back. pinned: so can these, of those announced.
     """
 
-    def __init__(self, keep_versions: int) -> None:
+    def __init__(self, keep_versions: int, pinned: Callable[[], Collection[int]] = frozenset) -> None:
         self._keep_versions = keep_versions
+        self._pinned = pinned
         self._announced: dict[int, WeightManifest] = {}
         self._anchors: dict[int, WeightManifest] = {}
 
@@ -51,8 +53,9 @@ class KeptWeights:
 
     def floor(self, *added: int, anchor: int | None = None) -> int:
         """The oldest version that is kept, with `added` announced and `anchor` written: the newest anchor that is not
-        newer than the last `keep_versions`; 0 if there is none."""
-        oldest = sorted({*self._announced, *added})[-self._keep_versions :][0]
+        newer than the last `keep_versions` and those pinned; 0 if there is none."""
+        known = {*self._announced, *added}
+        oldest = min([sorted(known)[-self._keep_versions :][0], *(known & {*self._pinned()})])
         anchors = {*self._anchors} if anchor is None else {*self._anchors, anchor}
         return max((version for version in anchors if version <= oldest), default=0)
 

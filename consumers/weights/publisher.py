@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +99,7 @@ class Publisher:
         epoch: int,
         on_published: Callable[[Publication], None] = lambda publication: None,
         base_digest: str | msgspec.UnsetType = msgspec.UNSET,
+        pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._connection, self._scripts, self._keys = connection, scripts, keys
         self._shard, self._ranks, self._beside = shard, ranks, ranks.beside("publisher")
@@ -109,7 +110,7 @@ class Publisher:
                     shard.store(place)  # before anything is trained: it may be a URL that cannot be opened
                 except ConfigError as error:
                     raise ConfigError(f"weights.{field} = {error}") from None
-        self._kept = KeptWeights(keep_versions)
+        self._kept = KeptWeights(keep_versions, pinned)
         self._epoch = epoch
         self._on_published = on_published
         self._base_digest = base_digest

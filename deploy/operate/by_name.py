@@ -81,7 +81,8 @@ def export(
     """Makes `folder`, a new or an empty one, of a checkpoint: a Hugging Face model, or peft's adapter of a run with
     `[lora]`. Prints what it does. Returns the checkpoint's name.
 
-    checkpoint: its policy version or name; by default the newest that is committed.
+    checkpoint: its policy version or name, or "best" for the model of the best evaluation; by default the newest that
+        is committed.
     merged: of an adapter, the whole model, added to the base model in `base`, by default where the run had it.
 
     Raises:

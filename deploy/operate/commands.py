@@ -45,7 +45,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
     parser.add_argument(
-        "--checkpoint", metavar="N", help="its policy version, or its name (default: the one that is committed)"
+        "--checkpoint", metavar="N", help="its policy version, its name, or `best` (default: the one that is committed)"
     )
     parser.add_argument(
         "--dtype",

@@ -5,11 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.consumers.learning.export import export_adapter, export_merged, export_model
+from penstock.consumers.learning.export import export_adapter, export_kept, export_merged, export_model
 from penstock.consumers.stream.checkpoints import CheckpointError, Export, export_checkpoint, read_state
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import CHECKPOINTS, STATE, UnreadableError, read_saved_ledger
 from penstock.schemas.adapter import saved_identity
+from penstock.schemas.best import BEST_FOLDER, read_best
 from penstock.schemas.config import ConfigError
 from penstock.schemas.keys import Commit
 
@@ -24,7 +25,8 @@ def export(
     merged: bool = False,
     base: Path | None = None,
 ) -> str:
-    """Makes `folder` of the checkpoint `wanted`, by default of the one that is committed; returns its name.
+    """Makes `folder` of the checkpoint `wanted` ("best": the model of the best evaluation), by default of the one that
+    is committed; returns its name.
 
     merged: an adapter becomes a whole model, of the base in `base`, by default where the run had it.
 
@@ -37,17 +39,24 @@ def export(
         raise ConfigError(f"{folder}: exists already; expected a new or an empty folder")
     if run.folder is None:
         raise ConfigError(f"{run.name}: its folder is not on this machine, and its checkpoints are in it")
-    checkpoint = _find(run, run.folder, wanted)
-    progress(f"checking {checkpoint}")
-    try:
-        adapter = saved_identity(read_state(checkpoint).learner)
-    except CheckpointError as error:
-        raise ConfigError(f"{error}; expected another one: {_there(run.folder)}") from None
+    make: Export = partial(export_model, progress=progress)
+    if wanted == BEST_FOLDER:
+        checkpoint, make = run.folder / BEST_FOLDER, partial(export_kept, progress=progress)
+        best = read_best(checkpoint)
+        if best is None:
+            raise ConfigError(f"--checkpoint best: {checkpoint} is not there; expected a run that has checkpoint.best")
+        adapter = best.adapter
+    else:
+        checkpoint = _find(run, run.folder, wanted)
+        progress(f"checking {checkpoint}")
+        try:
+            adapter = saved_identity(read_state(checkpoint).learner)
+        except CheckpointError as error:
+            raise ConfigError(f"{error}; expected another one: {_there(run.folder)}") from None
     if adapter is None and (merged or base is not None):
         raise ConfigError(f"{'--merged' if merged else '--base'}: {checkpoint} holds all weights; expected no option")
     if base is not None and not merged:
         raise ConfigError(f"--base {base}: an adapter is exported without its base; expected --merged with it")
-    make: Export = partial(export_model, progress=progress)
     if adapter is not None:
         make = partial(export_adapter, adapter, progress=progress)
         if merged:

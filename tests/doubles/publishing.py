@@ -1,6 +1,6 @@
 """A publisher of masters that tests move at random, and what readers of its weight log get."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -64,6 +64,7 @@ class Publishing:
         redis_bytes: int = 1 << 29,
         keep: int = 8,
         after: "Publishing | None" = None,
+        pinned: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self.keys = Keys("test")
         self.connection = TrainerConnection(url, outage_s=5)
@@ -87,6 +88,7 @@ class Publishing:
             keep,
             epoch,
             self.publications.append,
+            pinned=pinned,
         )
         masters.before_update = self.publisher.wait_for_snapshot
         self.reader = WeightReader(self.connection.call, self.keys)

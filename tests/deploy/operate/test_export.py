@@ -1,20 +1,25 @@
 """`penstock export`: which checkpoint, where to, and what is refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inspected_run import byte_tokenizer
+from penstock.consumers.learning.export import describe_weights
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState
+from penstock.consumers.stream.checkpoints import Checkpoints, CheckpointState, copy_model_files
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
+from penstock.schemas.adapter import identity_of
+from penstock.schemas.best import BestModel
 from penstock.schemas.config import LoraConfig
 from penstock.schemas.keys import Keys
 from training_groups import configuration, tiny_model
@@ -103,6 +108,33 @@ def test_what_cannot_be_exported_is_refused_with_what_there_is(export, written, 
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes"] and not (tmp_path / "out").exists()
 
 
+def best(**fields: Any) -> BestModel:
+    return BestModel(figure="reward", value=0.5, policy_version=4, update=4, dtype="float32", **fields)
+
+
+def test_the_model_of_the_best_evaluation_is_exported_under_its_name(export, written, tmp_path) -> None:
+    status, _, err = export("--checkpoint", "best")
+    assert status == 2 and "--checkpoint best: " in err and "expected a run that has checkpoint.best" in err
+    kept = written / "runs" / "test" / "best"
+    kept.mkdir()
+    try:
+        copy_model_files(written / "base", kept)
+        weights = describe_weights(written / "base", kept, "float32", None)
+        save_file(
+            {name: tensor + 0.001 for name, tensor in load_file(written / "base" / "model.safetensors").items()},
+            weights,
+        )
+        (kept / "best.json").write_bytes(msgspec.json.encode(best()))
+        status, out, _ = export("--checkpoint", "best", "--dtype", "bfloat16")
+        assert status == 0 and "out (best, bfloat16)" in out
+        found, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(weights)
+    finally:
+        shutil.rmtree(kept)
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([65, 66]) == "AB"
+    assert not (tmp_path / "out" / "best.json").exists()
+
+
 def test_a_checkpoint_that_is_not_whole_is_refused(export, written, tmp_path) -> None:
     tensors = written / "runs" / "test" / "checkpoints" / names(written)[3] / "tensors" / "rank-0.safetensors"
     content = tensors.read_bytes()
@@ -142,6 +174,18 @@ def test_an_adapter_is_exported_as_peft_s_folder_or_merged_into_its_base(export,
         # alpha / rank = 3, and the product is 2 * 0.5 * 0.5 everywhere.
         assert torch.allclose(tensor, base[name] + 1.5 * name.endswith("q_proj.weight"), atol=1e-6), name
     tiny_model(tmp_path / "other", seed=5)
+    kept = runs / "best"  # as the trainer keeps the policy of the best evaluation
+    kept.mkdir()
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(weights, describe_weights(written / "base", kept, "float32", identity_of(config)))
+    (kept / "best.json").write_bytes(msgspec.json.encode(best(adapter=identity_of(config))))
+    assert export("--checkpoint", "best", "--merged", of="adapted", folder=tmp_path / "again")[0] == 0
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in merged.items())
+    assert export("--checkpoint", "best", of="adapted", folder=tmp_path / "peft")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "peft").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
     status, _, err = export("--merged", "--base", str(tmp_path / "other"), of="adapted")
     assert status == 2 and "expected the base of the adapter, the model that was" in err
     status, _, err = export("--base", str(tmp_path / "other"), of="adapted")

@@ -1,0 +1,131 @@
+"""The policy of the best evaluation, kept as a model of its own.
+
+It is rebuilt from the weight log, which has its bits as producers loaded them. A version stays there from when its
+evaluation is asked for until it is known to be no better, or is written.
+"""
+
+import logging
+import shutil
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import msgspec
+import redis
+
+from penstock.consumers.learning.export import describe_weights
+from penstock.consumers.stream.checkpoints import copy_model_files
+from penstock.consumers.stream.evaluation import EvaluationResult
+from penstock.schemas.adapter import identity_of
+from penstock.schemas.best import BEST_FILE, BestModel, figure_in, read_best
+from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.process.files import fsync
+from penstock.schemas.process.outage import RedisGoneError
+from penstock.schemas.weights.codec import ChunkError
+from penstock.schemas.weights.log import VersionGoneError
+from penstock.schemas.weights.reading import WeightReader
+
+log = logging.getLogger(__name__)
+
+
+class BestPolicy:
+    """Keeps the policy of the best evaluation in `folder`, by the figure `checkpoint.best`; does nothing without one.
+
+    The folder is a model as `save_pretrained` writes it, or an adapter as peft does, with `best.json` beside. What is
+    there when a run is continued stands until a better one comes, also if a rollback undid that policy's training.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, reader: WeightReader, epoch: int) -> None:
+        self._config = config
+        self._figure = config.checkpoint.best
+        self._folder = folder
+        self._old = folder.with_name(f"old-{folder.name}")
+        self._partial = folder.with_name(f"partial-{folder.name}-{epoch}")
+        self._reader = reader
+        self._expected: frozenset[int] = frozenset()
+        self._writing: dict[int, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="best")
+        if self._old.exists() and not folder.exists():  # killed between two renames
+            self._old.rename(folder)
+        self._value = self._value_there()
+
+    def expect(self, version: int) -> None:
+        """An evaluation of `version` was asked for: its weights are kept until its result is here."""
+        if self._figure is not None:
+            self._expected |= {version}
+
+    @property
+    def pinned(self) -> Collection[int]:
+        """Versions whose weights have to stay in the log. May be called in any thread."""
+        return {*self._expected, *(version for version, done in list(self._writing.items()) if not done.done())}
+
+    def consider(self, result: EvaluationResult) -> None:
+        """Begins to write the model of this evaluation's policy, if it is the best until now."""
+        if self._figure is None:
+            return
+        version, value = result.policy_version, figure_in(self._figure, result.figures, result.environments)
+        if value is None:
+            log.warning(
+                "checkpoint.best = %r: the evaluation of policy %d has no such figure; expected one of %s",
+                self._figure,
+                version,
+                ", ".join(result.figures),
+            )
+        elif self._value is None or value > self._value:
+            self._value = value
+            found = BestModel(
+                figure=self._figure,
+                value=value,
+                policy_version=version,
+                update=result.update,
+                dtype=self._config.model.dtype,
+                adapter=identity_of(self._config),
+            )
+            self._writing = {version: self._thread.submit(self._write, found)} | {
+                other: done for other, done in self._writing.items() if not done.done() or done.exception()
+            }
+        self._expected -= {version}
+
+    def wait(self) -> None:
+        """Returns once nothing is being written; the disk and the weight log's stores unblock it."""
+        for done in wait(self._writing.values()).done:
+            done.result()
+
+    def _value_there(self) -> float | None:
+        """Of the model in the folder, if it was chosen by the same figure."""
+        there = read_best(self._folder)
+        return there.value if there is not None and there.figure == self._figure else None
+
+    def _write(self, found: BestModel) -> None:
+        version, name, there = found.policy_version, f"{found.figure} {found.value:.4f}", None
+        try:
+            there = self._value_there()
+            if there is not None and there >= found.value:
+                return
+            self._keep(found)
+        except (OSError, redis.RedisError, RedisGoneError, ConfigError, ChunkError, VersionGoneError) as error:
+            log.error("policy %d is the best with %s, and cannot be kept: %s", version, name, error)
+            self._value = there
+            return
+        finally:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        log.info("policy %d is the best with %s: its model is in %s", version, name, self._folder)
+
+    def _keep(self, found: BestModel) -> None:
+        base = Path(self._config.model.path)
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir()
+        weights = describe_weights(base, self._partial, found.dtype, found.adapter)
+        self._reader.write(self._reader.log().way(found.policy_version), weights)
+        copy_model_files(base, self._partial)
+        described = self._partial / BEST_FILE
+        described.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        weights.chmod(described.stat().st_mode & 0o777)
+        for path in (*self._partial.iterdir(), self._partial):
+            fsync(path)
+        shutil.rmtree(self._old, ignore_errors=True)
+        if self._folder.exists():
+            self._folder.rename(self._old)
+        self._partial.rename(self._folder)
+        fsync(self._folder.parent)
+        shutil.rmtree(self._old, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""The policy of the best evaluation: which one is kept, its bits, and what a kill, a rollback or a lost log leave."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import penstock.consumers.__main__ as entry
+from penstock.consumers.stream.evaluation import EvaluationResult
+from penstock.consumers.weights.best import BestPolicy
+from penstock.schemas.best import read_best
+from penstock.schemas.config import CheckpointConfig, ConfigError, EnvironmentConfig, LoraConfig, ModelConfig, RunConfig
+from penstock.schemas.weights.reading import WeightReader
+from probed_engine import model as tiny_qwen3
+from publishing import Publishing, WalkingMasters
+from scripted_learner import KilledError, ScriptedLearner
+from trainer_bench import TrainerBench, at_step
+
+pytestmark = pytest.mark.redis
+
+
+def result(version: int, reward: float, **figures: float) -> EvaluationResult:
+    own = {"reward": reward, **figures}
+    environments = {"sums": {"reward": 1 - reward}}
+    return EvaluationResult(version, version, own, num_prompts=1, num_failed=0, environments=environments)
+
+
+class Kept:
+    """A weight log that keeps two versions, and what is kept of it as the best policy."""
+
+    def __init__(self, url: str, folder: Path, model: Path, best: str | None = "reward", **changes: Any) -> None:
+        self.config = RunConfig(
+            name="test",
+            model=ModelConfig(path=str(model), dtype="bfloat16"),
+            environment=EnvironmentConfig(path="a:B"),
+            checkpoint=CheckpointConfig(best=best),
+            **changes,
+        )
+        self.folder = folder / "best"
+        self.log = Publishing(url, folder, WalkingMasters(0), keep=2, pinned=lambda: self.best.pinned)
+        self.best = self.opened()
+
+    def opened(self, epoch: int = 0) -> BestPolicy:
+        return BestPolicy(self.config, self.folder, WeightReader(self.log.connection.call, self.log.keys), epoch)
+
+    def publish(self, count: int) -> None:
+        for _ in range(count):
+            self.log.publish()
+            self.log.masters.walk(0.05)
+            self.log.settle()
+
+    def consider(self, *results: EvaluationResult) -> None:
+        for each in results:
+            self.best.consider(each)
+        self.best.wait()
+
+    @property
+    def version(self) -> int | None:
+        found = read_best(self.folder)
+        return None if found is None else found.policy_version
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path, model_folder: Path) -> Iterator[Callable[..., Kept]]:
+    started: list[Kept] = []
+
+    def begin(**settings: Any) -> Kept:
+        started.append(Kept(redis_url, tmp_path, model_folder, **settings))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.log.close()
+
+
+def test_the_evaluated_version_is_kept_bit_for_bit_however_late_its_result_is(start):
+    kept = start()
+    kept.publish(4)
+    kept.best.expect(3)
+    kept.publish(12)
+    assert min(kept.log.versions()) <= 3, "it is kept past the last two"
+    kept.consider(result(3, 0.5))
+    found = load_file(kept.folder / "model.safetensors")
+    assert found.keys() == kept.log.expected[3].keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in kept.log.expected[3].items())
+    assert json.loads((kept.folder / "config.json").read_text()) == {"dtype": "bfloat16"}
+    assert json.loads((kept.folder / "best.json").read_text())["value"] == 0.5
+    kept.publish(20)
+    assert min(kept.log.versions()) > 3, "and no longer than it is needed"
+
+
+def test_of_the_versions_evaluated_the_best_stays_also_for_the_trainer_after_this_one(start):
+    kept = start()
+    kept.publish(6)
+    kept.consider(result(4, 0.5), result(5, 0.5))
+    assert kept.version == 4, "the first of equal ones"
+    kept.best = kept.opened(epoch=1)
+    kept.consider(result(5, 0.4))
+    assert kept.version == 4
+    kept.consider(result(5, 0.6))
+    assert kept.version == 5
+    assert sorted(path.name for path in kept.folder.parent.iterdir() if "best" in path.name) == ["best"]
+
+
+def test_a_result_that_is_no_better_lets_its_version_go(start):
+    kept = start()
+    kept.publish(3)
+    kept.best.expect(1)
+    kept.best.expect(2)
+    assert kept.best.pinned == {1, 2}
+    kept.consider(result(2, 0.5), result(1, 0.1))
+    assert not kept.best.pinned
+
+
+def test_without_the_setting_nothing_is_kept_and_nothing_pinned(start):
+    kept = start(best=None)
+    kept.publish(2)
+    kept.best.expect(1)
+    kept.consider(result(1, 1.0))
+    assert not kept.best.pinned and not kept.folder.exists()
+
+
+@pytest.mark.parametrize(("best", "version"), [("pass@8", 2), ("environments/sums/reward", 3), ("reward/exact", 1)])
+def test_any_figure_may_choose_as_it_is_named_in_the_lines(start, best, version):
+    kept = start(best=best)
+    kept.publish(4)
+    parts = [{"pass@8": 0.1, "reward/exact": 0.9}, {"pass@8": 0.7, "reward/exact": 0.8}, {"pass@8": 0.3}]
+    results = [result(n, 1 - n / 10, **own) for n, own in enumerate(parts, start=1)]
+    for each in results:
+        kept.best.expect(each.policy_version)
+    kept.consider(*results)
+    assert kept.version == version
+
+
+def test_a_figure_that_an_evaluation_lacks_is_named_with_those_it_has(start, caplog):
+    kept = start(best="reward/exakt")
+    kept.publish(2)
+    kept.consider(result(1, 0.5, **{"reward/exact": 0.5}))
+    assert not kept.folder.exists()
+    assert (
+        "'reward/exakt': the evaluation of policy 1 has no such figure; expected one of reward, reward/exact"
+        in caplog.text
+    )
+
+
+def test_a_version_that_the_log_has_lost_is_told_and_the_next_better_one_is_kept(start, caplog):
+    kept = start()
+    kept.publish(40)
+    with caplog.at_level(logging.ERROR):
+        kept.consider(result(1, 0.9))
+    assert "policy 1 is the best with reward 0.9000, and cannot be kept: policy 1: its weights are kept" in caplog.text
+    assert not kept.folder.exists() and not list(kept.folder.parent.glob("partial-*"))
+    kept.consider(result(kept.log.version, 0.2))
+    assert kept.version == kept.log.version
+
+
+def test_what_a_kill_between_two_renames_leaves_is_put_back(start):
+    kept = start()
+    kept.publish(2)
+    kept.consider(result(1, 0.5))
+    kept.folder.rename(kept.folder.with_name("old-best"))
+    kept.best = kept.opened(epoch=1)
+    kept.consider(result(1, 0.4))
+    assert kept.version == 1 and read_best(kept.folder).value == 0.5
+
+
+def test_another_figure_begins_anew(start):
+    kept = start()
+    kept.publish(3)
+    kept.consider(result(1, 0.9))
+    again = start(best="pass@2")
+    again.log, again.best = kept.log, again.opened(epoch=1)
+    again.consider(result(2, 0.0, **{"pass@2": 0.1}))
+    assert again.version == 2
+
+
+def test_a_best_json_of_other_hands_is_refused(start):
+    kept = start()
+    kept.folder.mkdir()
+    (kept.folder / "best.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"best.json: .*expected what the trainer wrote"):
+        kept.opened()
+
+
+def test_what_is_kept_loads_in_transformers_as_the_policy(redis_url, tmp_path):
+    base, model = tmp_path / "base", tiny_qwen3(tied=True, seed=1)
+    model.save_pretrained(base)
+    masters = WalkingMasters(0, {name: tuple(tensor.shape) for name, tensor in model.named_parameters()})
+    log = Publishing(redis_url, tmp_path, masters)
+    log.publish()
+    log.settle()
+    config = RunConfig(
+        name="test",
+        model=ModelConfig(path=str(base), dtype="bfloat16"),
+        environment=EnvironmentConfig(path="a:B"),
+        checkpoint=CheckpointConfig(best="reward"),
+    )
+    best = BestPolicy(config, tmp_path / "best", WeightReader(log.connection.call, log.keys), 0)
+    best.consider(result(0, 0.5))
+    best.wait()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best", dtype="auto")
+    log.close()
+    assert loaded.dtype == torch.bfloat16
+    parameters = dict(loaded.named_parameters())
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in log.expected[0].items())
+
+
+def test_of_an_adapter_a_folder_of_pefts_is_kept(start, model_folder):
+    kept = start(lora=LoraConfig(rank=4, targets=("q_proj",)))
+    kept.publish(2)
+    kept.consider(result(1, 0.5))
+    described = json.loads((kept.folder / "adapter_config.json").read_text())
+    assert (described["r"], described["base_model_name_or_path"]) == (4, str(model_folder))
+    assert load_file(kept.folder / "adapter_model.safetensors").keys() == kept.log.expected[1].keys()
+
+
+def test_a_run_that_is_killed_and_continued_keeps_its_best(redis_url, tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    rewards = {0: 0.2, 5: 0.9, 10: 0.3}
+    bench = TrainerBench(redis_url, tmp_path)
+    bench.overrides = ["checkpoint.best=reward", f"model.path={model_folder}", "weights.keep_versions=2"]
+    try:
+        bench.producer().held_out = lambda version: rewards.get(version, 0.4)
+        trainer = bench.trainer()
+        at_step(trainer, 9, lambda: (_ for _ in ()).throw(KilledError))
+        with pytest.raises(KilledError):
+            trainer.run()
+        assert bench.trainer(resume=True).run()
+    finally:
+        bench.close()
+    best = bench.folder / "best"
+    found = read_best(best)
+    assert (found.policy_version, found.update, found.value) == (5, 5, 0.9)
+    assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0], "the policy that was evaluated"
