@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench.pipeline.fill import WORKLOADS, fill_figures
 from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
@@ -22,7 +23,7 @@ ENGINE_PART = "bench.pipeline.engine_part"
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations and repetitions. The defaults take about ten minutes on two quiet cores."""
+    """Durations and repetitions. The defaults take about twenty minutes on two quiet cores."""
 
     streaming_rounds: int = 3
     streaming_window_s: float = 8.0
@@ -31,6 +32,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     rate_limit_s: float = 30.0
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
+    fill_seeds: tuple[int, ...] = (1, 2, 3)
 
 
 QUICK = PipelineSettings(
@@ -38,6 +40,7 @@ QUICK = PipelineSettings(
     streaming_window_s=3.0,
     rate_limit_s=6.0,
     learning_limit_s=12.0,
+    fill_seeds=(1,),
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -75,9 +78,7 @@ def measure_streaming(bench: Bench) -> list[Figure | Breakdown]:
 
 def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
     """Runs of both modes whose policy stays where it is, for rates, then runs that learn, for the time it takes."""
-    model = Path(load_config(bench.run_file).model.path)
-    if not model.is_dir():
-        make_model(model)
+    model = _run_file_s_model(bench)
     breakdowns: list[Figure | Breakdown] = []
     fixed: dict[str, ModeRun] = {}
     learning: dict[str, ModeRun] = {}
@@ -93,6 +94,29 @@ def measure_modes(bench: Bench) -> list[Figure | Breakdown]:
         limit_s = bench.settings.learning_limit_s
         learning[mode] = run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY)
     return [rate, time_figure(learning["asynchronous"], learning["synchronous"]), *breakdowns]
+
+
+def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
+    """Runs that learn, of both ways to fill a batch in turn, for each seed."""
+    model, figures = _run_file_s_model(bench), []
+    for workload, overrides in WORKLOADS.items():
+        runs: dict[str, list[ModeRun]] = {"with_variance": [], "any": []}
+        for seed in bench.settings.fill_seeds:
+            for fill, found in runs.items():
+                own = (f"batch.fill={fill}", f"seed={seed}", f"evaluation.every={EVALUATE_EVERY}", *overrides)
+                name = f"{fill.replace('_', '-')}-{seed}-{list(WORKLOADS).index(workload)}"
+                config = _mode_config(bench, "asynchronous", model, name, *own)
+                limit_s = bench.settings.learning_limit_s
+                found.append(run_mode(config, bench.folder / "runs", limit_s=limit_s, accuracy=ACCURACY))
+        figures += fill_figures(workload, config, runs["with_variance"], runs["any"])
+    return figures
+
+
+def _run_file_s_model(bench: Bench) -> Path:
+    model = Path(load_config(bench.run_file).model.path)
+    if not model.is_dir():
+        make_model(model)
+    return model
 
 
 def _mode_config(bench: Bench, mode: str, model: Path, what: str, *overrides: str) -> RunConfig:
@@ -134,7 +158,7 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
 
 PIPELINE = BenchSection(
     "pipeline",
-    {"records": measure_records, "streaming": measure_streaming, "modes": measure_modes},
+    {"records": measure_records, "streaming": measure_streaming, "modes": measure_modes, "fill": measure_fill},
     PipelineSettings(),
     QUICK,
     uses_run_file=True,

@@ -4,12 +4,14 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import redis
 import torch
 from safetensors.torch import save_file
 
 from bench.pipeline.bare import tokens_between
+from bench.pipeline.fill import SlowlyJudged, fill_figures, samples_to_accuracy
 from bench.pipeline.modes import (
     FIRST_UPDATE,
     ModeRun,
@@ -154,6 +156,56 @@ def test_a_synchronous_run_that_never_got_there_counts_with_the_time_it_had():
     found = time_figure(mode_run(step_s=0.5, num_updates=8), cut_off)
     assert found.reference == 20.0 and found.reached and not found.details["synchronous_reached_it"]
     assert not time_figure(cut_off, mode_run(step_s=0.5, num_updates=8)).reached
+
+
+def learned(*rewards: float, passed: int = 0) -> ModeRun:
+    """A run with an evaluation after each update. passed: groups skipped while each batch was filled."""
+    time_s = 2.0 * len(rewards) if max(rewards) >= 0.9 else None
+    run = mode_run(step_s=0.5, num_updates=len(rewards), time_to_accuracy_s=time_s)
+    points = [
+        EvaluationPoint(policy_version=n, update=n, reward=reward, num_prompts=8, time_s=100.0 + n)
+        for n, reward in enumerate(rewards, 1)
+    ]
+    updates = [
+        msgspec.structs.replace(update, metrics={"fill_skipped_groups": float(passed)})
+        for update in run.telemetry.updates
+    ]
+    telemetry = msgspec.structs.replace(run.telemetry, evaluations=tuple(points), updates=tuple(updates))
+    return msgspec.structs.replace(run, telemetry=telemetry)
+
+
+def test_samples_to_the_accuracy_are_those_of_all_groups_taken_skipped_ones_too(tmp_path: Path):
+    config = run_config(tmp_path, "group_size=8")
+    assert samples_to_accuracy(learned(0.5, 0.89, 0.9, 0.95), config) == 3 * 4 * 8
+    assert samples_to_accuracy(learned(0.5, 0.9, 0.9, passed=6), config) == 2 * 10 * 8
+    assert samples_to_accuracy(learned(0.5, 0.6), config) is None
+
+
+def test_ways_to_fill_a_batch_are_compared_by_their_median_seed(tmp_path: Path):
+    config = run_config(tmp_path, "group_size=8")
+    samples, seconds = fill_figures(
+        "sums",
+        config,
+        [learned(0.9, passed=2), learned(0.1, 0.9, passed=2), learned(0.5, 0.5)],
+        [learned(0.5, 0.5, 0.9), learned(0.9), learned(0.5, 0.9)],
+    )
+    assert samples.measured == 96 and samples.reference == 64 and samples.ratio == pytest.approx(1.5)
+    assert samples.details["by_seed"]["with_variance"] == [48, 96, None]
+    assert seconds.measured == 4.0 and seconds.details["num_updates"]["any"] == [3, 1, 2]
+
+
+async def test_a_long_tail_s_reward_is_the_same_after_its_delay(monkeypatch: pytest.MonkeyPatch):
+    delays: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        delays.append(delay_s)
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    task = SlowlyJudged(seed=1)
+    for index in [*range(1, 2001), 1]:
+        assert (await task.reward(task.prompt(index), task.prompt(index).answer)).value == 1.0
+    assert delays[0] == delays[-1]
+    assert np.median(delays) == pytest.approx(0.2, rel=0.1) and np.quantile(delays, 0.99) > 2
 
 
 def test_the_trainers_packing_is_what_its_step_takes_beyond_its_phases():

@@ -1,0 +1,83 @@
+"""Batches filled with groups that teach against batches of what comes first: samples and seconds to an accuracy."""
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from bench.pipeline.modes import ACCURACY, ModeRun
+from bench.result import Figure, compare
+from penstock.producers.environments.arithmetic import Arithmetic
+from penstock.schemas.config import RunConfig
+from penstock.schemas.prompt import Prompt, Reward
+
+MEDIAN_DELAY_S = 0.2
+SIGMA = 1.2
+"""Of the delays' logarithm: one in a hundred is 16 times the median."""
+
+
+class SlowlyJudged(Arithmetic):
+    """Additions whose groups arrive with a long tail, as those of reasoning models do: each task's rewards take a time
+    that is drawn once, log-normal."""
+
+    async def reward(self, prompt: Prompt, completion: str) -> Reward:  # type: ignore[override]
+        await asyncio.sleep(MEDIAN_DELAY_S * random.Random(prompt.text).lognormvariate(0.0, SIGMA))
+        return super().reward(prompt, completion)
+
+
+WORKLOADS = {
+    "the demo": (),
+    "groups that arrive with a long tail": (
+        'environment.path="bench.pipeline.fill:SlowlyJudged"',
+        "reward.concurrency=4096",
+        "producers.groups_in_flight=128",
+    ),
+}
+
+
+def samples_to_accuracy(run: ModeRun, config: RunConfig) -> int | None:
+    """Completions of all groups that were trained or skipped up to the first evaluation with `ACCURACY`."""
+    reached = next((point.update for point in run.telemetry.evaluations if point.reward >= ACCURACY), None)
+    if reached is None:
+        return None
+    groups = sum(
+        update.num_groups_trained + update.num_groups_skipped + update.metrics.get("fill_skipped_groups", 0.0)
+        for update in run.telemetry.updates
+        if update.update <= reached
+    )
+    return round(groups) * config.group_size
+
+
+def fill_figures(
+    workload: str, config: RunConfig, with_variance: Sequence[ModeRun], any_: Sequence[ModeRun]
+) -> Iterator[Figure]:
+    """Of one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the others."""
+    samples, seconds = (
+        {
+            "with_variance": [measure(run) for run in with_variance],
+            "any": [measure(run) for run in any_],
+        }
+        for measure in (lambda run: samples_to_accuracy(run, config), lambda run: run.time_to_accuracy_s)
+    )
+    for unit, found in (("samples", samples), ("s", seconds)):
+        middle = {fill: _median(values) for fill, values in found.items()}
+        yield compare(
+            f"{'samples' if unit == 'samples' else 'seconds'} to {ACCURACY}, batches filled with variance, {workload}",
+            unit=unit,
+            measured=middle["with_variance"],
+            reference=middle["any"],
+            reference_is='batch.fill = "any"',
+            details={
+                "by_seed": found,
+                "num_updates": {
+                    "with_variance": [r.num_updates for r in with_variance],
+                    "any": [r.num_updates for r in any_],
+                },
+            },
+        )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    found = median(math.inf if value is None else value for value in values)
+    return None if found == math.inf else found
