@@ -35,6 +35,8 @@ def trl_settings(config: RunConfig, max_updates: int, output_folder: str) -> GRP
         raise ConfigError(
             f"advantage = {config.advantage}: this benchmark compares {DEFAULT_ADVANTAGE} without KL only"
         )
+    if config.teacher is not None:
+        raise ConfigError("teacher: this benchmark compares learning from rewards; expected it to be left out")
     if config.reward != RewardConfig():
         raise ConfigError(f"reward = {config.reward}: this benchmark takes the environment's own reward")
     trainer = config.trainer

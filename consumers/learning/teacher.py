@@ -40,7 +40,7 @@ def teacher_advantages(
 ) -> Tensor:
     """The advantages of M tokens, [M] float32. rewarded: [M], those of their rollouts' rewards; 0 if the teacher is
     alone."""
-    return rewarded + config.coefficient * (teacher_logprobs - proximal_logprobs.detach())
+    return rewarded + config.coefficient * (teacher_logprobs - proximal_logprobs)
 
 
 def open_teacher(config: RunConfig, model: PackedModel, device: torch.device, ranks: Ranks) -> PackedModel | None:

@@ -161,16 +161,37 @@ def test_an_adapter_learns_from_a_teacher(folders) -> None:
     assert reports[0].num_optimizer_steps == 1
 
 
-def test_trust_that_depends_on_the_advantages_sign_goes_by_the_teachers(folders) -> None:
-    correction = CorrectionConfig(mode="token_mask", threshold=1.5, lower=0.9, schedule="sign_aware")
-    learner = Learner(_config(folders, correction=correction))
-    groups = [random_group(n, 2, rewards=[0.0] * 4) for n in range(1, 4)]
-    report = learner.step(learner.pack(groups, lag_from(7)))
-    opposite = Learner(replace(learner.config, teacher=replace(learner.config.teacher, coefficient=1e-9)))
-    assert report.num_tokens_rejected == opposite.step(opposite.pack(groups, lag_from(7))).num_tokens_rejected > 0
-    without = Learner(replace(learner.config, teacher=None))
-    batch = without.pack([random_group(n, 2) for n in range(1, 4)], lag_from(7))
-    assert without.step(batch).num_tokens_rejected != report.num_tokens_rejected
+def _flat(group: RolloutGroup, logprob: float) -> RolloutGroup:
+    """The group with this logprob of a teacher's server on every token."""
+    rollouts = tuple(
+        replace(
+            rollout,
+            segments=tuple(
+                replace(part, teacher_logprobs=pack_floats([logprob] * part.num_sampled_tokens))
+                for part in rollout.segments
+            ),
+        )
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_trust_and_diagnostics_by_the_advantages_sign_go_by_the_teachers(folders, normalize: bool) -> None:
+    """Every advantage is negative, then every one positive; those of the rewards are 0."""
+    correction = CorrectionConfig(
+        mode="token_mask", threshold=9.0, lower=0.9, schedule="sign_aware", batch_normalize=normalize
+    )
+    config = _config(folders, correction=correction, teacher={"model": None, "url": "http://127.0.0.1:1/v1"})
+    learner = Learner(config)
+    groups = [random_group(n, 2) for n in range(1, 4)]
+    negative, positive = (
+        learner.step(learner.pack([_flat(group, logprob) for group in groups], lag_from(7))) for logprob in (-60.0, 0.0)
+    )
+    assert negative.num_tokens_rejected > positive.num_tokens_rejected
+    for report, sign, other in ((negative, "negative", "positive"), (positive, "positive", "negative")):
+        names = {name.partition("/")[0] for name in report.metrics}
+        assert f"masked_frac_{sign}" in names and f"masked_frac_{other}" not in names
 
 
 def _served(group: RolloutGroup, teacher: Any) -> RolloutGroup:

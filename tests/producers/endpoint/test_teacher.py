@@ -68,10 +68,13 @@ async def test_a_group_that_its_teacher_fails_is_dead_and_keeps_the_agents_work(
 async def test_a_producer_that_stops_while_its_teacher_hangs_hands_the_prompt_back(serve, monkeypatch) -> None:
     async def teacher(group: RolloutGroup) -> RolloutGroup:
         asked.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
         return group
 
-    asked = asyncio.Event()
+    asked, given_up = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(agents, "TEACHER_S", 0.05)
     monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.05)
     one = await serve(teacher=teacher, group_size=2)
@@ -81,3 +84,4 @@ async def test_a_producer_that_stops_while_its_teacher_hangs_hands_the_prompt_ba
     await asyncio.wait_for(one.task, 20)
     ((_, fields),) = one.server.client.xrange(KEYS.prompts)
     assert (fields[Field.INDEX], one.server.client.xlen(KEYS.rollouts)) == (b"1", 0)
+    assert given_up.is_set()
