@@ -90,6 +90,9 @@ def evaluate(
         if not any(checked.num_evaluation_prompts.values()):
             fields = ", ".join(f"{field}.path = {each.path!r}" for field, each in environment_fields(checked))
             raise ConfigError(f"{fields}: no held-out prompts; expected some, and evaluation.num_prompts above 0")
+        for name, size in checked.num_evaluation_prompts.items():
+            if not size:
+                say(f"{name} has no held-out prompts, or none are asked for: it is left out")
         tokenizer = load_tokenizer(checked)
         parser = answer_parser(checked, tokenizer)
 

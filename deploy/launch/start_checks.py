@@ -107,6 +107,11 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
         num_tasks = getattr(environment, "num_tasks", None) if chooses else None
         if available < 0:
             raise ConfigError(f"{field}.path = {each.path!r}: num_evaluation_prompts = {available}: expected 0 or more")
+        if not available and not each.weight:
+            raise ConfigError(
+                f"{field}.weight = {each.weight:g}: the environment has no held-out prompts, so it would be neither "
+                "trained on nor evaluated; expected some, or a weight above 0"
+            )
         wanted = config.num_evaluation_prompts[each.name]
         if wanted is not None and wanted > available:
             own = each.evaluation.num_prompts is not None

@@ -243,6 +243,11 @@ def test_each_of_several_environments_is_checked_under_its_own_field(config):
         ConfigError, match=r"environments\[1\].evaluation.num_prompts = 10: the environment has 9 held-out"
     ):
         check(changed(several, environments=(first, greedy)))
+    idle = msgspec.structs.replace(second, weight=0, kwargs={"width": 3, "num_evaluation_prompts": 0})
+    with pytest.raises(
+        ConfigError, match=r"environments\[1\].weight = 0: the environment has no held-out prompts, so it"
+    ):
+        check(changed(several, environments=(first, idle)))
     wrong = msgspec.structs.replace(second, kwargs={"width": 0})
     with pytest.raises(ConfigError, match=r"environments\[1\]: .*Arithmetic: width is 0, expected 1 to 18"):
         check(changed(several, environments=(first, wrong)))
