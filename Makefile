@@ -38,7 +38,7 @@ lint: venv-dev
 	$(VENV)/bin/python -m ruff format --check .
 	mkdir -p .mypy_cache/roof/penstock
 	for name in schemas producers consumers deploy; do ln -sfn ../../../$$name .mypy_cache/roof/penstock/$$name; done
-	ln -sfn ../../../roof/__init__.py .mypy_cache/roof/penstock/__init__.py
+	ln -sfn ../../../deploy/roof/__init__.py .mypy_cache/roof/penstock/__init__.py
 	$(VENV)/bin/python -m mypy
 
 bench: venv venv-peers

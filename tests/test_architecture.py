@@ -34,7 +34,7 @@ CONTRACT_ALLOWS = {"msgspec"} | set(sys.stdlib_module_names)
 BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "numpy", "redis", "xxhash", "zstandard"}}
 """What the wings of the contract need besides."""
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
-ROOF = ROOT / "roof" / "__init__.py"
+ROOF = ROOT / "deploy" / "roof" / "__init__.py"
 """The package `penstock` itself."""
 LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

@@ -21,7 +21,7 @@ import penstock
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "producers", "consumers", "deploy")
-ROOF = "roof"  # the folder of `penstock` itself
+ROOF = Path("deploy") / "roof"  # the folder of `penstock` itself
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 DEVELOPMENT = Path("deploy") / "grafana"  # makes the dashboards, with a library that users do not install
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("packaging")
 
 
 def python_files() -> list[Path]:
-    files = [file.relative_to(ROOT) for room in (ROOF, *ROOMS) for file in sorted((ROOT / room).rglob("*.py"))]
+    files = [file.relative_to(ROOT) for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
     return [file for file in files if not file.is_relative_to(DEVELOPMENT)]
 
 
@@ -40,7 +40,7 @@ OWN_FILES = ("__init__.py", "py.typed")
 
 def packaged(folder: Path) -> tuple[str, ...]:
     """Where a folder of the repository is in the package."""
-    return ("penstock", *folder.parts[folder.parts[0] == ROOF :])
+    return ("penstock", *(folder.relative_to(ROOF) if folder.is_relative_to(ROOF) else folder).parts)
 
 
 def test_every_folder_with_modules_is_a_package_of_the_list():
@@ -121,7 +121,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
-    for room in (ROOF, *ROOMS, "bench", "docs"):
+    for room in (*ROOMS, "bench", "docs"):
         shutil.copytree(ROOT / room, source / room, ignore=ignored, symlinks=True)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", out]
     subprocess.run([*command, source], check=True, timeout=120)
