@@ -11,6 +11,8 @@ import redis
 import tomli_w
 
 from penstock.consumers.observe.sinks.feeding import check_sinks
+from penstock.consumers.stream.ledger import Ledger
+from penstock.consumers.stream.tasks import TaskPlan
 from penstock.deploy.launch.machine import read_machine
 from penstock.deploy.launch.memory import read_shape
 from penstock.deploy.launch.placement import Placement, place
@@ -47,7 +49,7 @@ class Checked(NamedTuple):
 
 
 def check(config: RunConfig) -> Checked:
-    """Checks model folder, adapter, sinks, environment, reward and memory. Imports no torch.
+    """Checks model folder, adapter, sinks, environment, reward, curriculum and memory. Imports no torch.
 
     Raises:
         ConfigError: the run cannot work; the message names the field, its value and what was expected.
@@ -57,6 +59,7 @@ def check(config: RunConfig) -> Checked:
     _check_adapter(config)
     warnings = check_sinks(config.metrics)
     config, _ = check_environments(config)
+    TaskPlan(config, Ledger())
     if config.checkpoint.best is not None and not any(config.num_evaluation_prompts.values()):
         raise ConfigError(
             f"checkpoint.best = {config.checkpoint.best!r}: no environment has held-out prompts; expected some"
@@ -134,13 +137,11 @@ def _with_sizes(config: RunConfig, environments: RunEnvironments) -> RunConfig:
 
 
 def check_objective(config: RunConfig) -> None:
-    """Raises ConfigError unless objective, advantage function and curriculum can be made and fit, and a teacher has the
-    model's vocabulary. Imports torch."""
+    """Raises ConfigError unless objective and advantage function can be made and fit, and a teacher has the model's
+    vocabulary. Imports torch."""
     from penstock.consumers.learning import advantages, interfaces
-    from penstock.consumers.stream import ledger, tasks
 
     advantages.check_advantage(config.advantage)
-    tasks.TaskPlan(config, ledger.Ledger())
     if config.teacher is not None and config.teacher.model is not None:
         from penstock.consumers.learning.teacher import check_vocabularies  # imports transformers too
 

@@ -235,3 +235,18 @@ async def test_ctrl_c_cancels_what_runs_beside_a_running_loop() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_coroutine(slow())
     assert told == ["cleaned up"]
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        ({"path": "nowhere.mod:fn"}, r"curriculum.path = 'nowhere.mod:fn': cannot import 'nowhere.mod'"),
+        ({"kwargs": {"floor": 0.1}}, r"curriculum.path = '.*:uniform': got an unexpected keyword argument 'floor'"),
+        ({"path": "penstock.consumers.stream.curricula:drop_flat"}, "environment.num_tasks is not set: curriculum.pa"),
+    ],
+)
+def test_a_curriculum_is_checked_before_anything_starts(
+    settings: dict[str, Any], curriculum: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(penstock.ConfigError, match=message):
+        penstock.check(settings | {"curriculum": curriculum})
