@@ -65,12 +65,12 @@ class TaskPlan:
         self._curriculum = make_curriculum(config.curriculum)
         for field, each in environment_fields(config):
             size = 0 if config.curriculum.path == DEFAULT_CURRICULUM else each.num_tasks
-            if size is None:
+            if size is None and each.weight:
                 raise ConfigError(
                     f"{field}.num_tasks is not set: curriculum.path = {self._path!r} chooses among so many tasks, and "
                     "the environment has no `num_tasks`"
                 )
-            ledger.histories[each.name].resize(size)
+            ledger.histories[each.name].resize(size or 0)
 
     def next(self, count: int) -> list[ReleasedTask]:
         """The tasks of the next indexes: of so many, or of fewer where an environment has fewer tasks.

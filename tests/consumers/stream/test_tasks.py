@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.tasks import TaskPlan, environment_of
-from penstock.schemas.config import EnvironmentConfig, ModelConfig, RunConfig
+from penstock.schemas.config import CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from scripted_learner import KilledError
 from trainer_bench import assert_settled_once, tasks_taken
 
@@ -44,6 +45,21 @@ def test_an_index_has_one_environment_on_every_machine_and_another_with_another_
 def test_a_weight_of_0_releases_nothing():
     weights = {"a": 0.0, "b": 1.0, "c": 0.0}
     assert {environment_of(index, 0, weights) for index in range(1, 200)} == {"b"}
+
+
+def test_an_environment_of_weight_0_needs_no_number_of_tasks_and_keeps_its_history():
+    first = msgspec.structs.replace(
+        config(a=1, b=0), curriculum=CurriculumPlug(path="penstock.consumers.stream.curricula:drop_flat")
+    )
+    a, b = first.environments
+    sized = msgspec.structs.replace(a, num_tasks=3)
+    ledger = Ledger()
+    tasks = released(ledger, msgspec.structs.replace(first, environments=(sized, b)), 3)
+    assert sorted(tasks) == [ReleasedTask("a", number) for number in (1, 2, 3)]
+    rested = msgspec.structs.replace(sized, weight=0.0)
+    second = msgspec.structs.replace(first, environments=(rested, EnvironmentConfig(path="a:B", name="c", num_tasks=9)))
+    assert {task.environment for task in released(ledger, second, 4)} == {"c"}
+    assert ledger.histories["a"].released.tolist() == [1, 1, 1], "its weight may rise again"
 
 
 def test_each_environment_counts_its_own_tasks_without_a_gap():
