@@ -77,7 +77,7 @@ def check_environments(config: RunConfig) -> tuple[RunConfig, RunEnvironments]:
     environments.check_endpoint(config)
     config = _with_sizes(config, environments)
     for field, plug in environment_fields(config):
-        _check_prompts(f"{field}.path = {plug.path!r}", environments.named(plug.name).environment)
+        _check_prompts(field, plug, environments.named(plug.name).environment)
     return config, environments
 
 
@@ -87,15 +87,16 @@ def place_parts(config: RunConfig) -> Placement:
     return place(config, machine, read_shape(Path(config.model.path)) if machine.gpus else None)
 
 
-def _check_prompts(named: str, environment: Environment) -> None:
-    """Poses the first task of either kind. named: the environment's field and path, for errors."""
-    kinds = {"prompt": False} | ({"evaluation_prompt": True} if environment.num_evaluation_prompts else {})
-    for name, held_out in kinds.items():
+def _check_prompts(field: str, plug: EnvironmentConfig, environment: Environment) -> None:
+    """Poses the first task of either kind that the run may pose. field: the environment's, for errors."""
+    asked = {"prompt": plug.weight, "evaluation_prompt": environment.num_evaluation_prompts}
+    for name in filter(asked.get, asked):
         try:
-            pose(environment, 1, held_out=held_out)
+            pose(environment, 1, held_out=name == "evaluation_prompt")
         except Exception as error:  # the environment is the user's
             raise ConfigError(
-                f"{named}: {name}(1): {type(error).__name__}: {one_line(str(error))}; `penstock try` shows where"
+                f"{field}.path = {plug.path!r}: {name}(1): {type(error).__name__}: {one_line(str(error))}; "
+                "`penstock try` shows where"
             ) from error
 
 

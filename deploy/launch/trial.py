@@ -29,12 +29,12 @@ async def show_tasks(config: RunConfig, num_prompts: int) -> bool:
     model, environments = _TrialModel(config), open_environments(config)
     trials = [_Trial(config, each, model) for each in environments]
     for trial in trials:
-        held_out = trial.environment.num_evaluation_prompts
-        print(f"environment  {config.every_environment[trial.name].path}, {held_out} held-out prompts")
+        held_out, settings = trial.environment.num_evaluation_prompts, config.every_environment[trial.name]
+        print(f"environment  {settings.path}, {held_out} held-out prompts")
         print(f"model        {config.model.path if model.tokenizer else model.missing}")
         if trial.converses:
             print("note         it converses: completions are those of its first turn, and are not scored")
-        for index in range(1, num_prompts + 1):
+        for index in range(1, num_prompts + 1) if settings.weight else ():
             print(f"\ntask {index}")
             await trial.show(index, held_out=False)
         if held_out:

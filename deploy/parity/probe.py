@@ -45,7 +45,8 @@ def run_probe(config: RunConfig, folder: Path, *, num_prompts: int, log: Path, s
         ConfigError: a prompt that the model has no room for, or an environment or a model that cannot be used.
         EngineError, WeightLoadError: the engine does not start or serve.
     """
-    environments = [each.environment for each in open_environments(config)]
+    opened = open_environments(config)
+    environments = [opened.named(each.name).environment for each in config.every_environment.values() if each.weight]
     prompts = pose(environments, load_tokenizer(config), num_prompts)
     with output_in(log):
         groups, notes = asyncio.run(_sample(config, prompts, folder, say))

@@ -14,7 +14,7 @@ class Dataset:
     """One task a row. The data may be larger than memory; each epoch has a new order, which follows from the index.
 
     training, evaluation: a `.jsonl` or `.parquet` file, a folder of such files, a folder that `datasets` has saved, or
-        the name of a data set on the Hugging Face Hub.
+        the name of a data set on the Hugging Face Hub. An environment of weight 0 needs no `training`.
     columns: names of this data set by what they are here. `prompt`: a string, which becomes a user's message, or a list
         of messages with `role` and `content`. `text` in its place: a string that is no message and goes through no chat
         template. `answer`: a string, a number or a boolean; may be missing if it is not named. Any other name: a column
@@ -32,7 +32,7 @@ class Dataset:
         self,
         *,
         seed: int,
-        training: str,
+        training: str | None = None,
         evaluation: str | None = None,
         columns: Mapping[str, str] = _DEFAULT,
         split: str = "train",
@@ -48,8 +48,11 @@ class Dataset:
         self._columns = columns
         self._seed, self._shuffle = seed, shuffle
         self._system = () if system_prompt is None else (Message(role="system", content=system_prompt),)
-        self._training = self._open("training", training, split, subset, revision)
-        self.num_tasks = len(self._training)
+        self._training: DataRows | None = None
+        self.num_tasks: int | None = None
+        if training is not None:
+            self._training = self._open("training", training, split, subset, revision)
+            self.num_tasks = len(self._training)
         self._evaluation: DataRows | None = None
         available = 0
         if evaluation is not None:
@@ -63,8 +66,10 @@ class Dataset:
         self.num_evaluation_prompts = wanted
 
     def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index - 1, self.num_tasks)
-        row = permuted(place, self.num_tasks, self._seed, epoch) if self._shuffle else place
+        if self._training is None:
+            raise ValueError("Dataset: training is not set, expected it of an environment whose weight is above 0")
+        epoch, place = divmod(index - 1, len(self._training))
+        row = permuted(place, len(self._training), self._seed, epoch) if self._shuffle else place
         return self._pose(self._training, row)
 
     def evaluation_prompt(self, n: int) -> Prompt:

@@ -229,6 +229,27 @@ def test_a_curriculum_has_the_number_of_tasks_of_the_environment_or_of_the_run_f
         check(changed(unknown, environment=too_many))
 
 
+def test_an_environment_that_is_only_evaluated_needs_no_training_data(config, tmp_path):
+    (file := tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    held_out = EnvironmentConfig(
+        path="penstock.producers.environments.dataset:Dataset",
+        name="test",
+        kwargs={"evaluation": str(file)},
+        weight=0,
+    )
+    first = msgspec.structs.replace(config.environment, num_tasks=300)
+    several = changed(
+        config,
+        environment=None,
+        environments=(first, held_out),
+        curriculum=CurriculumPlug(path="penstock.consumers.stream.curricula:drop_flat"),
+    )
+    assert check(several).config.num_evaluation_prompts["test"] == 1
+    trained = msgspec.structs.replace(held_out, weight=1, num_tasks=1)
+    with pytest.raises(ConfigError, match=r"\[1\].path = .*prompt\(1\): ValueError: Dataset: training is not set, exp"):
+        check(changed(several, environments=(first, trained)))
+
+
 class Finite(Arithmetic):
     num_tasks = 7
 

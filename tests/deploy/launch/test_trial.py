@@ -50,6 +50,17 @@ def tried(capsys, environment: str, *arguments: str) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
+def test_an_environment_that_is_only_evaluated_shows_its_held_out_task_alone(capsys, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    environments = "".join(
+        f'[[environments]]\nname = "e{weight}"\nweight = {weight}\npath = "{__name__}:Sums"\n' for weight in (1, 0)
+    )
+    file.write_text(f'name = "r"\nmodel.path = ""\n{environments}')
+    status, out = tried(capsys, str(file), "-n", "1")
+    assert status == 0
+    assert re.findall(r"^(?:held-out )?task \d", out, re.M) == ["task 1", "held-out task 1", "held-out task 1"]
+
+
 def test_an_environment_shows_its_tasks_and_what_their_gold_answers_are_worth(capsys) -> None:
     status, out = tried(capsys, f"{__name__}:Sums", "-n", "2")
     assert status == 0

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from penstock.consumers.parity.report import ParityError
 from penstock.deploy.parity.inputs import LoggedVersions, WeightVersions, with_neighbours
-from penstock.deploy.parity.probe import CHANGE, make_policies
+from penstock.deploy.parity.probe import CHANGE, make_policies, run_probe
 from penstock.producers.engines.weight_files import BaseModel, check
-from penstock.schemas.config import ModelConfig
+from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.weights.log import read_log
@@ -185,3 +185,23 @@ def test_a_model_s_digest_knows_its_weights_its_configuration_and_its_tokenizer(
 
     assert digest() == digest()
     assert len({digest(), digest(1), digest(tokenizer="{}"), digest(rms_norm_eps=0.1)}) == 4
+
+
+def test_a_probe_poses_no_training_task_of_an_environment_that_is_only_evaluated(monkeypatch, tmp_path):
+    arithmetic = "penstock.producers.environments.arithmetic:Arithmetic"
+    environments = tuple(
+        EnvironmentConfig(path=arithmetic, name=name, weight=weight, kwargs={"width": width})
+        for name, weight, width in (("only_evaluated", 0.0, 2), ("trained", 1.0, 3))
+    )
+    posed = []
+
+    def pose(environments, tokenizer, num_prompts):
+        posed.extend(each.prompt(1).text for each in environments)
+        raise ConfigError("no model")
+
+    monkeypatch.setattr("penstock.deploy.parity.probe.load_tokenizer", lambda config: None)
+    monkeypatch.setattr("penstock.deploy.parity.probe.pose", pose)
+    config = RunConfig(name="r", model=ModelConfig(path="m"), environments=environments)
+    with pytest.raises(ConfigError):
+        run_probe(config, tmp_path, num_prompts=4, log=tmp_path / "log", say=print)
+    assert [len(text) for text in posed] == [len("123+456=")]
