@@ -45,6 +45,11 @@ class Dataset:
     ) -> None:
         if ("prompt" in columns) == ("text" in columns):
             raise ValueError(f"Dataset: columns = {dict(columns)}, expected one of prompt and text among the names")
+        if "source" in columns:
+            raise ValueError(
+                f"Dataset: columns = {dict(columns)}, expected another name than source: of a task's metadata that is "
+                "the file and the line it is from"
+            )
         self._columns = columns
         self._seed, self._shuffle = seed, shuffle
         self._system = () if system_prompt is None else (Message(role="system", content=system_prompt),)

@@ -45,7 +45,8 @@ def open_rows(
     """The rows of a `.jsonl` or `.parquet` file, of a folder of them or one that `datasets` has saved, or of a data set
     on the Hugging Face Hub.
 
-    split, subset, revision: of a Hugging Face dataset. columns: those that are read, of Parquet files.
+    split, subset, revision: of a Hugging Face dataset. columns: those that are read, of Parquet files
+    and Hugging Face datasets; all of them if one is missing.
 
     Raises:
         ValueError: nothing there that can be read, or no row in it; the message names it and what was expected.
@@ -59,7 +60,7 @@ def open_rows(
         parts = [_open_file(file, columns) for file in files]
         rows: DataRows = parts[0] if len(parts) == 1 else _Joined(parts)
     elif path.is_dir() or (_HUB_NAME.fullmatch(source) and path.suffix not in _FILES):
-        rows = _HuggingFace(source, split, subset, revision)
+        rows = _HuggingFace(source, split, subset, revision, columns)
     else:
         raise ValueError(
             f"{source!r}: no such file; expected a .jsonl or .parquet file, a folder, or a name on the Hub"
@@ -130,7 +131,8 @@ class _Parquet:
         metadata = self._file.metadata
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         self._starts = [0, *itertools.accumulate(sizes)]
-        self._columns = [name for name in columns if name in self._file.schema_arrow.names] or None
+        # With one that is missing a row has all, for the message.
+        self._columns = list(columns) if set(columns) <= set(self._file.schema_arrow.names) else None
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -157,7 +159,9 @@ def _row_group(file: _Parquet, number: int) -> Any:
 class _HuggingFace:
     """A data set of the library `datasets`, memory-mapped: a folder that `save_to_disk` has written, or one by name."""
 
-    def __init__(self, source: str, split: str, subset: str | None, revision: str | None) -> None:
+    def __init__(
+        self, source: str, split: str, subset: str | None, revision: str | None, columns: Sequence[str]
+    ) -> None:
         datasets = _import("datasets", "datasets")
         try:
             if (found := Path(source)).is_dir() and any(found.glob("**/dataset_info.json")):
@@ -172,7 +176,7 @@ class _HuggingFace:
                 f"{source!r} with {said}: {one_line(f'{type(error).__name__}: {error}')}; expected a folder of .jsonl "
                 "or .parquet files, one that `datasets` has saved, or a name on the Hugging Face Hub"
             ) from error
-        self._rows = loaded
+        self._rows = loaded.select_columns(list(columns)) if set(columns) <= set(loaded.column_names) else loaded
         self._name = f"{source}/{split}"
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import msgspec
 from penstock.producers.interfaces import Environment
 from penstock.producers.rollout.rewards import RewardComponent, reward_components
 from penstock.producers.rollout.sampling import evaluation_sampling, training_sampling
-from penstock.schemas.config import ConfigError, EnvironmentConfig, RunConfig, environment_fields
+from penstock.schemas.config import ConfigError, EnvironmentConfig, RewardConfig, RunConfig, environment_fields
 from penstock.schemas.process.plugins import construct
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings
@@ -89,12 +89,20 @@ def open_environments(config: RunConfig) -> RunEnvironments:
     """Constructs every environment of the run file.
 
     Raises:
-        ConfigError: one cannot be constructed or does not fit, or its reward cannot be used.
+        ConfigError: one cannot be constructed or does not fit, or its reward cannot be used; or `[reward]`, and all of
+            them converse.
     """
-    return RunEnvironments(
+    found = RunEnvironments(
         RunEnvironment.of(config, each, construct(each, field, Environment, seed=config.seed))
         for field, each in environment_fields(config)
     )
+    if config.reward != RewardConfig() and all(each.converses for each in found):
+        given = {name: value for name, value in msgspec.to_builtins(config.reward).items() if value}
+        raise ConfigError(
+            f"reward = {given}: environments that converse reward their conversations themselves, and all here do; "
+            "expected no [reward]"
+        )
+    return found
 
 
 def pose(environment: Environment, index: int, *, held_out: bool = False) -> Prompt:

@@ -192,6 +192,11 @@ def test_the_reward_of_mathematics_goes_with_any_data_set():
         ),
         (
             '{"prompt": "a", "answer": "b"}\n',
+            {"columns": {"prompt": "prompt", "source": "answer"}},
+            "expected another name than source",
+        ),
+        (
+            '{"prompt": "a", "answer": "b"}\n',
             {"num_evaluation_prompts": 1},
             "num_evaluation_prompts is 1, expected 0 to 0",
         ),
@@ -217,6 +222,15 @@ def test_a_parquet_file_that_is_cut_short_or_empty_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"expected a .jsonl or .parquet file"):
         Dataset(seed=0, training=str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_column_that_is_missing_is_named_with_all_there_are(tmp_path, kind):
+    source = KINDS[kind](tmp_path)
+    with pytest.raises(
+        ValueError, match=r"column 'problem' is missing, found \['level', 'question', 'solution'\] \(kwargs\.columns\)"
+    ):
+        Dataset(seed=0, training=source, columns={"prompt": "problem", "answer": "solution"})
 
 
 def test_a_split_that_a_saved_data_set_has_not_is_named(tmp_path):
