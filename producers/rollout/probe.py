@@ -54,7 +54,7 @@ async def probe(
 
     Prompts are sampled again and again until an update is loaded, and the groups that were in flight at that moment are
     kept. So rows hold tokens of two policies, however fast the engine is, and each policy samples every prompt anew,
-    whether or not the engine has cached it.
+    whether or not the engine has cached it. If nothing was in flight, the first prompt's round before the update is.
 
     Returns:
         `len(prompts) * (len(updates) + 1)` groups, update after update, indexes from 1, rewards 0.
@@ -80,14 +80,17 @@ class _Wave:
     def __init__(self, engine: Engine, sampling: SamplingSettings, group_size: int) -> None:
         self._engine, self._sampling, self._group_size = engine, sampling, group_size
         self._updated = False
+        self._before: list[Completion] = []
+        """The first prompt's last round that had ended before the update."""
 
     async def sample(self, prompts: Sequence[PosedPrompt], update: WeightUpdate | None) -> list[list[Completion]]:
         """The siblings of each prompt that were in flight during the update."""
         self._updated = update is None
+        older = self._engine.policy_version
         try:
             async with asyncio.TaskGroup() as tasks:
                 sampled = [
-                    tasks.create_task(self._until_updated(posed.token_ids, (n + 1) / len(prompts)))
+                    tasks.create_task(self._until_updated(posed.token_ids, (n + 1) / len(prompts), keep=n == 0))
                     for n, posed in enumerate(prompts)
                 ]
                 if update is not None:
@@ -97,9 +100,11 @@ class _Wave:
                     self._updated = True
         except ExceptionGroup as error:  # several requests fail for one reason: the first says it
             raise error.exceptions[0] from None
-        return [task.result() for task in sampled]
+        found = [task.result() for task in sampled]
+        versions = {completion.version_spans[0].version for siblings in found for completion in siblings}
+        return [self._before, *found[1:]] if self._before and older not in versions else found
 
-    async def _until_updated(self, token_ids: list[int], share: float) -> list[Completion]:
+    async def _until_updated(self, token_ids: list[int], share: float, *, keep: bool) -> list[Completion]:
         # Before an update the first round of each prompt has another length. Otherwise they would all end at the same
         # moment, and an update at that moment would find nothing in flight.
         sampling = self._sampling if self._updated else self._shorter(share)
@@ -108,6 +113,8 @@ class _Wave:
             # Where the machine is busy, one that was in flight may be here before the update is known to be done.
             if self._updated or any(len(completion.version_spans) > 1 for completion in found):
                 return found
+            if keep:
+                self._before = found
             sampling = self._sampling
             await asyncio.sleep(0)  # an engine may answer without ever waiting
 

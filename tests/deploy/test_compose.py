@@ -38,7 +38,7 @@ PRIVATE = (
     "deploy/runs/demo/run.toml",
 )
 """Files that somebody may have put beside the sources: passwords, and folders of runs."""
-SHIPPED = ("deploy/runs/demo.toml", "deploy/security/acl.py", "producers/__main__.py", "roof/__init__.py")
+SHIPPED = ("deploy/runs/demo.toml", "deploy/security/acl.py", "producers/__main__.py", "deploy/roof/__init__.py")
 PROFILES = {"cpu": ("producer", "trainer"), "gpu": ("producer-gpu", "trainer-gpu")}
 
 

@@ -138,7 +138,8 @@ def command(config, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, st
         monkeypatch.setattr(evaluation.evaluate, "__kwdefaults__", {
             **(evaluation.evaluate.__kwdefaults__ or {}), "start_engine": scripted(**settings)[1],
         })  # fmt: skip
-        monkeypatch.delenv("REDIS_URL", raising=False)
+        for name in ("REDIS_URL", "COLUMNS"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         status = cli.main(["evaluate", *words, "--runs", str(tmp_path / "runs")])
         shown = capfd.readouterr()

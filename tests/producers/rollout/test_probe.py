@@ -54,6 +54,7 @@ async def test_groups_are_records_as_any_producer_s(tmp_path):
 async def test_an_update_reaches_an_engine_that_finishes_a_request_at_once(tmp_path):
     groups = await probe(ScriptedEngine(), PROMPTS, SAMPLING, group_size=2, updates=[update(1, tmp_path)])
     assert len(groups) == 6
+    assert versions_of(groups[0])[0][0] == 0, "nothing was in flight, and the policy before is checked all the same"
     assert all(versions_of(group) == [[1]] * 2 for group in groups[3:])
 
 
