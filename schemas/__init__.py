@@ -4,7 +4,8 @@
   sign of life, `description` what a run says of itself, `keys` names everything.
 - In files: `config` is the run file, `record` and `record_reader` the record of rollouts, `rollout_file` and
   `hidden_states` what a parity check reads; `model_digest` tells model folders apart, `adapter` names an
-  adapter's tensors and its base, `best` says what the model of the best evaluation is.
+  adapter's tensors and its base, `best` says what the model of the best evaluation is, `figures` which figures of
+  evaluations settings name.
 - `metrics` names what processes report to Prometheus. `prefixes` finds common prefixes of sequences.
 
 `process` is no contract.

@@ -1,6 +1,5 @@
 """The model of a run's best evaluation, in the run's folder `best`: what it is, beside its weights."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -38,11 +37,3 @@ def read_best(folder: Path) -> BestModel | None:
         return None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{folder / BEST_FILE}: {error}; expected what the trainer wrote, or no folder") from None
-
-
-def figure_in(name: str, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The figure of an evaluation that `checkpoint.best` names; None if it has none. environments: figures by name."""
-    if not name.startswith("environments/"):
-        return figures.get(name)
-    environment, _, key = name.removeprefix("environments/").partition("/")
-    return environments.get(environment, {}).get(key)

@@ -1097,6 +1097,28 @@ def _check_evaluation(config: RunConfig, file: Path) -> None:
                 "the ids that it was sampled from; expected top_k = 1 or more, which bounds them"
             )
     _check_best(config, file)
+    parts = [f"reward/{each.name}" for each in config.reward.components]
+    for setting, _, figure in named_figures(config) if parts and config.endpoint is None else ():
+        if figure.startswith("reward/") and not any(f"{figure}/".startswith(f"{part}/") for part in parts):
+            raise ConfigError(
+                f"{file}: {setting}: no component of the reward has this name; expected "
+                f"{' or '.join(['reward', *parts])}"
+            )
+
+
+def named_figures(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """The settings that name a figure of evaluations: `field = value`, the environment whose figure it is, "" for that
+    over all, and the figure."""
+    for field, each in environment_fields(config):
+        how = config.held_out[each.name]
+        if how.solved is not None and how.pass_at:
+            own = f"{field}." if each.evaluation.solved is not None else ""
+            yield f"{own}evaluation.solved.figure = {how.solved.figure!r}", each.name, how.solved.figure
+    if (goal := config.evaluation.goal) is not None:
+        yield f"evaluation.goal.figure = {goal.figure!r}", "", goal.figure
+    if (best := config.checkpoint.best) is not None:
+        name, figure = best.split("/", 2)[1:] if best.startswith("environments/") else ("", best)
+        yield f"checkpoint.best = {best!r}", name, figure
 
 
 def _check_best(config: RunConfig, file: Path) -> None:

@@ -62,12 +62,12 @@ def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldO
 
     Returns:
         reward, reward/<part>: avg@k, as of `mean_rewards`.
-        pass@<k>: for each k that is asked of all these prompts.
+        pass@<k>: for each k that is asked of all these prompts, unless no answer has the figure that it goes by.
         reward_se, pass@<k>_se: standard errors, of two prompts or more.
         completion_tokens: sampled tokens of an answer, mean; truncated_frac: share that ended at the token limit.
         num_samples: answers asked for.
     """
-    each_k = [set(sets[name].pass_at or ()) for name in {each.environment for each in prompts}]
+    each_k = [_measurable(prompts, name, sets[name]) for name in {each.environment for each in prompts}]
     asked = [max(sets[each.environment].num_samples or 1, len(each.rewards)) for each in prompts]
     tables = [
         mean_rewards(each.rewards, number - len(each.rewards)) for each, number in zip(prompts, asked, strict=True)
@@ -88,6 +88,13 @@ def held_out_figures(prompts: Sequence[HeldOutAnswers], sets: Mapping[str, HeldO
         found["completion_tokens"] = sum(each.num_tokens for each in prompts) / num_answers
         found["truncated_frac"] = sum(each.num_truncated for each in prompts) / num_answers
     return found | {"num_samples": sum(asked)}
+
+
+def _measurable(prompts: Sequence[HeldOutAnswers], environment: str, how: HeldOutConfig) -> set[int]:
+    """The k of pass@k of an environment; none if its answers lack the figure by which one is solved."""
+    answers = [rewards for each in prompts if each.environment == environment for rewards in each.rewards]
+    is_there = how.solved is None or not answers or any(how.solved.figure in rewards for rewards in answers)
+    return set(how.pass_at or ()) if is_there else set()
 
 
 def _num_solved(answers: HeldOutAnswers, how: HeldOutConfig) -> int:

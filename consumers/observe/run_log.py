@@ -22,6 +22,7 @@ from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.config import RunConfig
+from penstock.schemas.figures import missing_figures
 from penstock.schemas.metrics import figures_of
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.rollout import RolloutGroup
@@ -63,6 +64,9 @@ class RunLog:
         self.metrics = metrics
         self._ledger = ledger
         self._progress = progress
+        self._config = config
+        self._told: set[str] = set()
+        """Settings that name a figure which no evaluation has."""
         self._published: dict[str, float] = {}
         """The figures of the policy that was announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
@@ -152,6 +156,10 @@ class RunLog:
         line = {"time_s": time.time(), **fields.pop("figures"), **fields}
         self._evaluations.write(**line)
         self._sinks.evaluation(line)
+        missing = missing_figures(self._config, result.figures, result.environments)
+        for setting in missing.keys() - self._told:
+            log.warning("%s: %s", setting, missing[setting])
+        self._told |= missing.keys()
         log.info(
             "policy %d: held-out %s",
             result.policy_version,

@@ -17,8 +17,9 @@ from penstock.consumers.learning.export import describe_weights
 from penstock.consumers.stream.checkpoints import copy_model_files
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.schemas.adapter import identity_of
-from penstock.schemas.best import BEST_FILE, BestModel, figure_in, read_best
+from penstock.schemas.best import BEST_FILE, BestModel, read_best
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.figures import figure_in
 from penstock.schemas.process.files import fsync
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.weights.codec import ChunkError
@@ -64,14 +65,7 @@ class BestPolicy:
         if self._figure is None:
             return
         version, value = result.policy_version, figure_in(self._figure, result.figures, result.environments)
-        if value is None:
-            log.warning(
-                "checkpoint.best = %r: the evaluation of policy %d has no such figure; expected one of %s",
-                self._figure,
-                version,
-                ", ".join(result.figures),
-            )
-        elif self._value is None or value > self._value:
+        if value is not None and (self._value is None or value > self._value):
             self._value = value
             found = BestModel(
                 figure=self._figure,

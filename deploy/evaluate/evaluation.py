@@ -27,6 +27,7 @@ from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig, environment_fields
+from penstock.schemas.figures import missing_figures
 
 NAME = "evaluate"
 """The producer that groups and metrics name."""
@@ -172,6 +173,9 @@ async def answer_held_out(
         for name, how in sets.items()
         if name in found
     ]
+    by_name = {each.name: each.figures for each in results}
+    for setting, problem in missing_figures(config, {}, by_name).items():
+        say(f"{setting}: {problem}")
     return Evaluated(
         model=config.model.path, sets=tuple(results), failures=dict(failures), wall_s=time.monotonic() - began_s
     )

@@ -146,6 +146,26 @@ def test_evaluations_that_cannot_be_are_refused_by_the_field_that_asks_for_them(
         load_config(run_file, overrides)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.solved.figure=reward/exat", "evaluation.solved.figure = 'reward/exat'"),
+        ("environment.evaluation.solved.figure=reward/exat", "environment.evaluation.solved.figure = 'reward/exat'"),
+        ("evaluation.goal={figure='reward/exat', value=1}", "evaluation.goal.figure = 'reward/exat'"),
+        ("checkpoint.best=environments/main/reward/exat", "checkpoint.best = 'environments/main/reward/exat'"),
+    ],
+)
+def test_a_figure_that_no_component_of_the_reward_gives_is_refused_with_those_there_are(run_file, override, message):
+    own = ["reward.components=[{name='exact', path='environment', weight=1.0}]"]
+    own += ["evaluation.num_samples=2", "evaluation.temperature=1.0"]
+    for figure in ("reward", "reward/exact", "reward/exact/digits"):
+        load_config(run_file, [*own, override.replace("reward/exat", figure)])
+    expected = f"{message}: no component of the reward has this name; expected reward or reward/exact"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(run_file, [*own, override])
+    load_config(run_file, [*own, override, "endpoint={}"])  # agents name parts as they like
+
+
 @pytest.mark.parametrize("best", ["reward", "reward/exact", "pass@8", "pass@1", "environments/main/pass@8"])
 def test_any_figure_of_an_evaluation_may_choose_the_best(run_file, best):
     sampled = ["evaluation.num_samples=8", "evaluation.temperature=1.0", "evaluation.pass_at=[1, 8]"]

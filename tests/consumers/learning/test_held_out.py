@@ -84,6 +84,18 @@ def test_what_is_solved_goes_by_the_figure_and_the_value_that_are_asked_for():
     assert held_out_figures(prompts, {"main": how(2, 2, figure="reward/right")})["pass@2"] == 1.0
 
 
+def test_there_is_no_pass_at_k_by_a_figure_that_no_answer_has():
+    """A misspelt name would read as a policy that solves nothing."""
+    sets = {"main": how(2, 2, figure="reward/exat"), "other": how(2, 2)}
+    right, other = answers(1.0, 1.0, **{"reward/exact": 1.0}), answers(1.0, 1.0, environment="other")
+    assert held_out_figures([right], sets)["reward"] == 1.0
+    assert not [key for key in held_out_figures([right, other], sets) if key.startswith("pass@")]
+    assert held_out_figures([other], sets)["pass@2"] == 1.0
+    assert held_out_figures([HeldOutAnswers("main")], sets)["pass@2"] == 0.0, "without an answer nothing is solved"
+    partly = answers(1.0, 0.0)._replace(rewards=[{"reward": 1.0, "reward/exat": 1.0}, {"reward": 0.0}])
+    assert held_out_figures([partly], sets)["pass@2"] == 1.0
+
+
 def test_figures_of_several_environments_have_what_all_are_asked_for():
     prompts = [answers(1.0, 0.0, environment="a"), answers(1.0, 1.0, 1.0, 0.0, environment="b")]
     sets = {"a": how(2, 1, 2), "b": how(4, 1, 4)}

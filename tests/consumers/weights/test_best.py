@@ -138,17 +138,6 @@ def test_any_figure_may_choose_as_it_is_named_in_the_lines(start, best, version)
     assert kept.version == version
 
 
-def test_a_figure_that_an_evaluation_lacks_is_named_with_those_it_has(start, caplog):
-    kept = start(best="reward/exakt")
-    kept.publish(2)
-    kept.consider(result(1, 0.5, **{"reward/exact": 0.5}))
-    assert not kept.folder.exists()
-    assert (
-        "'reward/exakt': the evaluation of policy 1 has no such figure; expected one of reward, reward/exact"
-        in caplog.text
-    )
-
-
 def test_a_version_that_the_log_has_lost_is_told_and_the_next_better_one_is_kept(start, caplog):
     kept = start()
     kept.publish(40)

@@ -121,6 +121,14 @@ def test_progress_is_told(model, config):
     assert said[0].startswith("booting the engine on ") and said[-1] == "3 of 3 held-out prompts answered"
 
 
+def test_a_figure_that_no_answer_has_is_named_and_no_pass_at_k_is_made_of_it(model, config):
+    said: list[str] = []
+    misspelt = config("evaluation.solved={figure='reward/exat'}")
+    found = evaluate(model, misspelt, start_engine=scripted()[1], say=said.append)
+    assert not [key for each in found.sets for key in each.figures if key.startswith("pass@")]
+    assert said[-1].startswith("evaluation.solved.figure = 'reward/exat' of letters: held-out answers have no such")
+
+
 class OneFails(Letters):
     def evaluation_prompt(self, n: int):
         if n == 2:

@@ -1,0 +1,39 @@
+"""The figures that settings name, and whether evaluations have them."""
+
+from collections.abc import Mapping
+
+from penstock.schemas.config import RunConfig, named_figures
+from penstock.schemas.metrics import REWARD, figures_of, pass_key
+
+
+def figure_in(name: str, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]) -> float | None:
+    """The figure of an evaluation that `checkpoint.best` names; None if it has none. environments: figures by name."""
+    if not name.startswith("environments/"):
+        return figures.get(name)
+    environment, _, key = name.removeprefix("environments/").partition("/")
+    return environments.get(environment, {}).get(key)
+
+
+def missing_figures(
+    config: RunConfig, figures: Mapping[str, float], environments: Mapping[str, Mapping[str, float]]
+) -> dict[str, str]:
+    """What is wrong with each setting, `field = value`, whose figure an evaluation lacks. Prompts without any answer
+    prove nothing.
+
+    figures, environments: as of `held_out_figures`, over all prompts and by environment.
+    """
+    found = {}
+    for setting, environment, figure in named_figures(config):
+        measured = environments.get(environment, {}) if environment else figures
+        is_solved = "solved.figure" in setting
+        wanted = {pass_key(k) for k in config.held_out[environment].pass_at or ()} if is_solved else {figure}
+        if "completion_tokens" in measured and not measured.keys() >= wanted:
+            is_best = setting.startswith("checkpoint.best")
+            place = f"environments/{environment}/" if is_best and environment else ""
+            known = [place + name for name in figures_of(measured) if is_best or name.startswith(REWARD)]
+            of, effect = (
+                f" of {environment}" if environment else "",
+                ", so that there is no pass@k" if is_solved else "",
+            )
+            found[setting + of] = f"held-out answers have no such figure{effect}; expected {' or '.join(known)}"
+    return found
