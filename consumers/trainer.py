@@ -35,13 +35,13 @@ Shutdown, in this order:
 
 1. `stop` (a signal handler may call it) lets the loop end after the update under way.
 2. The loop commits, and the newest policy is announced. At the end of the run it waits for the last evaluation before,
-   and marks the run finished afterwards.
+   and marks the run finished afterwards. A best model that is being written is completed.
 3. The lease is left, so that a trainer that stands by takes over at once.
 4. `close` writes waiting lines and the record, and waits for the sinks.
 5. `__main__` stops serving metrics and closes the connection.
 
 A run that cannot go on (`RunFailedError`) commits before it raises; after any other error the last checkpoint
-stands.
+stands. In both cases a best model that is being written is left to the next trainer.
 """
 
 import logging
@@ -110,6 +110,7 @@ class Trainer:
         """
         try:
             finished = self._train()
+            self.best.wait()  # the trainer that takes over renames in the same folder
             self.leadership.end(hand_over=True)
             return finished
         except RunFailedError:
@@ -119,7 +120,7 @@ class Trainer:
                 log.error("%s", error)
             raise
         finally:
-            self.best.wait()
+            self.best.abandon()
             self.policy.end()
             self.commits.abandon()
             self.leadership.end()
@@ -215,8 +216,8 @@ class Trainer:
 
     def _collect_evaluations(self) -> None:
         for result in self.evaluator.collect():
+            self.best.consider(result)  # first: a best figure that is told of has its model, also after a kill
             self.run_log.evaluation(result)
-            self.best.consider(result)
 
     def _commit_if_due(self, *, busy: bool) -> None:
         """A full disk is no reason to lose what was trained since the last checkpoint: a new try follows."""

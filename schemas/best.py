@@ -25,15 +25,15 @@ class BestModel(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterIdentity | None = None
 
 
-def read_best(folder: Path) -> BestModel | None:
+def read_best(folder: Path, file: str = BEST_FILE) -> BestModel | None:
     """What the model in `folder` is; None if there is none.
 
     Raises:
         ConfigError: its `best.json` was changed by other hands.
     """
     try:
-        return msgspec.json.decode((folder / BEST_FILE).read_bytes(), type=BestModel)
+        return msgspec.json.decode((folder / file).read_bytes(), type=BestModel)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{folder / BEST_FILE}: {error}; expected what the trainer wrote, or no folder") from None
+        raise ConfigError(f"{folder / file}: {error}; expected what the trainer wrote, or no folder") from None

@@ -20,7 +20,7 @@ from penstock.schemas.adapter import identity_of
 from penstock.schemas.best import BEST_FILE, BestModel, read_best
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.figures import figure_in
-from penstock.schemas.process.files import fsync
+from penstock.schemas.process.files import fsync, write_whole
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.weights.codec import ChunkError
 from penstock.schemas.weights.log import VersionGoneError
@@ -48,7 +48,13 @@ class BestPolicy:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="best")
         if self._old.exists() and not folder.exists():  # killed between two renames
             self._old.rename(folder)
+        for left in folder.parent.glob(f"partial-{folder.name}-*"):  # by a trainer that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._abandoned = False
         self._value = self._value_there()
+        for file in folder.parent.glob(self._pending("*").name):
+            if (found := read_best(folder.parent, file.name)) is not None and not self._begin(found):
+                file.unlink()
 
     def expect(self, version: int) -> None:
         """An evaluation of `version` was asked for: its weights are kept until its result is here."""
@@ -66,7 +72,6 @@ class BestPolicy:
             return
         version, value = result.policy_version, figure_in(self._figure, result.figures, result.environments)
         if value is not None and (self._value is None or value > self._value):
-            self._value = value
             found = BestModel(
                 figure=self._figure,
                 value=value,
@@ -75,15 +80,38 @@ class BestPolicy:
                 dtype=self._config.model.dtype,
                 adapter=identity_of(self._config),
             )
-            self._writing = {version: self._thread.submit(self._write, found)} | {
-                other: done for other, done in self._writing.items() if not done.done() or done.exception()
-            }
+            try:
+                write_whole(self._pending(version), msgspec.json.encode(found))
+            except OSError as error:
+                log.warning(
+                    "policy %d is the best, which a kill would forget until its model is kept: %s", version, error
+                )
+            self._begin(found)
         self._expected -= {version}
 
     def wait(self) -> None:
         """Returns once nothing is being written; the disk and the weight log's stores unblock it."""
         for done in wait(self._writing.values()).done:
             done.result()
+
+    def abandon(self) -> None:
+        """Ends without waiting: nothing changes in the folder any more. A trainer after this one keeps what is left."""
+        self._abandoned = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, found: BestModel) -> bool:
+        """Begins to write the model of the best policy until now; returns whether it is that."""
+        is_best = found.figure == self._figure and (self._value is None or found.value > self._value)
+        if is_best:
+            self._value = found.value
+            self._writing = {found.policy_version: self._thread.submit(self._write, found)} | {
+                other: done for other, done in self._writing.items() if not done.done() or done.exception()
+            }
+        return is_best
+
+    def _pending(self, version: int | str) -> Path:
+        """Of a policy whose model is to be written: it is there until that is done, also after a kill."""
+        return self._folder.with_name(f"pending-{self._folder.name}-{version}.json")
 
     def _value_there(self) -> float | None:
         """Of the model in the folder, if it was chosen by the same figure."""
@@ -94,16 +122,23 @@ class BestPolicy:
         version, name, there = found.policy_version, f"{found.figure} {found.value:.4f}", None
         try:
             there = self._value_there()
-            if there is not None and there >= found.value:
-                return
-            self._keep(found)
+            is_better = there is None or there < found.value
+            if is_better:
+                self._keep(found)
         except (OSError, redis.RedisError, RedisGoneError, ConfigError, ChunkError, VersionGoneError) as error:
+            if self._abandoned:
+                return
             log.error("policy %d is the best with %s, and cannot be kept: %s", version, name, error)
             self._value = there
-            return
+            if not isinstance(error, VersionGoneError):
+                return  # a trainer after this one tries again
+            is_better = False
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
-        log.info("policy %d is the best with %s: its model is in %s", version, name, self._folder)
+        if not self._abandoned:
+            self._pending(version).unlink(missing_ok=True)
+            if is_better:
+                log.info("policy %d is the best with %s: its model is in %s", version, name, self._folder)
 
     def _keep(self, found: BestModel) -> None:
         base = Path(self._config.model.path)
@@ -117,6 +152,8 @@ class BestPolicy:
         weights.chmod(described.stat().st_mode & 0o777)
         for path in (*self._partial.iterdir(), self._partial):
             fsync(path)
+        if self._abandoned:
+            return
         shutil.rmtree(self._old, ignore_errors=True)
         if self._folder.exists():
             self._folder.rename(self._old)

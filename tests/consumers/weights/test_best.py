@@ -2,10 +2,12 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,14 +15,17 @@ from transformers import AutoModelForCausalLM
 
 import penstock.consumers.__main__ as entry
 from penstock.consumers.stream.evaluation import EvaluationResult
+from penstock.consumers.trainer import Trainer
 from penstock.consumers.weights.best import BestPolicy
-from penstock.schemas.best import read_best
+from penstock.schemas.best import BestModel, read_best
 from penstock.schemas.config import CheckpointConfig, ConfigError, EnvironmentConfig, LoraConfig, ModelConfig, RunConfig
+from penstock.schemas.weights.log import WeightLog
 from penstock.schemas.weights.reading import WeightReader
 from probed_engine import model as tiny_qwen3
 from publishing import Publishing, WalkingMasters
 from scripted_learner import KilledError, ScriptedLearner
 from trainer_bench import TrainerBench, at_step
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -227,3 +232,84 @@ def test_a_run_that_is_killed_and_continued_keeps_its_best(redis_url, tmp_path, 
     found = read_best(best)
     assert (found.policy_version, found.update, found.value) == (5, 5, 0.9)
     assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0], "the policy that was evaluated"
+
+
+@pytest.fixture
+def scored_bench(redis_url, tmp_path, model_folder, monkeypatch):
+    """A run that keeps its best policy, which is 5."""
+    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    bench = TrainerBench(redis_url, tmp_path)
+    bench.overrides = ["checkpoint.best=reward", f"model.path={model_folder}", "weights.keep_versions=2"]
+    bench.producer().held_out = lambda version: {0: 0.2, 5: 0.9}.get(version, 0.4)
+    yield bench
+    bench.close()
+
+
+def ends_while_it_writes(trainer: Trainer, version: int, end: Callable[[], None]) -> threading.Event:
+    """Has the trainer meet `end` in a step after `version` was found to be the best; its models are not written until
+    the event that is returned."""
+    may_write, read = threading.Event(), trainer.best._reader.log
+
+    def log() -> WeightLog:
+        may_write.wait(30)
+        return read()
+
+    def once_it_is_the_best() -> None:
+        wait_for(lambda: trainer._collect_evaluations() or version in trainer.best._writing)
+        end()
+
+    trainer.best._reader.log = log
+    at_step(trainer, version + 2, once_it_is_the_best)
+    return may_write
+
+
+def killed() -> None:
+    raise KilledError
+
+
+def test_the_best_that_a_killed_trainer_was_writing_is_written_by_the_next_one(scored_bench):
+    best, first = scored_bench.folder / "best", scored_bench.trainer()
+    may_write = ends_while_it_writes(first, 5, killed)
+    with pytest.raises(KilledError):
+        first.run()
+    assert not may_write.is_set() and not best.exists(), "nobody waits for it with a lease that others wait for"
+    may_write.set()
+    first.best._thread.shutdown()
+    assert not best.exists(), "the next trainer has the folder"
+    assert scored_bench.trainer(resume=True).run()
+    assert read_best(best).policy_version == 5
+    assert load_file(best / "model.safetensors")["steps"].tolist() == [5.0]
+    assert sorted(path.name for path in best.parent.iterdir() if "best" in path.name) == ["best"]
+
+
+def test_a_trainer_that_is_stopped_hands_over_once_its_best_is_written(scored_bench, monkeypatch):
+    trainer = scored_bench.trainer()
+    may_write = ends_while_it_writes(trainer, 5, trainer.stop)
+    wait, end, found = trainer.best.wait, trainer.leadership.end, []
+
+    def wait_for_it() -> None:
+        may_write.set()
+        wait()
+
+    def hand_over(**how: bool) -> None:
+        found.append(read_best(scored_bench.folder / "best"))
+        end(**how)
+
+    monkeypatch.setattr(trainer.best, "wait", wait_for_it)
+    monkeypatch.setattr(trainer.leadership, "end", hand_over)
+    assert not trainer.run()
+    may_write.set()
+    assert found[0] is not None and found[0].policy_version == 5
+
+
+def test_what_was_pending_and_is_gone_by_now_is_told_once(start, caplog):
+    kept = start()
+    kept.publish(2)
+    pending = BestModel(figure="reward", value=0.9, policy_version=77, update=7, dtype="bfloat16")
+    file = kept.folder.with_name("pending-best-77.json")
+    file.write_bytes(msgspec.json.encode(pending))
+    kept.best = kept.opened(epoch=1)
+    kept.best.wait()
+    assert "policy 77 is the best with reward 0.9000, and cannot be kept" in caplog.text and not file.exists()
+    kept.consider(result(1, 0.2))
+    assert kept.version == 1
