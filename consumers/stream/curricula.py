@@ -51,9 +51,7 @@ def drop_flat(history: TaskHistory, budget: int, seed: int, *, after: int = 2) -
     waits = np.int64(1) << np.clip(history.flat.astype(np.int64) - after, 0, _LONGEST)
     passes = history.last_pass + np.where(history.flat >= after, waits, 0)
     shuffled = _hashes(seed, passes, history.num_tasks) >> np.uint64(34)
-    key = passes.astype(np.uint64) << np.uint64(30) | shuffled
-    key |= np.where(history.num_open > 0, _OPEN, np.uint64(0))
-    return _smallest(key, budget)
+    return _smallest(passes.astype(np.uint64) << np.uint64(30) | shuffled, history, budget)
 
 
 def by_solve_rate(history: TaskHistory, budget: int, seed: int, *, floor: float = 0.05) -> Sequence[int]:
@@ -68,12 +66,14 @@ def by_solve_rate(history: TaskHistory, budget: int, seed: int, *, floor: float 
     p = np.where(np.isnan(history.solve_rate), 0.5, history.solve_rate.astype(np.float64))
     draws = np.full(history.num_tasks, history.num_released)
     u = ((_hashes(seed, draws, history.num_tasks) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
-    key = -np.log(u) / (4 * p * (1 - p) + floor)
-    return _smallest(np.where(history.num_open > 0, key + 1e9, key), budget)
+    key = np.abs(np.log(u)) / (4 * p * (1 - p) + floor)
+    return _smallest(key.view(np.uint64), history, budget)  # floats from 0 are in the order of their bits
 
 
-def _smallest(key: np.ndarray, count: int) -> list[int]:
-    """The numbers, from 1, of the `count` smallest, in ascending order of their keys."""
+def _smallest(key: np.ndarray, history: TaskHistory, count: int) -> list[int]:
+    """The numbers, from 1, of the `count` smallest, in ascending order of their keys, which are below 2**63; open tasks
+    last of all."""
+    key = key | np.where(history.num_open > 0, _OPEN, np.uint64(0))
     found = np.argpartition(key, count - 1)[:count] if count else np.zeros(0, np.int64)
     return (found[np.argsort(key[found], kind="stable")] + 1).tolist()
 

@@ -143,6 +143,16 @@ def test_tasks_are_drawn_by_their_solve_rate():
     assert sorted(by_solve_rate(history, 6, 3)) == [1, 2, 3, 4, 5, 6], "without replacement"
 
 
+@pytest.mark.parametrize("floor", [1e-12, 1e-300])
+def test_open_tasks_come_last_however_small_the_floor_is(floor):
+    history = TaskHistory(20)
+    for number in range(1, 20):
+        tried(history, number, 0.0, 0.0)
+    history.release(20)
+    assert sorted(by_solve_rate(history, 19, 3, floor=floor)) == list(range(1, 20))
+    assert by_solve_rate(history, 20, 3, floor=floor)[-1] == 20
+
+
 def test_the_same_history_gives_the_same_tasks_on_every_machine():
     history = TaskHistory(1000)
     for number in range(1, 500):
