@@ -231,7 +231,7 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ),
         (
             "reward.components=[{name='a', path='b:c', weight=0.0}]",
-            r"components have the weights {'a': 0.0}, expected finite numbers whose sum is not 0",
+            r"components have the weights {'a': 0.0}, expected finite numbers, not all of them 0",
         ),
         ("reward_weights=[1.0]", r"unknown field \(did you mean reward.components\?\)"),
         ("shade=1", r"shade: unknown field, expected one of name, "),

@@ -352,6 +352,9 @@ async def test_components_are_summed_by_weight_and_each_is_a_part_without_its_we
         Reward(value=1.5, parts={"right": 1.0, "right/seen": 1.0, "rank": 1.0, "own": 7.0}),
         Reward(value=0.0, parts={"right": 0.0, "right/seen": 1.0, "rank": 0.0, "own": 7.0}),
     ]
+    balanced = await score(make_config(reward=weights(right=1.0, rank=-1.0)), "1", "2")
+    assert [reward.value for reward in balanced] == [0.0, 0.0], "weights may cancel each other: nothing divides by them"
+    assert [reward.parts["rank"] for reward in balanced] == [0.0, 1.0]
 
 
 async def test_a_component_that_fails_is_named(make_config) -> None:
@@ -378,7 +381,7 @@ def test_components_that_contradict_are_refused(fields: dict[str, Any], message:
         RewardConfig(**fields)
 
 
-@pytest.mark.parametrize("of", [{"right": 1.0, "rank": -1.0}, {"own": 0.0}, {"own": math.inf}])
-def test_weights_without_a_sum_are_refused(of: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"components have the weights .*, expected finite numbers whose sum is not 0"):
+@pytest.mark.parametrize("of", [{"right": 0.0, "own": 0.0}, {"own": math.inf}, {"right": 1.0, "own": math.nan}])
+def test_weights_that_make_no_reward_are_refused(of: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"components have the weights .*, expected finite numbers, not all of them 0"):
         weights(**of)
