@@ -20,7 +20,7 @@ a token's return the KL of the tokens that follow it alone; here, as for every o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -177,13 +177,19 @@ def batch_rewards(groups: Sequence[RolloutGroup], config: AdvantageConfig) -> Ba
 
 
 def has_variance(group: RolloutGroup, config: AdvantageConfig) -> bool:
-    """Whether the rewards that advantages would be taken of differ among siblings."""
-    values = batch_rewards([group], config).values
-    return bool((values != values[0]).any())
+    """Whether the rewards that advantages are taken of differ among siblings: those of the group alone are not all 0.
+
+    Raises:
+        ConfigError: see `make_advantage`.
+    """
+    rewards = batch_rewards([group], config)
+    parts = _EveryPart(np.zeros(len(rewards.values)))  # in a batch other groups may have what this one lacks
+    parts.update(rewards.parts)
+    return bool(make_advantage(config)(replace(rewards, parts=parts)).any())
 
 
 class _EveryPart(dict[str, Any]):
-    """Parts of every name."""
+    """Parts of every name: `values`, where it has no other."""
 
     def __init__(self, values: np.ndarray) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class TaskHistory:
     """By task, from number 1 at place 0; nothing by task where `num_tasks` is 0.
 
     released, settled: [num_tasks] int32, how often. A group that died counts as settled.
-    flat: [num_tasks] int32, its last groups without reward variance, in a row.
+    flat: [num_tasks] int32, its last groups without reward variance, in a row; under a teacher no group counts.
     last_pass: [num_tasks] int32, the pass in which it was released last, from 1; 0 before. The next pass begins when a
         task is released that was released in this one.
     solve_rate: [num_tasks] float32, mean rewards, within 0 and 1, of its groups: the newest counts as much as all
@@ -60,8 +60,8 @@ class TaskHistory:
             self.released[number - 1] += 1
             self._pass = self.last_pass[number - 1] = max(self._pass, self.last_pass[number - 1] + 1)
 
-    def settle(self, number: int, rewards: Sequence[float]) -> None:
-        """Notes the rewards of a group; none if it died."""
+    def settle(self, number: int, rewards: Sequence[float], *, flat: bool) -> None:
+        """Notes the rewards of a group, none if it died. flat: they do not vary."""
         if number > self.num_tasks:
             return
         at = number - 1
@@ -71,7 +71,7 @@ class TaskHistory:
             return
         rate = min(1.0, max(0.0, sum(rewards) / len(rewards)))
         self.solve_rate[at] = rate if np.isnan(self.solve_rate[at]) else (self.solve_rate[at] + rate) / 2
-        self.flat[at] = self.flat[at] + 1 if min(rewards) == max(rewards) else 0
+        self.flat[at] = self.flat[at] + 1 if flat else 0
 
     def reopen(self, number: int) -> None:
         """Notes that a dead group's task is to be settled again."""

@@ -12,7 +12,7 @@ from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import Reader, Refused
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
-from penstock.schemas.config import RunConfig
+from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.record import PASSED_OVER
 from penstock.schemas.rollout import RolloutGroup, encode_group
 
@@ -42,10 +42,12 @@ class Intake:
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
         self._progress = progress
+        chooses = config.curriculum.path != DEFAULT_CURRICULUM and config.teacher is None
         self._settlement = Settlement(
             ledger,
             config.trainer.max_dead_in_a_row,
             lambda *letter: connection.call(lambda _: scripts.dead_letter(leadership.epoch, *letter)),
+            lambda group: chooses and not has_variance(group, config.advantage),
         )
         self._releaser = Releaser(
             connection,

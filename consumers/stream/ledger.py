@@ -152,8 +152,10 @@ class Ledger:
         self.tasks[self.num_released] = task
         self.histories[task.environment].release(task.number)
 
-    def settle(self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = ()) -> None:
-        """Books `index`. rewards: of its rollouts, unless it is dead.
+    def settle(
+        self, index: int, outcome: str, reason: str = "", rewards: Sequence[float] = (), *, flat: bool = False
+    ) -> None:
+        """Books `index`. rewards: of its rollouts, unless it is dead. flat: see `TaskHistory`.
 
         Raises:
             ValueError: it was settled before, which would be a broken promise.
@@ -162,7 +164,7 @@ class Ledger:
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
         self.by_outcome[outcome].add(index)
         if (task := self.tasks.get(index)) is not None:
-            self.histories[task.environment].settle(task.number, rewards)
+            self.histories[task.environment].settle(task.number, rewards, flat=flat)
         if outcome != "dead":
             self.tasks.pop(index, None)
         else:

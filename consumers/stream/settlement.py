@@ -23,9 +23,16 @@ class Settlement:
 
     send_letter: (index or None, reason, payload, id of the rollout entry, producer, traceback), onto the dead-letter
         stream.
+    is_flat: whether a group is without reward variance, for curricula.
     """
 
-    def __init__(self, ledger: Ledger, max_dead_in_a_row: int, send_letter: SendLetter) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        max_dead_in_a_row: int,
+        send_letter: SendLetter,
+        is_flat: Callable[[RolloutGroup], bool] = lambda group: False,
+    ) -> None:
         self._ledger = ledger
         self._max_dead_in_a_row = max_dead_in_a_row
         self._dead_in_a_row = 0
@@ -34,16 +41,16 @@ class Settlement:
         self._failed_steps_in_a_row = 0
         self._num_received = 0
         self._send_letter = send_letter
+        self._is_flat = is_flat
 
     def settle_batch(self, groups: list[RolloutGroup], report: StepReport) -> None:
         """Settles groups that teach something as trained, the others as skipped."""
         for group in groups:
-            rewards = [rollout.reward.value for rollout in group.rollouts]
-            self._ledger.settle(group.index, "trained" if report.teaches(group.index) else "skipped", rewards=rewards)
+            self._settle(group, "trained" if report.teaches(group.index) else "skipped")
 
     def pass_over(self, group: RolloutGroup) -> None:
         """Settles a group that no batch takes as skipped."""
-        self._ledger.settle(group.index, "skipped", rewards=[rollout.reward.value for rollout in group.rollouts])
+        self._settle(group, "skipped")
 
     def mark_dead(self, groups: Mapping[int, ReadyGroup], reasons: Mapping[int, str]) -> None:
         """Settles groups whose loss was not finite, with the reason of each, by index; they are not sampled again."""
@@ -98,3 +105,7 @@ class Settlement:
                 )
         if failure is not None:
             raise failure
+
+    def _settle(self, group: RolloutGroup, outcome: str) -> None:
+        rewards = [rollout.reward.value for rollout in group.rollouts]
+        self._ledger.settle(group.index, outcome, rewards=rewards, flat=self._is_flat(group))

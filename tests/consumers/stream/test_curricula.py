@@ -5,14 +5,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from mini_producer import group_fields
+from mini_producer import group_fields, make_group
+from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.curricula import by_solve_rate, drop_flat, uniform
 from penstock.consumers.stream.history import TaskHistory
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
 from penstock.consumers.stream.tasks import TaskPlan
 from penstock.schemas.config import ConfigError, CurriculumPlug, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Field
+from penstock.schemas.prompt import Reward
 from trainer_bench import TrainerBench, assert_settled_once, killed_and_resumed, tasks_taken
 
 CURRICULA = "penstock.consumers.stream.curricula"
@@ -20,7 +23,7 @@ CURRICULA = "penstock.consumers.stream.curricula"
 
 def tried(history: TaskHistory, number: int, *rewards: float) -> None:
     history.release(number)
-    history.settle(number, rewards)
+    history.settle(number, rewards, flat=len(set(rewards)) == 1)
 
 
 def config(path: str, *sizes: int | None, **kwargs) -> RunConfig:
@@ -62,13 +65,13 @@ def test_a_history_has_rates_flat_groups_and_what_is_open():
     assert again.last_pass.tolist() == [4, 3, 3, 3, 0, 0]
     again.release(6)
     again.resize(2)
-    again.settle(6, (1.0,))
+    again.settle(6, (1.0,), flat=True)
     assert again.released.tolist() == [4, 1]
 
 
 def test_a_task_released_before_it_was_counted_leaves_none_open_and_none_owed():
     history = TaskHistory(2)
-    history.settle(1, (1.0, 0.0))
+    history.settle(1, (1.0, 0.0), flat=False)
     history.reopen(2)
     assert history.num_open.tolist() == [0, 0]
     history.release(1)
@@ -252,6 +255,35 @@ def test_a_killed_run_goes_on_with_the_tasks_of_one_that_was_not_killed(bench, r
     assert trainer.run()
     whole.close()
     assert before | after == unharmed and {**after, **before} == unharmed
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("teaching", "flat"),
+    [
+        ([], [1, 1, 1]),
+        (["teacher.model=none"], [0, 0, 0]),
+        (
+            ["advantage={path='penstock.consumers.learning.advantages:per_component', kwargs={weights={right=1}}}"],
+            [0] * 3,
+        ),
+    ],
+)
+def test_groups_of_equal_rewards_that_teach_all_the_same_are_not_flat(bench, redis_client, teaching, flat):
+    bench.overrides = [f"curriculum.path={CURRICULA}:drop_flat", "environment.num_tasks=60", *teaching]
+    intake = bench.trainer().intake
+    intake.release()
+    group = make_group(1, 0, rewards=(1.0, 1.0))
+    parts = ({"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0})
+    rollouts = zip(group.rollouts, parts, strict=True)
+    group = replace(group, rollouts=tuple(replace(each, reward=Reward(value=1.0, parts=own)) for each, own in rollouts))
+    advantages = dict.fromkeys((1, 2, 3), (0.0, 0.0))
+    report = StepReport(
+        metrics={}, lag_histogram={}, num_tokens_trained=1, num_tokens_masked_lag=0, advantages=advantages
+    )
+    intake._settlement.settle_batch([replace(group, index=index) for index in advantages], report)
+    tasks = intake.ledger.histories["main"]
+    assert tasks.flat[tasks.settled > 0].tolist() == flat
 
 
 @pytest.mark.redis
