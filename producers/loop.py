@@ -16,6 +16,7 @@ from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.heartbeat import HEARTBEAT_S, HeartbeatSender
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import LoadReport, WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """How long a producer that is told to stop lets groups finish before it hands the rest back."""
+LAST_SAVE_S = 2.0
+"""How long Redis may take to accept the progress of what a stopping producer does not finish."""
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long Redis may take to accept what a stopping producer leaves. Claims it does not hear of expire."""
 
@@ -48,6 +51,7 @@ class Producer:
 
     1. No more claims and no more openings by agents.
     2. Groups and agents' rollouts have `GRACE_S` to finish, none if the run is finished; the others are cancelled.
+       Before and after that time the groups' progress is saved.
     3. The writer appends what is finished and the claims of the others are handed back, in `SHUTDOWN_TIMEOUT_S`.
     4. The services end, and the heartbeat is deleted last: one sent later would keep the id taken.
     5. The caller closes engine, metrics and connection.
@@ -94,6 +98,7 @@ class Producer:
             teacher=context.teacher,
         )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
+        self._progress = RolloutProgress(connection, keys, self.table, context.metrics, config.producers)
         self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
         self._running: set[asyncio.Task[None]] = set()
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
@@ -143,6 +148,7 @@ class Producer:
             self.weights.follow,
             self.weights.keep_current,
             self._claims.keep,
+            self._progress.run,
             self.writer.run,
         )
         try:
@@ -168,14 +174,22 @@ class Producer:
             serving = groups.create_task(self._serve_agents())
             await self.stop.wait()
             await cancel_and_wait(claiming)
+            await self._save_progress()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
                     if self.endpoint is not None:
                         await self.endpoint.drain()
                     await self._wait_until_idle()
+            await self._save_progress()
             await cancel_and_wait([*self._running, serving])
             if self.endpoint is not None:
                 await self.endpoint.close(append=not self._run_is_finished)
+
+    async def _save_progress(self) -> None:
+        """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SAVE_S):
+                await (self._progress.drop() if self._run_is_finished else self._progress.save())
 
     async def _serve_agents(self) -> None:
         """Serves the run's agents, if it has an endpoint for them; runs until cancelled."""
@@ -248,6 +262,7 @@ class Producer:
             self.writer.put(claim, Dead(f"attempts: handed out {max_attempts} times without a result"))
             return
         await self.weights.wait_for(claim.version, self._config.lag_bound if claim.evaluation_id is None else 0)
+        claim.found = await self._progress.find(claim)
         run = self._episodes.run
         if self.endpoint is not None and self._environments.converses(claim.environment):
             run = self.endpoint.evaluate  # a conversation about a training prompt never comes here

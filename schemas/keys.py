@@ -59,10 +59,16 @@ class Keys:
         self.requeued = f"{tag}:requeued"
         """Hash: index to the dead-letter entry id that an operator wants released again. Fields are never removed."""
         self._producer_prefix = f"{tag}:producers:"
+        self._progress_prefix = f"{tag}:progress:"
 
     def producer(self, producer_id: str) -> str:
         """String with a time to live: the producer's heartbeat."""
         return self._producer_prefix + producer_id
+
+    def progress(self, index: int) -> str:
+        """String with a time to live: the group of an index as far as its siblings are sampled, encoded as a group that
+        was given up; an unfinished sibling has the finish reason `abort`."""
+        return f"{self._progress_prefix}{index}"
 
     @property
     def producer_pattern(self) -> str:

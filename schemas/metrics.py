@@ -88,6 +88,27 @@ class ProducerMetric:
         values=("connection", "timeout", "oom", "response"),
         unit="errors",
     )
+    PROGRESS_TOKENS = Metric(
+        "penstock_progress_tokens_total",
+        "Tokens of rollouts in flight: saved in Redis, adopted from another producer, or found there and of no use",
+        ("what",),
+        values=("saved", "adopted", "ignored"),
+        unit="tokens",
+    )
+    PROGRESS_BYTES = Metric("penstock_progress_bytes_total", "Bytes of progress written to Redis")
+    PROGRESS_WRITE = Metric(
+        "penstock_progress_write_seconds",
+        "Time to write the progress of all rollouts in flight",
+        (),
+        PAUSE_BUCKETS,
+    )
+    PROGRESS_FAILURES = Metric(
+        "penstock_progress_failures_total",
+        "Progress of rollouts that was not written or read, by reason",
+        ("reason",),
+        values=("redis", "memory", "size", "record"),
+        unit="rollouts",
+    )
     REWARD_ERRORS = Metric(
         "penstock_reward_errors_total", "Groups whose reward raised or was not finite", unit="groups"
     )

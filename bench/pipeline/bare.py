@@ -99,6 +99,9 @@ class Meter:
         self.requests.append((began, time.monotonic(), num_tokens))
         return completions
 
+    def sampled(self, request_id: str) -> list[Completion]:
+        return self._engine.sampled(request_id)
+
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         pause_s = await self._engine.load_weights(manifest, path, restore)
         self.policy_version = self._engine.policy_version

@@ -32,7 +32,7 @@ _PRODUCER = (
     Right("policy", "xread xrevrange xrange", read_only=True),
     Right("anchors run", "hgetall", read_only=True),
     Right("chunks commit", "hget", read_only=True),
-    Right("producers:*", "get set del"),
+    Right("producers:* progress:*", "get set del"),
 )
 
 _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xpending get mget exists type ttl pttl"

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -133,6 +134,22 @@ class VllmEngine:
         salt = str(self.policy_version) if self._salted else None
         params = self._sampling_params(sampling, num_siblings, tuple(stop), seed)
         return await self._run(prompt_token_ids, params, request_id, salt)
+
+    def sampled(self, request_id: str) -> list[Completion]:
+        """The siblings of a running request as far as they are sampled; see `penstock.producers.interfaces.Engine`.
+
+        Read from what vLLM collects in this process for the final answer: the engine's process is not asked.
+        """
+        processor = self._llm.output_processor
+        states = [processor.request_states[name] for name in processor.external_req_ids.get(request_id, ())]
+        if not states:
+            return []
+        parent = states[0].parent_req
+        outputs: list[Any] = [None] if parent is None else list(parent.output_aggregator)
+        for state in states:
+            outputs[state.request_index] = state._new_completion_output([], FinishReason.ABORT, None)
+        # A sibling that vLLM has not been handed yet is in neither place.
+        return [] if None in outputs else [pack(output, request_id, masked=self._masked) for output in outputs]
 
     async def _run(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None

@@ -112,6 +112,11 @@ class Engine(Protocol):
         """
         ...
 
+    def sampled(self, request_id: str) -> list[Completion]:
+        """The siblings of a running request as far as they are sampled, an unfinished one with the finish reason
+        "abort"; empty for a request that is not running."""
+        ...
+
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
         """Replaces the weights in flight by those in the verified safetensors file at `path`, which nobody changes
         until the call returns.

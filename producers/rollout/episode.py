@@ -1,6 +1,7 @@
 """From one claim to a group: the prompt posed and tokenized, siblings sampled, decoded and scored."""
 
 import asyncio
+import logging
 import math
 import time
 from pathlib import Path
@@ -10,9 +11,10 @@ from msgspec.structs import replace
 
 from penstock.producers.interfaces import Completion, Engine, EngineError, RolloutFacts
 from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.adoption import UnusableProgressError, adopted
 from penstock.producers.rollout.rewards import RewardError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
-from penstock.producers.rollout.sampling import request_seed, sample
+from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.producers.rollout.scoring import RewardScorer
 from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.context import Teacher
@@ -22,7 +24,6 @@ from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     Rollout,
     RolloutGroup,
-    SamplingSettings,
     Segment,
     Timings,
     VersionSpan,
@@ -30,6 +31,8 @@ from penstock.schemas.rollout import (
     pack_ids,
     unpack_ids,
 )
+
+log = logging.getLogger(__name__)
 
 UNSCORED = Reward(value=math.nan)
 
@@ -103,7 +106,7 @@ class Episodes:
                     return Dead(f"prompt: {num_tokens or 'no'} tokens, expected {expected}", None, group)
                 try:
                     num_siblings = source.num_samples if evaluation else self._group_size
-                    completions = await self._sample(claim, group.sampling, prompt_ids, num_siblings)
+                    completions = await self._sample(claim, group, prompt_ids, num_siblings)
                 except EngineError:
                     raise
                 except Exception as error:  # the engine refuses this request and serves on
@@ -133,24 +136,63 @@ class Episodes:
             reason = f"deadline: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:
-            claim.generating_since = None
+            claim.generating_since, claim.so_far = None, lambda: None
 
     def close(self) -> None:
         for scorer in self._scorers.values():
             scorer.close()
 
     async def _sample(
-        self, claim: Claim, sampling: SamplingSettings, prompt_ids: list[int], num_siblings: int
+        self, claim: Claim, group: RolloutGroup, prompt_ids: list[int], num_siblings: int
     ) -> list[Completion]:
         # The number, because an emptied Redis may reuse an entry id.
         self._num_requests += 1
         request_id = f"{claim.stream}:{claim.entry_id.decode()}:{claim.attempt}:{self._num_requests}"
-        seed = request_seed(self._config, claim.index, claim.attempt)
-        completions = await sample(self._engine, prompt_ids, sampling, num_siblings, request_id, seed=seed)
-        num_tokens = sum(len(completion.token_ids) for completion in completions) // 4
+        seed, context = request_seed(self._config, claim.index, claim.attempt), pack_ids(prompt_ids)
+        before = self._adopted(claim, group, context, num_siblings)
+        siblings = Siblings(
+            self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, adopted=before
+        )
+
+        def so_far() -> RolloutGroup | None:
+            found = siblings.so_far()
+            if found is None or not any(one.token_ids for one in found):
+                return None
+            return replace(group, rollouts=tuple(rollout_of(context, one, UNSCORED) for one in found))
+
+        claim.so_far = so_far
+        try:
+            completions = await siblings.sample()
+        except ValueError as error:
+            if not before:
+                raise
+            log.warning("%s begins anew, the engine refuses what it was to go on from: %s", claim, error)
+            claim.found = None
+            return await self._sample(claim, group, prompt_ids, num_siblings)
+        num_tokens = _num_tokens(completions) - _num_tokens(before)
         self.num_tokens += num_tokens
         self._metrics.tokens_generated.inc(num_tokens)
         return completions
+
+    def _adopted(self, claim: Claim, group: RolloutGroup, context: bytes, num_siblings: int) -> list[Completion]:
+        """What an earlier holder of the prompt has sampled, if it is of use here."""
+        if (found := claim.found) is None:
+            return []
+        num_tokens = sum(rollout.num_sampled_tokens for rollout in found.rollouts)
+        held, lag_bound = self._engine.policy_version, self._config.lag_bound
+        try:
+            before = adopted(found, group, context, num_siblings=num_siblings, held=held, lag_bound=lag_bound)
+        except UnusableProgressError as error:
+            self._metrics.progress_tokens.labels("ignored").inc(num_tokens)
+            log.warning(
+                "%s begins anew, %d tokens of %s are of no use: %s", claim, num_tokens, found.producer_id, error
+            )
+            return []
+        self._metrics.progress_tokens.labels("adopted").inc(num_tokens)
+        num_finished = sum(one.finish_reason != "abort" for one in before)
+        counts = num_tokens, found.producer_id, num_finished, num_siblings
+        log.info("%s goes on from %d tokens of %s, %d of %d siblings finished", claim, *counts)
+        return before
 
     def _decode(self, completions: list[Completion]) -> list[str]:
         return self._tokenizer.batch_decode(
@@ -158,6 +200,10 @@ class Episodes:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
+
+
+def _num_tokens(completions: list[Completion]) -> int:
+    return sum(len(completion.token_ids) for completion in completions) // 4
 
 
 def tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:

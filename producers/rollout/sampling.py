@@ -49,80 +49,118 @@ async def sample(
     stop: Sequence[str] = (),
     seed: int | None = None,
 ) -> list[Completion]:
-    """Samples completions of one prompt; the engine may end one at a text of `stop`. One that the engine aborts is
-    resumed from its tokens so far, with the rest of its budget and a seed of its own; version spans and logprobs of
-    the parts are joined.
+    """Samples completions of one prompt; see `Siblings`."""
+    return await Siblings(engine, prompt_ids, sampling, num_siblings, request_id, stop, seed).sample()
 
-    Raises:
-        EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
-            number of completions.
-        ValueError: it refuses the prompt.
+
+class Siblings:
+    """The completions of one prompt, which can be looked at while they are sampled; the engine may end one at a text of
+    `stop`.
+
+    One that the engine aborts is resumed from its tokens so far, with the rest of its budget and a seed of its own,
+    derived from `seed`, its number and its length; version spans and logprobs of the parts are joined.
+
+    adopted: as far as an earlier holder of the prompt came with each. Those that it finished stay as they are, and the
+        others are resumed in the same way.
     """
-    completions = await _generate(engine, prompt_ids, sampling, num_siblings, request_id, stop, seed)
-    if all(one.finish_reason != "abort" for one in completions):
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        adopted: Sequence[Completion] = (),
+    ) -> None:
+        self._engine = engine
+        self._prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._num_siblings = num_siblings
+        self._request_id = request_id
+        self._stop = stop
+        self._seed = seed
+        self._parts: list[list[Completion]] = [[one] for one in adopted]
+        """Of each sibling, what ended requests have sampled; empty before the first request has ended."""
+        self._running: dict[str, int] = {}
+        """The running requests, and the first sibling that each samples."""
+
+    async def sample(self) -> list[Completion]:
+        """Samples what is missing; returns the whole completions.
+
+        Raises:
+            EngineError: the engine serves no longer, aborts again and again without a token, or answers with another
+                number of completions.
+            ValueError: it refuses the prompt.
+        """
+        if not self._parts:
+            request = self._prompt_ids, self._sampling, self._num_siblings, self._request_id, self._seed
+            self._parts = [[one] for one in await self._generate(*request)]
+        if any(parts[-1].finish_reason == "abort" for parts in self._parts):
+            tasks = [asyncio.create_task(self._finish(n, parts)) for n, parts in enumerate(self._parts)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                await cancel_and_wait(tasks)
+        return list(map(join, self._parts))
+
+    def so_far(self) -> list[Completion] | None:
+        """Every sibling as far as it is sampled, an unfinished one with the finish reason "abort"; None while the
+        engine cannot say it."""
+        parts: dict[int, list[Completion]] = dict(enumerate(self._parts))
+        for request_id, first in self._running.items():
+            found = self._engine.sampled(request_id)
+            if not found:
+                return None
+            for n, one in enumerate(found, first):
+                parts[n] = [*parts.get(n, ()), one]
+        return [join(parts[n]) for n in range(len(parts))] or None
+
+    async def _finish(self, n: int, parts: list[Completion]) -> None:
+        num_empty = 0
+        for attempt in itertools.count(1):
+            if parts[-1].finish_reason != "abort":
+                return
+            num_sampled = sum(len(part.token_ids) for part in parts) // 4
+            if num_sampled >= self._sampling.max_tokens:
+                parts[-1] = msgspec.structs.replace(parts[-1], finish_reason="length")
+                return
+            num_empty = 0 if parts[-1].token_ids else num_empty + 1
+            if num_empty > RESUMES_WITHOUT_A_TOKEN:
+                break
+            context = self._prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
+            left = msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - num_sampled)
+            # A seeded generator cannot be wound forward to a position, and one noise must not be drawn at two.
+            seed = None if self._seed is None else _seed(self._seed + n, num_sampled)
+            # An id may be used once only.
+            parts += await self._generate(context, left, 1, f"{self._request_id}-{n}-{attempt}", seed, n)
+        raise EngineError(f"request {self._request_id}-{n}: aborted {num_empty} times in a row without a token")
+
+    async def _generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        seed: int | None,
+        first: int = 0,
+    ) -> list[Completion]:
+        self._running[request_id] = first
+        try:
+            completions = await self._engine.generate(prompt_ids, sampling, num_siblings, request_id, self._stop, seed)
+        finally:
+            del self._running[request_id]
+        if len(completions) != num_siblings:
+            raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
         return completions
-    tasks = [
-        asyncio.create_task(
-            _finish(engine, prompt_ids, sampling, f"{request_id}-{n}", stop, None if seed is None else seed + n, one)
-        )
-        for n, one in enumerate(completions)
-    ]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel_and_wait(tasks)
 
 
-async def _finish(
-    engine: Engine,
-    prompt_ids: list[int],
-    sampling: SamplingSettings,
-    request_id: str,
-    stop: Sequence[str],
-    seed: int | None,
-    part: Completion,
-) -> Completion:
-    parts: list[Completion] = []
-    num_sampled = num_empty = 0
-    for attempt in itertools.count(1):
-        num_part = len(part.token_ids) // 4
-        if num_part:
-            parts.append(part)
-        num_sampled += num_part
-        if part.finish_reason != "abort":
-            return join(parts, part)
-        if num_sampled >= sampling.max_tokens:
-            return msgspec.structs.replace(join(parts, part), finish_reason="length")
-        num_empty = 0 if num_part else num_empty + 1
-        if num_empty > RESUMES_WITHOUT_A_TOKEN:
-            break
-        context = prompt_ids + [token for part in parts for token in unpack_ids(part.token_ids)]
-        left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
-        # An id may be used once only.
-        part_seed = None if seed is None else _seed(seed, attempt)
-        (part,) = await _generate(engine, context, left, 1, f"{request_id}-{attempt}", stop, part_seed)
-    raise EngineError(f"request {request_id}: aborted {num_empty} times in a row without a token")
-
-
-async def _generate(
-    engine: Engine,
-    prompt_ids: list[int],
-    sampling: SamplingSettings,
-    num_siblings: int,
-    request_id: str,
-    stop: Sequence[str],
-    seed: int | None,
-) -> list[Completion]:
-    completions = await engine.generate(prompt_ids, sampling, num_siblings, request_id, stop, seed)
-    if len(completions) != num_siblings:
-        raise EngineError(f"request {request_id}: {len(completions)} completions, expected {num_siblings}")
-    return completions
-
-
-def join(parts: Sequence[Completion], last: Completion) -> Completion:
-    """Joins consecutive parts to one completion that ended as `last` did."""
+def join(parts: Sequence[Completion]) -> Completion:
+    """Joins consecutive parts to one completion."""
     if len(parts) == 1:
-        return msgspec.structs.replace(parts[0], finish_reason=last.finish_reason)
+        return parts[0]
     spans: list[VersionSpan] = []
     offset = 0
     for part in parts:
@@ -136,6 +174,6 @@ def join(parts: Sequence[Completion], last: Completion) -> Completion:
         token_ids=b"".join(part.token_ids for part in parts),
         behavior_logprobs=b"".join(part.behavior_logprobs for part in parts),
         version_spans=tuple(spans),
-        finish_reason=last.finish_reason,
+        finish_reason=parts[-1].finish_reason,
         sampling_mask=joined_masks(part.sampling_mask for part in parts),
     )

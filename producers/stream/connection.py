@@ -96,6 +96,11 @@ class ProducerConnection:
         return cls(_client(url), _client(url), threads, outage_s=outage_s, metrics=metrics, url=url)
 
     @property
+    def is_full(self) -> bool:
+        """The server is at its memory limit, and a command waits for the trainer to free some."""
+        return self._full_since is not None
+
+    @property
     def num_recoveries(self) -> int:
         """Outages that have ended; see `OutageTracker.num_ended`."""
         return self._outage.num_ended

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,12 @@ class Claim:
     claimed_s: float = field(default_factory=time.time)
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
+    found: RolloutGroup | None = None
+    """The group as far as an earlier holder of this prompt came with it."""
+    so_far: Callable[[], RolloutGroup | None] = lambda: None
+    """The group as far as its siblings are sampled; None while nothing is, or it cannot be said."""
+    has_progress: bool = False
+    """Redis may hold its progress, which goes with the claim."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index

@@ -145,6 +145,8 @@ class Writer:
         """One MULTI. EXEC does not roll back, so no command in it may be refused for its content: ids are automatic."""
         keys = self._keys
         pipeline = self._connection.commands.pipeline(transaction=True)
+        if done := [keys.progress(entry.claim.index) for entry in batch if entry.claim.has_progress]:
+            pipeline.execute_command("DEL", *done)
         by_stream: dict[str, list[bytes]] = {}
         for entry in batch:
             claim, kind, fields = entry

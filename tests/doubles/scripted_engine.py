@@ -93,6 +93,8 @@ class ScriptedEngine:
         self._refuse_versions = set(refuse_versions)
         self._finish_reasons = finish_reasons or {}
         self._script = script
+        self._running: dict[str, tuple[list[list[int]], list[int], SamplingSettings]] = {}
+        """Of each request: its rows, the versions of the steps until now, and its settings."""
         self._sampling = asyncio.Event()
         self.may_load = asyncio.Event()
         """A test that clears it holds the loads under way until it is set again."""
@@ -126,33 +128,49 @@ class ScriptedEngine:
         try:
             if _starts_with(prompt_token_ids, self._hang_on_prompt):
                 await asyncio.Event().wait()
-            return await self._sample(prompt_token_ids, sampling, num_siblings, seed)
+            return await self._sample(prompt_token_ids, sampling, num_siblings, seed, request_id)
         except asyncio.CancelledError:
             self.cancelled.append(request_id)
             raise
         finally:
             self.num_active -= 1
+            self._running.pop(request_id, None)
+
+    def sampled(self, request_id: str) -> list[Completion]:
+        if request_id not in self._running:
+            return []
+        rows, versions, sampling = self._running[request_id]
+        return self._completions(rows, versions, sampling)
 
     async def _sample(
-        self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, seed: int | None
+        self, prompt_ids: list[int], sampling: SamplingSettings, num_siblings: int, seed: int | None, request_id: str
     ) -> list[Completion]:
         rows = [self._tokens(prompt_ids, sibling, sampling, seed) for sibling in range(num_siblings)]
         versions: list[int] = []
+        self._running[request_id] = rows, versions, sampling
         for _ in range(max(len(row) for row in rows)):
             if self._token_s:
                 await asyncio.sleep(self._token_s)
             await self._sampling.wait()
             versions.append(self.policy_version)
-        return [
-            Completion(
-                token_ids=array("i", row).tobytes(),
-                behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(row))]).tobytes(),
-                version_spans=_spans(versions[: len(row)]),
-                finish_reason=self._finish_reasons.get(sibling, "stop"),  # type: ignore[arg-type]
-                sampling_mask=_masks(row, sampling.top_k) if sampling.is_truncated else None,
+        return self._completions(rows, versions, sampling)
+
+    def _completions(self, rows: list[list[int]], versions: list[int], sampling: SamplingSettings) -> list[Completion]:
+        """The rows as far as they are sampled, a version for each step."""
+        completions = []
+        for sibling, row in enumerate(rows):
+            sampled = row[: len(versions)]
+            reason: Any = self._finish_reasons.get(sibling, "stop") if len(sampled) == len(row) else "abort"
+            completions.append(
+                Completion(
+                    token_ids=array("i", sampled).tobytes(),
+                    behavior_logprobs=array("f", [-0.5 - 0.01 * t for t in range(len(sampled))]).tobytes(),
+                    version_spans=_spans(versions[: len(sampled)]),
+                    finish_reason=reason,
+                    sampling_mask=_masks(sampled, sampling.top_k) if sampling.is_truncated else None,
+                )
             )
-            for sibling, row in enumerate(rows)
-        ]
+        return completions
 
     def _tokens(self, prompt_ids: list[int], sibling: int, sampling: SamplingSettings, seed: int | None) -> list[int]:
         if self._script is not None:

@@ -82,3 +82,20 @@ def taught_group() -> RolloutGroup:
     )
     rollouts = (replace(each, segments=(own,)) for each, own in zip(plain.rollouts, taught, strict=True))
     return replace(plain, rollouts=tuple(rollouts))
+
+
+def group_in_flight() -> RolloutGroup:
+    """The group while it is sampled: one sibling is finished, one is not, one has no token yet."""
+    (segment,) = single_turn().segments
+    part = replace(
+        segment,
+        token_ids=segment.token_ids[:-4],
+        behavior_logprobs=segment.behavior_logprobs[:-4],
+        loss_mask=((3, 5),),
+        version_spans=(VersionSpan(7, 3, 5),),
+        finish_reason="abort",
+    )
+    none = replace(part, token_ids=pack_ids([11, 12, 13]), behavior_logprobs=b"", loss_mask=(), version_spans=())
+    unscored = Reward(value=-1.0)  # NaN in flight, which equals nothing
+    rollouts = tuple(Rollout(segments=(each,), reward=unscored) for each in (segment, part, none))
+    return replace(group(), rollouts=rollouts, timings=Timings(claimed_s=1.5))

@@ -3,14 +3,15 @@
 import asyncio
 import logging
 
+import msgspec
 import pytest
 
 from penstock.producers import loop as module
 from penstock.producers.interfaces import EngineError
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
-from penstock.schemas.rollout import decode_group
-from producer_run import KEYS, ids
+from penstock.schemas.rollout import decode_group, unpack_ids
+from producer_run import KEYS, QUICK, ids
 from scripted_engine import ScriptedEngine
 from waiting import until
 
@@ -205,3 +206,149 @@ async def test_connections_cut_again_and_again_cost_nothing(run) -> None:
     await until(lambda: one.num_open() == 0, 20)
     found = {int(fields[Field.INDEX]) for _, fields in one.client.xrange(KEYS.rollouts)}
     assert found == set(range(1, 101)) and not task.done()
+
+
+def sampled(rollout) -> list[int]:
+    (segment,) = rollout.segments
+    start = segment.loss_mask[0][0]
+    return unpack_ids(segment.token_ids).tolist()[start:]
+
+
+def saved(one, index: int = 1) -> list[list[int]]:
+    """The tokens of each sibling in an index's progress."""
+    payload = one.client.get(KEYS.progress(index))
+    return [] if payload is None else [sampled(each) for each in decode_group(payload, dead=True).rollouts]
+
+
+def so_far(producer) -> list[list[int]]:
+    """The tokens of each sibling that the engine of a producer has sampled of its one group."""
+    groups = [group for claim in producer.table if (group := claim.so_far()) is not None]
+    return [sampled(rollout) for group in groups for rollout in group.rollouts]
+
+
+SAVING = msgspec.structs.replace(QUICK, progress_s=0.05)
+
+
+def uneven(prompt: list[int], sibling: int) -> list[int]:
+    """Sibling 0 ends after two tokens, the others never within a test."""
+    return [2 + sibling] * (2 if sibling == 0 and len(prompt) == 1 else 200)
+
+
+def check_continued(fields, before: list[list[int]], engine: ScriptedEngine) -> None:
+    """The group holds what was saved, under policy 0, and goes on under policy 1."""
+    group = decode_group(fields[Field.PAYLOAD])
+    assert group.producer_id == "b" and len(before) == 4
+    for rollout, tokens in zip(group.rollouts, before, strict=True):
+        (segment,), num_before = rollout.segments, len(tokens)
+        assert sampled(rollout)[:num_before] == tokens and num_before
+        spans = [(span.version, span.end - span.start) for span in segment.version_spans]
+        rest = len(sampled(rollout)) - num_before
+        assert spans == [(0, num_before), *([(1, rest)] if rest else [])]
+    assert len(sampled(group.rollouts[0])) == 2  # it was finished, and nothing of it is sampled again
+    assert all(len(sampled(each)) > len(tokens) for each, tokens in zip(group.rollouts[1:], before[1:], strict=True))
+    assert len(engine.requests) == 3  # one for each that was not
+    assert [each.max_tokens for each in engine.samplings] == [256 - len(tokens) for tokens in before[1:]]
+
+
+@pytest.mark.parametrize("end", ["told to stop", "killed", "engine"])
+async def test_what_a_producer_has_sampled_is_gone_on_with_by_the_next(run, monkeypatch, end: str) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+    one = run(producers=QUICK if end == "told to stop" else SAVING)  # QUICK saves nothing before
+    first = ScriptedEngine(token_s=0.02, script=uneven, die_after=1)
+    producer, task = await one.producer(first, "a")
+    one.trainer.release(1, 1)
+    if end == "told to stop":
+        await until(lambda: [len(row) for row in so_far(producer)] >= [2, 4, 4, 4])
+        assert saved(one) == []
+        producer.stop.set()
+    else:
+        await until(lambda: [len(row) for row in saved(one)] >= [2, 4, 4, 4])
+        task.cancel() if end == "killed" else one.client.xadd(KEYS.prompts, {Field.INDEX: 2, Field.VERSION: 0})
+    await asyncio.wait({task}, timeout=10)
+    if end == "engine":
+        assert isinstance(task.exception(), ExceptionGroup)
+        one.client.xdel(KEYS.prompts, one.client.xrevrange(KEYS.prompts, count=1)[0][0])
+    before = saved(one)
+    one.trainer.announce(1)
+    second = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
+    await one.producer(second, "b")
+    check_continued((await one.read(1))[0], before, second)
+    assert saved(one) == []
+
+
+async def test_a_restarted_producer_goes_on_with_what_it_had_sampled(run) -> None:
+    one = run(producers=SAVING)
+    _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "b")
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    before = saved(one)
+    one.trainer.announce(1)
+    again = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
+    await one.producer(again, "b")
+    check_continued((await one.read(1))[0], before, again)
+
+
+async def test_of_two_holders_of_a_claim_both_may_save_and_none_of_it_stays(run) -> None:
+    """The first has lost its claim without knowing: both groups arrive, and the reader drops the second."""
+    one = run(producers=SAVING)
+    first = ScriptedEngine(token_s=0.02, script=lambda prompt, sibling: [5] * 100)
+    producer, _ = await one.producer(first, "a")
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    producer._claims._refresh = lambda by_stream: asyncio.sleep(0)  # type: ignore[method-assign]
+    await asyncio.sleep(2 * QUICK.claim_idle_s)
+    second = ScriptedEngine(token_s=0.01, script=lambda prompt, sibling: [6] * 100)
+    await one.producer(second, "b")
+    entries = await one.read(2)
+    groups = {(g := decode_group(fields[Field.PAYLOAD])).producer_id: g for fields in entries}
+    assert set(groups) == {"a", "b"}
+    assert all(sampled(rollout) == [5] * 100 for rollout in groups["a"].rollouts)
+    for rollout in groups["b"].rollouts:
+        tokens = sampled(rollout)
+        assert 0 < tokens.count(5) < 100 and tokens == [5] * tokens.count(5) + [6] * 100
+    assert one.num_open() == 0
+    await until(lambda: saved(one) == [])
+
+
+async def test_progress_of_another_engine_is_of_no_use_and_said_so(run, caplog, metrics) -> None:
+    one = run(producers=SAVING)
+    _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    num_saved = sum(map(len, saved(one)))
+    other = ScriptedEngine()
+    other.fingerprint = msgspec.structs.replace(other.fingerprint, version="2")
+    await one.producer(other, "b")
+    group = decode_group((await one.read(1))[0][Field.PAYLOAD])
+    assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
+    why = f"group 1 begins anew, {num_saved} tokens of a are of no use: fingerprint.version = '1', expected '2'"
+    assert [line for line in caplog.messages if "begins anew" in line] == [why]
+    assert metrics.progress_tokens.labels("ignored")._value.get() == num_saved
+
+
+async def test_progress_that_the_engine_refuses_is_of_no_use_either(run, caplog) -> None:
+    one = run(producers=SAVING)
+    _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await one.producer(ScriptedEngine(refuse_prompt=(*ids("1"), 3)), "b")
+    fields = (await one.read(1))[0]
+    assert fields[Field.KIND] == Kind.GROUP
+    assert "group 1 begins anew, the engine refuses what it was to go on from: " in caplog.text
+
+
+async def test_a_finished_run_leaves_no_progress(run) -> None:
+    one = run(producers=SAVING)
+    engine = ScriptedEngine(token_s=0.02, script=uneven)
+    _, task = await one.producer(engine)
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
+    await asyncio.wait_for(task, 2 * module.HEARTBEAT_S + 2)
+    assert saved(one) == []

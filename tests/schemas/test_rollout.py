@@ -58,6 +58,11 @@ def test_today_s_encoder_writes_the_golden_payload():
     assert encode_group(wire_examples.taught_group()) == golden and decode_group(golden) == wire_examples.taught_group()
 
 
+def test_today_s_encoder_writes_the_golden_progress():
+    golden, group = (WIRE / "group_v1_in_flight.msgpack").read_bytes(), wire_examples.group_in_flight()
+    assert encode_group(group, dead=True) == golden and decode_group(golden, dead=True) == group
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

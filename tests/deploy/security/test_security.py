@@ -12,6 +12,7 @@ import redis
 from redis import exceptions
 
 import penstock.consumers.__main__ as entry
+import wire_examples
 from penstock.consumers.stream.scripts import Scripts
 from penstock.deploy import cli
 from penstock.deploy.launch.run_folder import save_run_file
@@ -20,7 +21,9 @@ from penstock.deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable
+from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
+from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Field, Keys
 from penstock.schemas.policy import Chunk, WeightManifest
 from penstock.schemas.weights.codec import digest, pack
@@ -88,7 +91,7 @@ _FORBIDDEN = {
         "HSET {test}:requeued 1 0-1", "SET {test}:lease me", "XRANGE {test}:rollouts - +", "XDEL {test}:rollouts 0-1",
         "XREAD STREAMS {test}:rollouts 0", "XTRIM {test}:rollouts MAXLEN 0", "XGROUP DESTROY {test}:prompts producers",
         "XGROUP SETID {test}:prompts producers $", "DEL {test}:prompts", "EVAL return 0", "EVALSHA x 0", "SCAN 0",
-        "SCRIPT LOAD return", "INFO", "WATCH {test}:prompts",
+        "SCRIPT LOAD return", "INFO", "WATCH {test}:prompts", "GET {test2}:progress:1", "SET {test2}:progress:1 x",
         "HSET {test}:chunks 1 x", "HDEL {test}:chunks 1", "DEL {test}:chunks", "HKEYS {test}:chunks",
         "HSET {test}:anchors 1 x", "HDEL {test}:anchors 1", "HSET {test}:run run_file x", "HDEL {test}:run run_file",
         "HGET {test2}:chunks 1", "HGETALL {test2}:anchors", "HGETALL {test2}:run",
@@ -181,6 +184,21 @@ async def test_a_producer_appends_letters_of_dead_rollouts(guarded: RealServer, 
     await connection.close()
     ((_, letter),) = admin.xrange(KEYS.dead_rollouts)
     assert letter[b"index"] == b"3" and letter[b"rollout"] == b"a.1"
+
+
+@pytest.mark.parametrize("role", ["producer", "operator"])
+async def test_a_producer_keeps_the_progress_of_its_rollouts(guarded: RealServer, client_of, role: str) -> None:
+    admin, metrics = client_of(ADMIN), ProducerMetrics()
+    connection = ProducerConnection.open(url_of(guarded, user_name("test", role)), outage_s=5, metrics=metrics)
+    table = InFlightTable(num_groups=1, group_size=3)
+    progress = RolloutProgress(connection, KEYS, table, metrics, ProducersConfig())
+    claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=41, version=0, so_far=wire_examples.group_in_flight)
+    table.add(claim)
+    await progress.save()
+    assert admin.exists(KEYS.progress(41)) and await progress.find(claim) == wire_examples.group_in_flight()
+    await progress.drop()
+    await connection.close()
+    assert not admin.exists(KEYS.progress(41))
 
 
 def test_only_the_operator_may_requeue_what_is_dead(

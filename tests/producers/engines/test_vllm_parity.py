@@ -7,7 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from penstock.producers.rollout.sampling import Siblings
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
+from shared_engine import EOS
+from waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -99,6 +102,41 @@ def continued_logprobs(older, newer, sampled: list[int], switch: int) -> np.ndar
     )
     logprobs = torch.log_softmax(logits[len(PROMPT) - 1 : -1], dim=-1)
     return logprobs[torch.arange(len(sampled)), torch.tensor(sampled)].numpy()
+
+
+async def test_a_continued_rollout_has_the_logprobs_of_the_policy_that_samples_on(
+    shared_engine, make_qwen3, parameters, reference
+):
+    engine, sampling = shared_engine.engine, SamplingSettings(max_tokens=200)
+    older, newer = (make_qwen3(tied=shared_engine.base.config.tie_word_embeddings, seed=seed) for seed in (1, 2))
+    first = await shared_engine.load(parameters(older))
+    interrupted = Siblings(engine, PROMPT, sampling, 16, "interrupted")
+    running = asyncio.create_task(interrupted.sample())
+    await until(lambda: sum(len(one.token_ids) // 4 for one in interrupted.so_far() or ()) > 12 * 16)
+    before = interrupted.so_far()
+    running.cancel()
+    await asyncio.wait({running})
+    assert engine.sampled("interrupted") == []
+    assert any(one.finish_reason == "abort" for one in before) and gap(before, older, reference) <= BUDGET
+
+    second = await shared_engine.load(parameters(newer))
+    after = await Siblings(engine, PROMPT, sampling, 16, "continued", adopted=before).sample()
+    for part, whole in zip(before, after, strict=True):
+        assert whole.token_ids.startswith(part.token_ids)
+        assert whole.behavior_logprobs.startswith(part.behavior_logprobs)
+        spans, num_before, num_tokens = whole.version_spans, len(part.token_ids) // 4, len(whole.token_ids) // 4
+        if part.finish_reason == "abort":
+            assert [(span.version, span.end) for span in spans] == [(first, num_before), (second, num_tokens)]
+            sampled, logprobs = list(unpack_ids(whole.token_ids)), np.array(unpack_floats(whole.behavior_logprobs))
+            differences = np.abs(logprobs - reference(newer, PROMPT, sampled, 1.0))
+            assert differences[num_before:].mean() <= BUDGET and differences[:num_before].mean() > 0.01
+        else:
+            assert whole == part and spans[-1].version == first
+        assert num_tokens == 200 if whole.finish_reason == "length" else sampled_last(whole) == EOS
+
+
+def sampled_last(completion) -> int:
+    return unpack_ids(completion.token_ids)[-1]
 
 
 async def test_a_bfloat16_model_with_a_float32_head_takes_updates(

@@ -1,0 +1,77 @@
+"""Taking over what an earlier holder of a prompt has sampled of its group: when it is of use, and as what.
+
+All siblings are taken over or none: which of them are finished or old depends on their length, and to begin only some
+anew would favor short or long answers.
+"""
+
+import itertools
+import math
+
+from penstock.producers.interfaces import Completion
+from penstock.producers.weights.follower import steps_between
+from penstock.schemas.rollout import Rollout, RolloutGroup, VersionSpan
+
+
+class UnusableProgressError(ValueError):
+    """Progress that cannot be gone on from; the message says why."""
+
+
+def adopted(
+    found: RolloutGroup, group: RolloutGroup, context: bytes, *, num_siblings: int, held: int, lag_bound: int
+) -> list[Completion]:
+    """The siblings of `found`, to be gone on with.
+
+    Tokens keep their versions. They may be newer than the policy held, by up to the lag bound as the policy of any
+    claim may be, and older, as those of a straggler are; but if all of them are past the bound, none would be trained.
+    Policies of an earlier trainer epoch are left to the trainer, which alone knows their lag.
+
+    Args:
+        group: the group that is to be sampled here, with its prompt, engine and sampling.
+        context: the prompt's token ids, packed.
+        held: version of the policy that the engine holds.
+
+    Raises:
+        UnusableProgressError: it is of another prompt, engine or sampling, of another shape, or of policies that are
+            too far from the one held.
+    """
+    for name in ("fingerprint", "sampling"):
+        there, here = getattr(found, name), getattr(group, name)
+        for field in here.__struct_fields__:
+            if (theirs := getattr(there, field)) != (ours := getattr(here, field)):
+                raise UnusableProgressError(f"{name}.{field} = {theirs!r}, expected {ours!r}")
+    if len(found.rollouts) != num_siblings:
+        raise UnusableProgressError(f"{len(found.rollouts)} siblings, expected {num_siblings}")
+    completions = [_completion(found.rollouts[n], n, context, group) for n in range(num_siblings)]
+    versions = {span.version for one in completions for span in one.version_spans}
+    if not versions:
+        raise UnusableProgressError("no token, expected at least one")
+    newest = max(versions)
+    if steps_between(held, newest) > lag_bound or lag_bound < steps_between(newest, held) < math.inf:
+        raise UnusableProgressError(
+            f"newest token of policy {newest}, expected {held} or up to {lag_bound} steps from it"
+        )
+    return completions
+
+
+def _completion(rollout: Rollout, n: int, context: bytes, group: RolloutGroup) -> Completion:
+    segment, start = rollout.segments[0], len(context) // 4
+    if len(rollout.segments) > 1 or not segment.token_ids.startswith(context):
+        raise UnusableProgressError(f"sibling {n} follows another prompt, expected the {start} tokens of this one")
+    num_tokens = segment.num_tokens - start
+    if list(itertools.chain(*segment.loss_mask)) != ([start, segment.num_tokens] if num_tokens else []):
+        raise UnusableProgressError(f"sibling {n} with loss_mask {segment.loss_mask}, expected its {num_tokens} tokens")
+    limit = group.sampling.max_tokens
+    if num_tokens > limit or segment.finish_reason == "error":
+        ended = f"{num_tokens} tokens and finish reason {segment.finish_reason!r}"
+        raise UnusableProgressError(f"sibling {n} with {ended}, expected at most {limit} and no error")
+    if (segment.sampling_mask is not None) != group.sampling.is_truncated and num_tokens:
+        raise UnusableProgressError(f"sibling {n} with a sampling mask where none belongs, or without its own")
+    return Completion(
+        token_ids=segment.token_ids[len(context) :],
+        behavior_logprobs=segment.behavior_logprobs,
+        version_spans=tuple(
+            VersionSpan(span.version, span.start - start, span.end - start) for span in segment.version_spans
+        ),
+        finish_reason=segment.finish_reason,
+        sampling_mask=segment.sampling_mask,
+    )

@@ -1,0 +1,280 @@
+"""Progress of rollouts in flight, on fakeredis and on real servers: it survives its producer and fails nobody."""
+
+import asyncio
+import logging
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.producers.rollout.episode import UNSCORED
+from penstock.producers.stream import progress as module
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.progress import RolloutProgress
+from penstock.producers.stream.writer import Writer
+from penstock.schemas.config import ProducersConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import (
+    MAX_ENTRY_BYTES,
+    Rollout,
+    RolloutGroup,
+    SamplingSettings,
+    Segment,
+    VersionSpan,
+    encode_group,
+    pack_floats,
+    pack_ids,
+)
+from scripted_engine import FINGERPRINT
+
+KEYS = Keys("test")
+
+
+def so_far(index: int, num_tokens: int) -> RolloutGroup:
+    segment = Segment(
+        token_ids=pack_ids([1] * (num_tokens + 1)),
+        behavior_logprobs=pack_floats([-0.5] * num_tokens),
+        loss_mask=((1, num_tokens + 1),),
+        version_spans=(VersionSpan(0, 1, num_tokens + 1),),
+        finish_reason="abort",
+    )
+    return RolloutGroup(
+        index=index,
+        prompt=Prompt(text="1+1="),
+        rollouts=(Rollout(segments=(segment,), reward=UNSCORED),),
+        producer_id="a",
+        fingerprint=FINGERPRINT,
+        sampling=SamplingSettings(),
+    )
+
+
+class Desk:
+    """A producer's table and what it keeps of its claims' progress."""
+
+    def __init__(self, connection, client, metrics, **settings) -> None:
+        self.table = InFlightTable(num_groups=8, group_size=1)
+        self.client = client
+        self.metrics = metrics
+        self.connection = connection
+        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings))
+        self.writer = Writer(connection, KEYS, self.table, metrics, "a")
+
+    def claim(self, index: int, num_tokens: int | None = None, attempt: int = 1) -> Claim:
+        claim = Claim(stream=KEYS.prompts, entry_id=b"%d-1" % index, index=index, version=0, attempt=attempt)
+        if num_tokens is not None:
+            claim.so_far = lambda: so_far(index, num_tokens)
+        self.table.add(claim)
+        return claim
+
+    def saved(self) -> list[int]:
+        """The indexes whose progress Redis has."""
+        return [n for n in range(1, 10) if self.client.exists(KEYS.progress(n))]
+
+    def tokens(self, what: str) -> float:
+        return self.metrics.progress_tokens.labels(what)._value.get()
+
+    def failures(self, reason: str) -> float:
+        return self.metrics.progress_failures.labels(reason)._value.get()
+
+
+@pytest.fixture
+def desk(streams, metrics):
+    return lambda **settings: Desk(streams.connection, streams.client, metrics, **settings)
+
+
+async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
+    one, other = desk(), desk()
+    claim = one.claim(3, 5)
+    one.claim(4)  # nothing sampled yet
+    await one.progress.save()
+    claim.so_far = lambda: so_far(3, 9)
+    await one.progress.save()
+    assert one.saved() == [3] and one.tokens("saved") == 9
+    found = await other.progress.find(other.claim(3, attempt=2))
+    assert encode_group(found, dead=True) == encode_group(so_far(3, 9), dead=True)
+    assert await other.progress.find(other.claim(4)) is None
+    assert 0 < one.client.ttl(KEYS.progress(3)) <= module.SHORTEST_TTL_S
+
+
+async def test_only_what_has_grown_is_written_again(desk) -> None:
+    one = desk()
+    one.claim(1, 5)
+    await one.progress.save()
+    one.client.delete(KEYS.progress(1))
+    await one.progress.save()
+    assert one.saved() == []
+
+
+async def test_a_claims_progress_goes_with_its_append_whoever_saved_it(desk) -> None:
+    one, other = desk(), desk()
+    one.claim(1, 5), one.claim(2, 5)
+    await one.progress.save()
+    claim = other.claim(1)
+    await other.progress.find(claim)
+    other.writer.put(claim, Dead("why"))
+    await other.writer._append([other.writer._waiting[0]])
+    assert one.saved() == [2]
+
+
+async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -> None:
+    one = desk()
+    claim = one.claim(1, 5)
+
+    class Late:
+        """Redis executes the append while the progress is on its way."""
+
+        def __getattr__(self, name):
+            one.table.remove(claim)
+            return getattr(streams.connection.commands, name)
+
+    one.progress._connection = type("Slow", (), {"commands": Late(), "is_full": False})()
+    await one.progress.save()
+    assert one.saved() == []
+
+
+async def test_a_finished_run_leaves_no_progress(desk) -> None:
+    one = desk()
+    one.claim(1, 5), one.claim(2, 5)
+    await one.progress.save()
+    await one.progress.drop()
+    assert one.saved() == []
+
+
+NEWER = encode_group(so_far(3, 5), dead=True).replace(b"\xaeschema_version\x01", b"\xaeschema_version\x02")
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (encode_group(so_far(3, 5), dead=True)[:-9], "payload: not a rollout group: Input data was truncated"),
+        (b"\xc1", "payload: not a rollout group"),
+        (bytes(MAX_ENTRY_BYTES + 1), "payload: 4,194,305 bytes, expected at most 4,194,304"),
+        (NEWER, "schema_version: 2, this reader knows 1 to 1"),
+        (encode_group(so_far(4, 5), dead=True), "index: 4, expected 3"),
+    ],
+    ids=["torn", "garbage", "oversized", "newer", "another"],
+)
+async def test_progress_that_cannot_be_read_is_ignored_with_one_warning(desk, caplog, payload, message) -> None:
+    one = desk()
+    one.client.set(KEYS.progress(3), payload)
+    claim = one.claim(3)
+    assert await one.progress.find(claim) is None
+    (warning,) = caplog.messages
+    assert warning.startswith("group 3 begins anew, its progress cannot be read: ") and message in warning
+    assert one.failures("record") == 1 and claim.has_progress  # its append drops it
+
+
+async def test_the_last_attempt_begins_anew(desk, caplog) -> None:
+    one = desk(max_attempts=3)
+    one.claim(1, 5)
+    await one.progress.save()
+    assert await one.progress.find(one.claim(1, attempt=2)) is not None
+    assert await one.progress.find(one.claim(1, attempt=3)) is None
+    assert caplog.messages == ["group 1 begins anew at its last attempt"]
+
+
+async def test_evaluations_have_no_progress_and_with_an_interval_of_0_nothing_has(desk) -> None:
+    one = desk()
+    one.claim(1, 5)
+    await one.progress.save()
+    evaluation = Claim(stream=KEYS.evaluations, entry_id=b"0-1", index=1, version=0, evaluation_id="0-1")
+    assert await one.progress.find(evaluation) is None
+    off = desk(progress_s=0.0)
+    off.claim(2, 5)
+    await off.progress.run()
+    await off.progress.save()
+    assert one.saved() == [1] and await off.progress.find(off.claim(1)) is None
+
+
+async def test_progress_is_bounded_the_oldest_first(desk, caplog) -> None:
+    one = desk(progress_mb=1)
+    claims = [one.claim(n, 50_000) for n in (1, 2, 3)]  # 8 bytes a token
+    await one.progress.save()
+    assert one.saved() == [1, 2] and one.failures("size") == 1
+    one.table.remove(claims[0])
+    await one.progress.save()
+    assert one.saved() == [1, 2, 3]
+    assert caplog.messages == ["progress of rollouts is not kept: group 3: no room left (producers.progress_mb = 1)"]
+
+
+async def test_a_group_too_large_for_an_entry_has_no_progress(desk, caplog) -> None:
+    one = desk()
+    one.claim(1, 600_000)
+    one.claim(2, 5)
+    await one.progress.save()
+    assert one.saved() == [2] and "group 1: 4,800," in caplog.text
+
+
+async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog) -> None:
+    connection = ProducerConnection.open("redis://127.0.0.1:1/0", outage_s=30.0, metrics=metrics)
+    one = Desk(connection, None, metrics)
+    one.claim(1, 5)
+    for _ in range(3):
+        await one.progress.save()
+    assert await one.progress.find(one.claim(2)) is None
+    assert len(caplog.messages) == 1 and one.failures("redis") == 4
+    await connection.close()
+
+
+@pytest.mark.redis
+async def test_at_the_memory_limit_progress_is_the_first_to_go(
+    redis_server, connect, metrics, caplog, monkeypatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    server = redis_server()
+    one = Desk(connect(server), server.client, metrics)
+    one.claim(1, 5)
+    await one.progress.save()
+    assert one.saved() == [1]
+    used = server.client.info("memory")["used_memory"]
+    server.client.config_set("maxmemory", used - 1)
+    one.claim(2, 5)
+    await one.progress.save()
+    assert one.saved() == [] and one.failures("memory") == 1
+    server.client.config_set("maxmemory", 0)
+    await one.progress.save()
+    assert one.saved() == []  # what is free now is the groups'
+    monkeypatch.setattr(one.progress, "_full_until", 0.0)
+    await one.progress.save()
+    assert one.saved() == [1, 2]
+    (warning,) = caplog.messages
+    assert warning.startswith("progress of rollouts is not kept: Redis is at its memory limit: ")
+
+
+async def test_appends_that_the_server_refuses_drop_the_progress_too(desk, monkeypatch) -> None:
+    one = desk()
+    one.claim(1, 5)
+    await one.progress.save()
+    monkeypatch.setattr(one.connection, "_full_since", 1.0)
+    await one.progress.save()
+    assert one.saved() == []
+
+
+async def test_a_replaced_reward_does_not_matter(desk) -> None:
+    """A group is found as far as it came: its siblings have no rewards."""
+    one = desk()
+    one.claim(1, 5)
+    await one.progress.save()
+    found = await one.progress.find(one.claim(1))
+    assert found is not None and found.rollouts[0].reward.value != found.rollouts[0].reward.value
+    assert replace(found, rollouts=()) == replace(so_far(1, 5), rollouts=())
+
+
+async def test_writing_waits_until_its_encoding_is_a_hundredth_of_the_time(desk, monkeypatch) -> None:
+    one, waits = desk(progress_s=5.0), []
+    took = iter([0.01, 0.2, 0.0])
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 4:
+            raise asyncio.CancelledError
+
+    async def save() -> float:
+        return next(took)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(one.progress, "save", save)
+    with pytest.raises(asyncio.CancelledError):
+        await one.progress.run()
+    assert waits == pytest.approx([5.0, 5.0, 20.0, 5.0])
