@@ -381,7 +381,7 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
     model: Place | None = None
     """Folder of the teacher, which the trainer holds in `model.dtype`. Its tokenizer has to have the tokens of
     `model.path`."""
-    url: Annotated[str, Meta(pattern="^https?://[^@]+$")] | None = None
+    url: str | None = None
     """In place of `model`: the teacher is served by vLLM, `http://host:8000/v1` say, and producers ask it."""
     coefficient: PositiveFloat = 1.0
     """Factor of its advantages."""
@@ -399,6 +399,14 @@ class TeacherConfig(Section, frozen=True, kw_only=True):
         if (self.model is None) == (self.url is None):
             found = "neither is there" if self.model is None else "both are there"
             raise ValueError(f"model, url: {found}; expected one of the two")
+        if self.url is not None and not re.fullmatch("https?://[^/@]+(/[^@]*)?", self.url):
+            raise ValueError(f"url = {self.url!r}: expected http://host:port/v1, without a user or a key")
+        of_url = (each for each in msgspec.structs.fields(self) if each.name in ("concurrency", "timeout_s", "retries"))
+        for field in of_url if self.model is not None else ():
+            if (value := getattr(self, field.name)) != field.default:
+                raise ValueError(
+                    f"{field.name} = {value} with model = {self.model!r}: it is for url; expected it to be left out"
+                )
 
 
 def _check_fields(struct: msgspec.Struct) -> None:

@@ -276,7 +276,20 @@ def test_overrides_take_toml_values_and_bare_words(run_file):
         ("group_size=1", r"group_size = 1: expected 2 or more siblings, whose rewards are compared, or a \[teacher\] "),
         ("teacher={}", r"teacher = {}: model, url: neither is there; expected one of the two"),
         ("teacher={model='m', url='http://h/v1'}", r"model, url: both are there; expected one of the two"),
-        ("teacher.url='http://u:k@h/v1'", r"teacher.url = 'http://u:k@h/v1': Expected `str` matching"),
+        (
+            "teacher.url='http://u:k@h/v1'",
+            r"url = 'http://u:k@h/v1': expected http://host:port/v1, without a user or a",
+        ),
+        (
+            "teacher.url='localhost:8000'",
+            r"teacher = .*: url = 'localhost:8000': expected http://host:port/v1, without",
+        ),
+        (
+            "teacher={model='m', retries=3}",
+            r"teacher = .*: retries = 3 with model = 'm': it is for url; expected it to",
+        ),
+        ("teacher={model='m', timeout_s=5}", r"timeout_s = 5.0 with model = 'm': it is for url; expected it to"),
+        ("teacher={model='m', concurrency=5}", r"concurrency = 5 with model = 'm': it is for url; expected it to"),
         ("teacher={model='m', coefficient=0.0}", r"teacher.coefficient = 0.0: Expected `float` > 0.0"),
         ("trainer.betas=[0.9,1.5]", r"trainer.betas\[1\] = 1.5: Expected `float` < 1.0"),
         ("trainer.betas=[1.0,0.95]", r"trainer.betas\[0\] = 1.0: Expected `float` < 1.0"),
