@@ -793,7 +793,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Fields to change: texts `dotted.path=value` with a TOML value (a bare word counts as a string), or values by dotted
-path."""
+path. A table of an array is meant by its place, from 0, or by its `name`: `environments.math.weight`."""
 
 
 def load_config(file: Path, overrides: Overrides = ()) -> RunConfig:
@@ -855,13 +855,27 @@ def overridden(overrides: Overrides) -> dict[str, Any]:
 
 def _override(document: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
-    table = document
-    for parent in parents:
-        if table.get(parent) is None:  # a run's description has None for a table that is not there
-            table[parent] = {}
-        table = table[parent]
-        if not isinstance(table, dict):
-            raise ConfigError(f"override of {path} = {value!r}: {parent} is a value, not a table")
+    table: Any = document
+    for n, parent in enumerate(parents):
+        if isinstance(table, dict):
+            if table.get(parent) is None:  # a run's description has None for a table that is not there
+                table[parent] = {}
+            table = table[parent]
+        else:
+            named = {str(number): each for number, each in enumerate(table)}
+            named |= {str(each["name"]): each for each in table if "name" in each}
+            if parent not in named:
+                array = ".".join(parents[:n])
+                raise ConfigError(
+                    f"override of {path} = {value!r}: {array} has no {parent!r}, expected one of {', '.join(named)}"
+                )
+            table = named[parent]
+        is_array = isinstance(table, list | tuple) and bool(table) and all(isinstance(each, dict) for each in table)
+        if not isinstance(table, dict) and not (is_array and n < len(parents) - 1):
+            expected = (
+                f"an array of tables; expected {'.'.join(parents)}.PLACE.FIELD" if is_array else "a value, not a table"
+            )
+            raise ConfigError(f"override of {path} = {value!r}: {parent} is {expected}")
     table[last] = value
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import types
 
+import msgspec
 import pytest
 
 from penstock.schemas.config import (
@@ -16,6 +17,7 @@ from penstock.schemas.config import (
     ModelConfig,
     Plug,
     RunConfig,
+    config_of,
     load_config,
 )
 from penstock.schemas.process.plugins import construct, resolve
@@ -183,6 +185,46 @@ def test_the_credit_leaves_room_for_groups_that_batches_skip(run_file):
 def test_penalties_written_out_at_their_neutral_values_change_nothing(run_file):
     neutral = ["presence_penalty=0.0", "frequency_penalty=0.0", "repetition_penalty=1.0"]
     assert load_config(run_file, [f"sampling.{each}" for each in neutral]) == load_config(run_file)
+
+
+TWO = """
+name = "run-1"
+model.path = "some/model"
+[[environments]]
+name = "math"
+path = "pkg.mod:Env"
+[[environments]]
+name = "sums"
+path = "pkg.mod:Env"
+"""
+
+
+@pytest.mark.parametrize("second", ["1", "sums"])
+def test_overrides_reach_a_table_of_an_array_by_its_place_or_its_name(run_file, second):
+    run_file.write_text(TWO)
+    changes = {"weight": 2.5, "kwargs.width": 3, "evaluation.num_prompts": 4}
+    config = load_config(run_file, [f"environments.{second}.{name}={value}" for name, value in changes.items()])
+    first, changed = config.environments
+    assert first == load_config(run_file).environments[0]
+    assert (changed.weight, changed.kwargs, changed.evaluation.num_prompts) == (2.5, {"width": 3}, 4)
+    own = msgspec.to_builtins(config)  # has its arrays as tuples
+    assert config_of(own, run_file, {f"environments.{second}.weight": 7}).environments[1].weight == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environments.2.weight=1", "environments has no '2', expected one of 0, 1, math, sums$"),
+        ("environments.mth.weight=1", "environments has no 'mth', expected one of 0, 1, math, sums$"),
+        ("environments.weight=1", "environments is an array of tables; expected environments.PLACE.FIELD"),
+        ("environments.0.name.x=1", "name is a value, not a table"),
+        ("trainer.betas.0=0.5", "betas is a value, not a table"),
+    ],
+)
+def test_an_override_that_meets_no_table_of_an_array_is_refused(run_file, override, message):
+    run_file.write_text(TWO + "[trainer]\nbetas = [0.8, 0.9]\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, [override])
 
 
 def test_overrides_take_toml_values_and_bare_words(run_file):
