@@ -140,6 +140,7 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
             claim_idle_s=1.0,
             claim_refresh_s=0.25,
             max_attempts=16,
+            progress_s=0.005,  # a completion takes 20 ms
         ),
         # So small a step changes few of the float32 elements: most policies are published as deltas.
         trainer=TrainerConfig(learning_rate=3e-10, device="cpu", lease_s=1.0),
