@@ -23,7 +23,7 @@ CREDIT_S = 0.2
 
 
 class RolloutConversation:
-    """The `Conversation` of one rollout."""
+    """The `Conversation` of one rollout. sampling: what requests may name, also where the rollout's is another."""
 
     def __init__(self, rollout: AgentRollout, calls: Calls, sampling: SamplingSettings, *, ignore: bool) -> None:
         self._ignore = ignore
@@ -47,7 +47,7 @@ class RolloutConversation:
         return RolloutFacts(
             num_prompt_tokens=len(calls[0].prompt) // 4,
             num_tokens=self._rollout.ledger.num_sampled,
-            max_tokens=self._sampling.max_tokens,
+            max_tokens=self._rollout.group.sampling.max_tokens,
             finish_reason=calls[-1].completion.finish_reason,
             num_turns=len(calls),
         )

@@ -113,6 +113,8 @@ async def test_a_request_that_cannot_be_answered_is_the_environment_s_to_handle(
 
 
 async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
+    limits = []
+
     class Evaluated(ToolCaller):
         num_evaluation_prompts = 3
 
@@ -124,7 +126,9 @@ async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
         async def converse(self, prompt, conversation):
             if prompt.text == "e2":
                 raise LookupError("no such tool")
-            return await super().converse(prompt, conversation)
+            reward = await super().converse(prompt, conversation)
+            limits.append(conversation.facts.max_tokens)
+            return reward
 
     one = await serve(environment=Evaluated(), group_size=4, evaluation=EvaluationConfig(max_tokens=190))
     one.trainer.evaluate(0, 3)
@@ -136,6 +140,7 @@ async def test_a_held_out_prompt_is_a_greedy_conversation(serve) -> None:
     (rollout,) = group.rollouts
     assert len(rollout.segments[0].loss_mask) == 3 and rollout.reward.parts == {"calls": 2.0}
     assert {(sampling.temperature, sampling.max_tokens) for sampling in one.engine.samplings} == {(0.0, 190)}
+    assert limits == [190]
     assert b"environment: LookupError: no such tool" in results[b"0-2"][Field.REASON]
     assert b"prompt: LookupError: no task 3" in results[b"0-3"][Field.REASON]
     one.trainer.release(1, 1)
