@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, run_coroutine
 from penstock.deploy.results import RunResult, report
+from penstock.producers.interfaces import EngineError as EngineError
 from penstock.schemas.config import (
     AdvantageConfig,
     ConfigError,
@@ -245,11 +246,20 @@ def try_environment(config: Settings | type, num_tasks: int = 4, *, set: Overrid
 def evaluate(
     model: str | Path, config: Settings, *, set: Overrides = (), runs: str | Path = DEFAULT_RUNS
 ) -> "Evaluated":
-    """What a model reaches on the held-out prompts of a run's environments; see `penstock.deploy.evaluate.evaluation`,
-    which has what it raises.
+    """What a model reaches on the held-out prompts of a run's environments. Trains nothing; boots an engine.
+
+    Progress goes to standard error. What this process prints otherwise, the engine above all, goes to a file, which is
+    named and kept only if prompts or the engine failed. Numeric libraries imported from here on take
+    `producers.num_threads`.
 
     model: a model's folder, or a run (its name or folder): its newest checkpoint.
-    """
-    from penstock.deploy.evaluate.evaluation import evaluate as evaluate_model  # imports torch
+    config: settings as for `run`; they say what is posed, and how.
 
-    return evaluate_model(model, load_config(config, set=set), runs=runs)
+    Raises:
+        ConfigError: unusable settings, no such model, or no held-out prompts.
+        EngineError: the engine does not start or serve; the message names the file of its output.
+        OSError: a run's checkpoint cannot be read or exported.
+    """
+    from penstock.deploy.evaluate.aside import evaluate_aside
+
+    return evaluate_aside(model, load_config(config, set=set), runs=runs)

@@ -16,6 +16,7 @@ import pytest
 
 import penstock
 from inspected_run import NAME, byte_tokenizer, inspected_run
+from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
 from penstock.deploy import results, running
 from penstock.deploy.launch import start_checks
 from penstock.deploy.launch.machine import Machine
@@ -107,11 +108,32 @@ def test_the_table_of_functions_has_each_of_them_and_its_first_arguments() -> No
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     calls = [call.strip("| `") for row in rows for call in row.split("`, `")]
     found = {call.partition("(")[0]: call.partition("(")[2].rstrip(")").split(", ") for call in calls}
+    assert len(found) == len(calls), "each has one row"
     assert found.keys() == {name for name in dir(penstock) if name[0].islower()}
     for name, given in found.items():
         required = [p for p in inspect.signature(getattr(penstock, name)).parameters.values() if p.default is p.empty]
         assert [p.name for p in required] == [one for one in given if one], name
     assert [name for name in dir(penstock) if name.endswith(("Error", "Died")) and f"`{name}`" not in page] == []
+
+
+def test_the_block_of_the_page_on_evaluation_prints_a_line_for_each_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The engine is left out: whether the arguments fit is looked at, and whether there are such figures."""
+    real = running.evaluate
+
+    def evaluate(*args: Any, **settings: Any) -> penstock.Evaluated:
+        given = inspect.signature(real).bind(*args, **settings).arguments
+        config = penstock.load_config(given["config"], set=given["set"])
+        assert (given["model"], config.num_evaluation_prompts) == ("runs/demo/model", {"main": 64})
+        answers = [HeldOutAnswers("main", [{"reward": reward}]) for reward in (1.0, 0.0)]
+        figures = held_out_figures(answers, config.held_out)
+        one = penstock.SetResult(name="main", num_prompts=2, num_samples=1, num_failed=0, figures=figures)
+        return penstock.Evaluated(model=given["model"], sets=(one,), failures={}, wall_s=1.0)
+
+    monkeypatch.setattr(running, "evaluate", evaluate)
+    play(blocks("../evaluation"))
+    assert capsys.readouterr().out == "main 0.5 0.5\n"
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """The command `penstock evaluate`."""
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, limit_threads, standard_output
+from penstock.deploy.evaluate.aside import evaluate_aside
+from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, standard_output
 from penstock.schemas.config import load_config
 from penstock.schemas.metrics import REWARD, error_key, pass_key
 
@@ -38,32 +38,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     """Status 0; 1 if prompts have failed."""
     config = load_config(find_run_file(arguments.run_file), arguments.set)
-    limit_threads(config.producers.num_threads)
-    from penstock.deploy.evaluate.evaluation import evaluate
-    from penstock.deploy.launch.engine_output import output_in, progress
-    from penstock.producers.interfaces import EngineError
-
-    say = progress(True)
-    log = Path(tempfile.mkstemp(prefix="penstock-evaluate-", suffix=".log")[1])
-    is_wanted = False
-    try:
-        with output_in(log):
-            found = evaluate(arguments.model, config, runs=arguments.runs, say=say)
-        is_wanted = bool(found.failures)
-    except EngineError as error:
-        is_wanted = True
-        raise EngineError(f"{error} ({log} holds what the engine printed)") from error
-    finally:
-        if not is_wanted:
-            log.unlink()
+    found = evaluate_aside(arguments.model, config, runs=arguments.runs)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
         standard_output().print(results_table(found))
-    for reason, count in found.failures.items():
-        say(f"{count} of {sum(each.num_prompts for each in found.sets)} prompts failed, each counts as 0: {reason}")
-    if found.failures:
-        say(f"{log} has more")
     return 1 if found.failures else 0
 
 

@@ -26,6 +26,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.episode import Episodes, load_tokenizer
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.schemas.best import BEST_FILE
 from penstock.schemas.config import ConfigError, RunConfig, environment_fields
 from penstock.schemas.figures import missing_figures
 
@@ -219,8 +220,9 @@ def _whole_model(model: str, runs: Path, say: Callable[[str], None]) -> Iterator
     have, an adapter added to its base."""
     folder = Path(model)
     if (folder / "adapter_config.json").is_file():
+        options = "--checkpoint best --merged" if (folder / BEST_FILE).is_file() else "--merged"
         raise ConfigError(
-            f"{model}: an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"
+            f"{model}: an adapter without its base; expected a whole model (`penstock export RUN FOLDER {options}`)"
         )
     if (folder / "config.json").is_file():
         if not BaseModel(model).files:  # the engine would serve random ones

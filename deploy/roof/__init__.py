@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.deploy.demo.make_model import make_model as make_model
+    from penstock.deploy.evaluate.evaluation import Evaluated as Evaluated
+    from penstock.deploy.evaluate.evaluation import SetResult as SetResult
     from penstock.deploy.launch.producer_pool import PartDied as PartDied
     from penstock.deploy.launch.redis_server import ServerError as ServerError
     from penstock.deploy.operate.by_name import audit as audit
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.deploy.results import load_evaluations as load_evaluations
     from penstock.deploy.results import load_updates as load_updates
     from penstock.deploy.results import report as report
+    from penstock.deploy.running import EngineError as EngineError
     from penstock.deploy.running import RunInterrupted as RunInterrupted
     from penstock.deploy.running import check as check
     from penstock.deploy.running import evaluate as evaluate
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "deploy.demo.make_model": ("make_model",),
+    "deploy.evaluate.evaluation": ("Evaluated", "SetResult"),
     "deploy.launch.producer_pool": ("PartDied",),
     "deploy.launch.redis_server": ("ServerError",),
     "deploy.operate.by_name": (
@@ -48,7 +52,7 @@ _NAMES = {
     "deploy.record.reading": ("export_record", "load_record"),
     "deploy.report.telemetry": ("TelemetryError",),
     "deploy.results": ("RunResult", "load_evaluations", "load_updates", "report"),
-    "deploy.running": ("RunInterrupted", "check", "evaluate", "load_config", "run", "try_environment"),
+    "deploy.running": ("EngineError", "RunInterrupted", "check", "evaluate", "load_config", "run", "try_environment"),
     "schemas.config": ("ConfigError", "RunConfig"),
 }  # fmt: skip
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names}

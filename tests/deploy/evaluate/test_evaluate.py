@@ -1,6 +1,7 @@
 """`penstock evaluate`: which model, which prompts, how they are answered, what is printed, what is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import penstock
 import probed_engine
 from letters_environment import Letters
 from penstock.deploy import cli
@@ -72,6 +74,7 @@ def scripted(**settings: Any) -> tuple[ScriptedEngine, Any]:
     engine = ScriptedEngine(**{"script": answers, "finish_reasons": {1: "length", 3: "length"}} | settings)
 
     async def start(config: RunConfig, *, seed: int) -> ScriptedEngine:
+        os.write(1, b"engine noise\n")  # as a process of its own does
         engine.model = config.model.path
         return engine
 
@@ -137,18 +140,28 @@ class OneFails(Letters):
 
 
 @pytest.fixture
-def command(config, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+def in_place_of_vllm(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Has evaluations boot a scripted engine, and leave their logs in `tmp_path`."""
+
+    def put(**settings: Any) -> None:
+        monkeypatch.setattr(evaluation.evaluate, "__kwdefaults__", {
+            **(evaluation.evaluate.__kwdefaults__ or {}), "start_engine": scripted(**settings)[1],
+        })  # fmt: skip
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    return put
+
+
+@pytest.fixture
+def command(config, in_place_of_vllm, tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
     """`penstock evaluate` with a scripted engine; returns the status, stdout and stderr."""
 
     def run(*words: str, environment: type = Letters, **settings: Any) -> tuple[int, str, str]:
         config()
         monkeypatch.setattr("letters_environment.Letters", environment)
-        monkeypatch.setattr(evaluation.evaluate, "__kwdefaults__", {
-            **(evaluation.evaluate.__kwdefaults__ or {}), "start_engine": scripted(**settings)[1],
-        })  # fmt: skip
+        in_place_of_vllm(**settings)
         for name in ("REDIS_URL", "COLUMNS"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         status = cli.main(["evaluate", *words, "--runs", str(tmp_path / "runs")])
         shown = capfd.readouterr()
         return status, shown.out, shown.err
@@ -187,6 +200,25 @@ def test_an_engine_that_dies_is_one_line_with_the_place_of_its_log(command, mode
     assert f"({log} holds what the engine printed)" in err
 
 
+def test_from_python_progress_is_told_the_engines_output_is_not_and_threads_are_limited(
+    in_place_of_vllm, model, config, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    in_place_of_vllm()
+    found = penstock.evaluate(model, config(), set={"producers.num_threads": 3})
+    out, err = capfd.readouterr()
+    assert isinstance(found, penstock.Evaluated) and isinstance(found.sets[0], penstock.SetResult)
+    assert "3 of 3 held-out prompts answered" in err and "engine noise" not in out + err
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert not found.failures and not list(tmp_path.glob("*.log"))
+
+
+def test_from_python_an_engine_that_dies_is_an_error_that_can_be_caught(in_place_of_vllm, model, config):
+    in_place_of_vllm(die_after=1)
+    with pytest.raises(penstock.EngineError, match=r"has died \(.*penstock-evaluate-.*log holds what the engine"):
+        penstock.evaluate(model, config())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -195,18 +227,20 @@ def test_an_engine_that_dies_is_one_line_with_the_place_of_its_log(command, mode
          "environments[0].path = 'letters_environment:Letters': no held-out prompts; expected some"),
         (["{model}", "evaluation.pass_at=[9]"], "evaluation.pass_at = (9,) with evaluation.num_samples = 4"),
         (["{model}", "evaluation.num_prompts=3"], "evaluation.num_prompts = 3: the environment has 2 held-out prompts"),
-        (["{adapter}"], "an adapter without its base; expected a whole model"),
+        (["{adapter}"], "an adapter without its base; expected a whole model (`penstock export RUN FOLDER --merged`)"),
+        (["{best}"], "expected a whole model (`penstock export RUN FOLDER --checkpoint best --merged`)"),
         (["{bare}"], "a model without safetensors weights"),
         (["{empty}"], "no run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_is_refused(command, model, tmp_path, words, message):
-    for name in ("adapter", "empty", "bare"):
+    for name in ("adapter", "best", "empty", "bare"):
         (tmp_path / name).mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for file in ("adapter/adapter_config.json", "best/adapter_config.json", "best/best.json"):
+        (tmp_path / file).write_text("{}")
     for name in ("adapter", "bare"):
         (tmp_path / name / "config.json").write_text("{}")
-    places = {name: tmp_path / name for name in ("adapter", "empty", "bare")} | {"model": model}
+    places = {name: tmp_path / name for name in ("adapter", "best", "empty", "bare")} | {"model": model}
     given, *overrides = (word.format(**places) for word in words)
     sets = [word for override in overrides for word in ("--set", override)]
     status, out, err = command(given, str(tmp_path / "run.toml"), *sets)
