@@ -6,7 +6,8 @@
   `hidden_states` what a parity check reads; `model_digest` tells model folders apart, `adapter` names an
   adapter's tensors and its base, `best` says what the model of the best evaluation is, `figures` which figures of
   evaluations settings name.
-- `metrics` names what processes report to Prometheus. `prefixes` finds common prefixes of sequences.
+- `metrics` names what processes report to Prometheus, `attrition` counts what became of rollouts. `prefixes` finds
+  common prefixes of sequences.
 
 `process` is no contract.
 """

@@ -38,6 +38,8 @@ LAG_STARTS = (1, 2, 4, 8)
 TOKEN_LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 PAUSE_BUCKETS = (0.005, 0.01, 0.02, 0.025, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 STEP_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+LENGTH_BUCKETS = (0.0, *(2.0**n for n in range(18)))
+"""Sampled tokens of a rollout."""
 
 
 class ProducerMetric:
@@ -261,6 +263,38 @@ class TrainerMetric:
         "Gap between engine and trainer at lag 0, mean over the last 8 batches with one",
     )
     MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
+    ROLLOUT_TOKENS = Metric(
+        "penstock_rollout_tokens",
+        "Sampled tokens of a rollout, by what became of it",
+        ("outcome",),
+        LENGTH_BUCKETS,
+        values=("trained", "skipped", "stale", "dead"),
+        unit="tokens",
+    )
+    ROLLOUTS_UNMEASURED = Metric(
+        "penstock_rollouts_unmeasured_total",
+        "Rollouts without a record, so of unknown length: of dead groups, or missing from a group that went on",
+        ("outcome",),
+        values=("dead", "missing"),
+        unit="rollouts",
+    )
+    TRIES_LOST = Metric(
+        "penstock_tries_lost_total",
+        "Tries at a group that ended with their producer, before another producer delivered it",
+        unit="tries",
+    )
+    LOST = Metric(
+        "penstock_lost_by_length_frac",
+        "Share of the groups that were lost: stale, dead, or mostly masked for lag; of the longest quarter and of the "
+        "others, in the last full window",
+        ("length",),
+        values=("longest", "others"),
+    )
+    LONG_LOST = Metric(
+        "penstock_long_rollouts_lost_alert",
+        "1 while long groups are lost at a rate that short ones are not",
+        unit="none",
+    )
     STREAM_ERRORS = Metric(
         "penstock_trainer_stream_errors_total", "Redis commands that failed, by kind", ("kind",), unit="errors"
     )

@@ -25,6 +25,9 @@ MAX_TRACEBACK_CHARACTERS = 8000
 ABANDONED = "abandoned"
 """The kind of a dead group (its reason up to the colon) whose agents have gone: the run is not at fault."""
 
+OVERDUE = "deadline"
+"""The kind of a dead group that was not finished in time."""
+
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 if sys.byteorder != "little" or array("i").itemsize != 4:
@@ -201,6 +204,8 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the environment that posed the prompt; empty in records of earlier releases."""
     task: int = 0
     """Number of the prompt among the tasks of its environment; 0 in records of earlier releases."""
+    attempt: int = 1
+    """How often the prompt was handed out, this time included; what earlier tries sampled ended with them."""
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])

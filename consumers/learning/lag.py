@@ -61,6 +61,19 @@ def known_lags(lag_of: Lags) -> KnownLags:
     return lag
 
 
+def masked_tokens(group: RolloutGroup, lag: KnownLags, lag_bound: int) -> list[int]:
+    """By rollout, its sampled tokens beyond the lag bound."""
+    return [
+        sum(
+            span.end - span.start
+            for segment in rollout.segments
+            for span, d in zip(segment.version_spans, span_lags(segment, lag, lag_bound), strict=True)
+            if d > lag_bound
+        )
+        for rollout in group.rollouts
+    ]
+
+
 def span_lags(segment: Segment, lag: KnownLags, lag_bound: int) -> tuple[int, ...]:
     """The lag of each of a segment's version spans, those of an unknown version as `pack` counts them."""
     known = [lag(span.version) for span in segment.version_spans]

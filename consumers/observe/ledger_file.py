@@ -4,6 +4,8 @@ import json
 import logging
 from pathlib import Path
 
+import msgspec
+
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
 from penstock.consumers.stream.progress import RunProgress
 from penstock.schemas.process.files import write_whole
@@ -33,6 +35,7 @@ class LedgerFile:
             "dead_reasons": dict(ledger.dead_reasons),
             "num_groups_released_again": dict(ledger.released_again),
             "num_duplicates_dropped": ledger.num_duplicates_dropped,
+            "attrition": msgspec.to_builtins(ledger.attrition),
             **progress.totals,
             "finished": finished,
         }

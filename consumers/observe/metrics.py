@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.consumers.stream.ledger import OUTCOMES, Ledger
+from penstock.schemas.attrition import UNKNOWN, Attrition, LengthTest
 from penstock.schemas.config import MetricsConfig, RunConfig
 from penstock.schemas.metrics import (
     LAG_LABELS,
@@ -70,6 +71,11 @@ class TrainerMetrics:
         self.groups_open = make(Gauge, M.GROUPS_OPEN)
         self._groups_released_again = make(Counter, M.GROUPS_RELEASED_AGAIN)
         self._duplicates = make(Counter, M.DUPLICATES)
+        self._rollout_tokens = make(Histogram, M.ROLLOUT_TOKENS)
+        self._rollouts_unmeasured = make(Counter, M.ROLLOUTS_UNMEASURED)
+        self._tries_lost = make(Counter, M.TRIES_LOST)
+        self._lost = make(Gauge, M.LOST)
+        self._long_lost = make(Gauge, M.LONG_LOST)
         self._counted: dict[Any, int] = {}
         """By counter, the total of the ledger that it has counted up to."""
         self.groups_abandoned = make(Gauge, M.GROUPS_ABANDONED)
@@ -88,6 +94,7 @@ class TrainerMetrics:
     def begin(self, config: RunConfig, ledger: Ledger) -> None:
         """Sets what the run file fixes, and starts to count from here: groups, and the time to the next update."""
         self._counted = self._totals(ledger)
+        self.test_lengths(ledger.attrition.last)
         self._credit.set(config.credit)
         self._lag_bound.set(config.lag_bound)
         self._weight_redis_limit.set(config.weights.redis_mb << 20)
@@ -108,7 +115,31 @@ class TrainerMetrics:
             self._duplicates: ledger.num_duplicates_dropped,
             **{self._groups_settled.labels(outcome): count for outcome, count in settled.items()},
             **{self._groups_released_again.labels(why): count for why, count in ledger.released_again.items()},
+            self._tries_lost: ledger.attrition.num_tries_lost,
+            **self._rollout_totals(ledger.attrition),
         }
+
+    def _rollout_totals(self, attrition: Attrition) -> dict[Any, int]:
+        """By a part of the histogram, or by the counter of those that it cannot take."""
+        found: dict[Any, int] = {}
+        for outcome, by_length in attrition.totals().items():
+            for length, (num, num_tokens) in by_length.items():
+                if length == UNKNOWN:
+                    found[self._rollouts_unmeasured.labels(outcome)] = num
+                    continue
+                histogram = self._rollout_tokens.labels(outcome)
+                found[histogram._buckets[histogram._upper_bounds.index(float(length))]] = num
+                found[histogram._sum] = found.get(histogram._sum, 0) + num_tokens
+        return found
+
+    def test_lengths(self, found: LengthTest | None) -> None:
+        """Sets what the last window of groups says of the lost ones."""
+        shares = (math.nan, math.nan)
+        if found is not None:
+            shares = found.num_long_lost / found.num_long, found.num_other_lost / found.num_other
+        for length, share in zip(M.LOST.values, shares, strict=True):
+            self._lost.labels(length).set(share)
+        self._long_lost.set(found is not None and found.is_alarm)
 
     def record(self, line: dict[str, Any]) -> None:
         """Sets the metrics from one line of updates.jsonl; one that the line lacks is unset."""

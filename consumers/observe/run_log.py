@@ -21,6 +21,7 @@ from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.weights.publisher import Publication
+from penstock.schemas.attrition import WINDOW
 from penstock.schemas.config import RunConfig
 from penstock.schemas.figures import missing_figures
 from penstock.schemas.metrics import figures_of
@@ -67,6 +68,9 @@ class RunLog:
         self._config = config
         self._told: set[str] = set()
         """Settings that name a figure which no evaluation has."""
+        self._rollouts = ledger.attrition.totals()
+        """As of the last line."""
+        self._length_test = ledger.attrition.last
         self._published: dict[str, float] = {}
         """The figures of the policy that was announced last."""
         self._updates = JsonLines(folder / "updates.jsonl")
@@ -123,6 +127,7 @@ class RunLog:
             "fill_skipped_tokens": passed.num_tokens,
             "credit": credit,
             "environments": by_environment(groups, report, passed.num_groups),
+            "rollouts": self._take_rollouts(),
             "queue_depth": num_ready,
             "skipped_reason": report.skipped_reason,
             "wait_s": wait_s,
@@ -136,9 +141,32 @@ class RunLog:
         self._sinks.update(line)
         self.metrics.record(line)
         self.metrics.count_groups(self._ledger)
+        self._watch_lengths()
         self.alert.watch(report.metrics)
         self.metrics.mismatch_mean.set(self.alert.gap)
         self.metrics.mismatch_band.set(self.alert.band)
+
+    def _take_rollouts(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """By outcome and length, the rollouts counted since the last line, and their tokens."""
+        before, self._rollouts = self._rollouts, self._ledger.attrition.totals()
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, by_length in self._rollouts.items():
+            for length, (num, num_tokens) in by_length.items():
+                num_before, tokens_before = before.get(name, {}).get(length, (0, 0))
+                if num > num_before:
+                    found.setdefault(name, {})[length] = num - num_before, num_tokens - tokens_before
+        return found
+
+    def _watch_lengths(self) -> None:
+        found, before = self._ledger.attrition.last, self._length_test
+        if found is before:
+            return
+        self._length_test = found
+        self.metrics.test_lengths(found)
+        if found is not None and found.is_alarm:
+            log.warning("long rollouts are lost: %s (of %d groups, p = %.0e)", found, WINDOW, found.p_value)
+        elif before is not None and before.is_alarm:
+            log.info("long rollouts are no longer lost at a rate that short ones are not")
 
     def publication(self, publication: Publication) -> None:
         """Counts published weights. May be called in another thread; the next line has the figures of the last one."""

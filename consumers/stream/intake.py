@@ -4,17 +4,17 @@ from collections.abc import Callable
 from itertools import islice
 
 from penstock.consumers.learning.advantages import has_variance
-from penstock.consumers.learning.lag import LagTable, is_stale
+from penstock.consumers.learning.lag import LagTable, is_stale, known_lags, masked_tokens
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
-from penstock.consumers.stream.reader import Reader, Refused
+from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.record import PASSED_OVER
-from penstock.schemas.rollout import RolloutGroup, encode_group
+from penstock.schemas.rollout import OVERDUE, RecordError, RolloutGroup, decode_group, encode_group
 
 
 class Intake:
@@ -108,9 +108,12 @@ class Intake:
             share = progress.passed.count / (progress.passed.count + len(groups))
             progress.skipped_share = (progress.skipped_share + share) / 2
         self._settlement.mark_dead({index: ready[index] for index in report.failed}, report.failed)
+        self._count("dead", *(ready[index].group for index in report.failed))
         settled = [group for group in groups if group.index not in report.failed.keys() | report.spared]
         if report.counts_as_update:
             self._settlement.settle_batch(settled, report)
+            for outcome, teaches in (("trained", True), ("skipped", False)):
+                self._count(outcome, *(group for group in settled if report.teaches(group.index) == teaches))
             progress.num_batches += 1
         for index in (*report.failed, *(group.index for group in settled if report.counts_as_update)):
             del ready[index]
@@ -140,6 +143,8 @@ class Intake:
 
     def _settle_refused(self) -> None:
         refused = self.reader.take_refused()
+        for record in refused:
+            self._count_refused(record)
         if self._keeps_record:
             self.died += [record for record in refused if record.index is not None]
         self._settlement.settle_refused(refused)
@@ -165,6 +170,7 @@ class Intake:
         for index in (sorted(flat) if self._config.mode == "synchronous" else flat)[: self._room_to_skip]:
             group = ready.pop(index).group
             self._settlement.pass_over(group)
+            self._count("skipped", group)
             self._progress.passed.add(group)
             if self._keeps_record:
                 self.died.append(Refused(index, PASSED_OVER, encode_group(group), producer=group.producer_id))
@@ -174,5 +180,34 @@ class Intake:
         ready = self.reader.ready
         stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._lag_bound)]
         for index in stale:
-            del ready[index]
+            self._count_stale(ready.pop(index))
         self._releaser.postpone(stale, "stale")
+
+    def _count(self, outcome: str, *groups: RolloutGroup) -> None:
+        lag = known_lags(self.lag_of)
+        for group in groups:
+            masked = masked_tokens(group, lag, self._lag_bound) if outcome in ("trained", "skipped") else ()
+            self.ledger.attrition.add(group.environment, outcome, group, self._config.group_size, masked)
+
+    def _count_stale(self, ready: ReadyGroup) -> None:
+        """Counts a group once, however often a resume or a restarted Redis has it read again."""
+        counted = self.ledger.stale.get(ready.group.index)
+        if counted is None or entry_key(counted.encode()) < entry_key(ready.entry_id):
+            self.ledger.stale[ready.group.index] = ready.entry_id.decode()
+            self._count("stale", ready.group)
+
+    def _count_refused(self, record: Refused) -> None:
+        if record.index is None:
+            return
+        try:
+            group = decode_group(record.payload, dead=True)
+        except RecordError:
+            group = None
+        task = self.ledger.tasks.get(record.index)
+        self.ledger.attrition.add(
+            "" if task is None else task.environment,
+            "dead",
+            group,
+            self._config.group_size,
+            is_overdue=record.reason.startswith(OVERDUE),
+        )

@@ -5,7 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.consumers.stream.history import TaskHistory
+from penstock.schemas.attrition import Attrition
 
 OUTCOMES = ("trained", "skipped", "dead")
 MAX_KINDS = 64
@@ -145,6 +148,9 @@ class Ledger:
         """Of released indexes that are open or dead: whatever becomes of the run file, they keep their tasks."""
         self.histories: defaultdict[str, TaskHistory] = defaultdict(TaskHistory)
         """By environment, what became of its tasks."""
+        self.attrition = Attrition()
+        self.stale: dict[int, str] = {}
+        """Of open indexes, the last entry that was counted as stale: a resume reads it again."""
 
     def release(self, task: ReleasedTask) -> None:
         """Books the next index as released."""
@@ -162,6 +168,7 @@ class Ledger:
         """
         if not self.settled.add(index):
             raise ValueError(f"index {index} is settled already; it cannot also be {outcome}")
+        self.stale.pop(index, None)
         self.by_outcome[outcome].add(index)
         if (task := self.tasks.get(index)) is not None:
             self.histories[task.environment].settle(task.number, rewards, flat=flat)
@@ -221,6 +228,8 @@ class Ledger:
             "num_released": self.num_released,
             "tasks": {str(index): list(task) for index, task in self.tasks.items()},
             "histories": {name: history.to_state() for name, history in self.histories.items()},
+            "attrition": msgspec.to_builtins(self.attrition),
+            "stale": {str(index): entry for index, entry in self.stale.items()},
         }
 
     @classmethod
@@ -236,4 +245,6 @@ class Ledger:
         ledger.num_released = state["num_released"]
         ledger.tasks = {int(index): ReleasedTask(*task) for index, task in state["tasks"].items()}
         ledger.histories.update({name: TaskHistory.from_state(found) for name, found in state["histories"].items()})
+        ledger.attrition = msgspec.convert(state["attrition"], Attrition)
+        ledger.stale = {int(index): entry for index, entry in state["stale"].items()}
         return ledger

@@ -33,6 +33,29 @@ LAG = [
         height=10,
     ),
 ]
+LOST = [
+    timeseries(
+        "Length, by what became of the rollout",
+        "Median of the sampled tokens of a rollout, by what became of it. Stale or dead far above trained: long "
+        "rollouts are lost, and the policy is trained on the short ones.",
+        {
+            "{{outcome}}": "histogram_quantile(0.5, sum by (outcome, le) "
+            '(rate(penstock_rollout_tokens_bucket{run="$run"}[10m])))'
+        },
+        unit="short",
+        log_scale=True,
+        minimum=None,
+        width=12,
+    ),
+    timeseries(
+        "Groups lost, by length",
+        "Share of the groups that were stale, dead or mostly masked for their lag, in the last full window of 256: of "
+        "the longest quarter, and of the others. A difference that is no chance raises the alert.",
+        {"{{length}}": last("penstock_lost_by_length_frac", by="length")},
+        unit="percentunit",
+        width=12,
+    ),
+]
 WHOLE = [
     timeseries(
         "Effective sample size",
@@ -139,6 +162,7 @@ DASHBOARD = dashboard(
     "How old the tokens are when they are trained, and what age and engine do to them. Lag is in optimizer steps.",
     {
         "How old the tokens are": LAG,
+        "What is lost": LOST,
         "The whole batch": WHOLE,
         "By lag: bucket 0 is the engine, what grows from there is drift": BY_LAG,
     },

@@ -19,6 +19,7 @@ from penstock.deploy.operate.ledger_check import (
 from penstock.deploy.operate.run_access import OpenRun
 from penstock.deploy.operate.saved_ledger import FoundLedger, UnreadableError, read_saved_ledger
 from penstock.deploy.report.telemetry import EvaluationPoint, read_lines
+from penstock.schemas.attrition import Attrition
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Keys, number_in
 
 MAX_READINGS = 8
@@ -59,6 +60,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     num_letters: int | None
     num_readings: int
     warnings: tuple[str, ...]
+    attrition: Attrition
+    """What became of the rollouts, as of the checkpoint."""
 
     @property
     def balanced(self) -> bool:
@@ -257,4 +260,5 @@ def _result(
         num_letters=int(client.xlen(run.keys.dead)) if client is not None else None,
         num_readings=num_readings,
         warnings=found.warnings,
+        attrition=found.saved.ledger.attrition,
     )

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock.schemas.attrition import Attrition
+
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 SUMS = "checksums.json"
@@ -32,6 +34,7 @@ class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
     """Unsettled, and known to the trainer only, which releases them again when there is credit."""
     num_duplicates_dropped: int = 0
     num_released: int = 0
+    attrition: Attrition = msgspec.field(default_factory=Attrition)
 
 
 class SavedLedger(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from penstock.deploy.operate.ledger_check import LedgerCheck, name_indexes
 from penstock.deploy.operate.producer_list import Alive, Orphaned, Producers
 from penstock.deploy.operate.run_list import ListedRun
 from penstock.deploy.operate.weight_list import LogContent, LoggedPolicy, PolicyHolders, StoreContent
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables
 
 _POLICIES_SHOWN = 20
 """Beside the anchors, which are all shown."""
@@ -36,6 +37,15 @@ def print_audit(audit: Audit, console: Console | None = None) -> None:
     console.print(_counts(_ledger_rows(ledger)))
     _say(console, "Beside the ledger")
     console.print(_counts(_rows_beside(audit)))
+    if tables := attrition_tables(audit.attrition):
+        _say(console, "What was sampled and what was trained")
+    for _, (header, *rows) in tables:
+        table = _bare_table(*header)
+        for row in rows:
+            table.add_row(*(escape(safe(cell)) for cell in row))
+        console.print(table)
+    for line in attrition_lines(audit.attrition):
+        _say(console, line)
     for warning in audit.warnings:
         _say(console, f"warning: {warning}")
     for problem in ledger.problems:

@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables
 from penstock.deploy.report.figures import FIGURES, FigureSpec, figure_svg
 from penstock.deploy.report.summary import NOTHING, not_over, shown, summarize
 from penstock.deploy.report.telemetry import RunTelemetry, read_telemetry
@@ -43,6 +44,7 @@ def render(telemetry: RunTelemetry, summary: dict[str, Any], configuration: str)
         notice=_notice(summary),
         keys="\n".join(_key(*key) for key in key_figures(summary)),
         figures="\n".join(figures),
+        attrition=_attrition(telemetry),
         summary=_table(summary),
         engine=_table(summary["engine"] or {"": "no start event in producers/*.jsonl"}),
         configuration=html.escape(configuration),
@@ -149,6 +151,19 @@ def _figure(spec: FigureSpec, telemetry: RunTelemetry) -> str:
         f'<figure id="{spec.name}"><h2 id="{spec.name}-title">{html.escape(spec.title)}</h2>{svg}'
         f'<figcaption id="{spec.name}-caption">{html.escape(spec.caption)}</figcaption></figure>'
     )
+
+
+def _attrition(telemetry: RunTelemetry) -> str:
+    """What was sampled and what was trained; nothing before the first checkpoint with a rollout."""
+    if telemetry.ledger is None or not telemetry.ledger.attrition.rollouts:
+        return ""
+    attrition = telemetry.ledger.attrition
+    parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition)]
+    for title, rows in attrition_tables(attrition, telemetry.updates):
+        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+        lines = "".join(f"<tr>{row}</tr>" for row in cells)
+        parts.append(f"<h2>{html.escape(title)}</h2><table>{lines}</table>")
+    return f"<details open><summary>What was sampled and what was trained</summary>{''.join(parts)}</details>"
 
 
 def _table(values: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from penstock.deploy.report.attrition import attrition_figures
 from penstock.deploy.report.telemetry import (
     EvaluationPoint,
     Rate,
@@ -25,6 +26,7 @@ from penstock.deploy.report.telemetry import (
     read_telemetry,
     token_mean,
 )
+from penstock.schemas.attrition import LengthTest
 from penstock.schemas.config import RunConfig
 from penstock.schemas.metrics import LAG_LABELS, REWARD, error_key, figure_name, figures_of, lag_key, part_key, parts_of
 from penstock.schemas.process.files import write_whole
@@ -95,6 +97,7 @@ def summarize(telemetry: RunTelemetry) -> dict[str, Any]:
         "num_updates": telemetry.updates[-1].update if telemetry.updates else None,
         "updates_per_s": _ratio(len(telemetry.updates), wall_s),
         **{name: getattr(ledger, name) if ledger else None for name in LEDGER_FIGURES},
+        "attrition": attrition_figures(ledger.attrition) if ledger and ledger.attrition.rollouts else None,
         **tokens,
         "trainer_tokens_per_s": _ratio(tokens["num_tokens_trained"], wall_s),
         "trainer_time_share": trainer_time_share(telemetry, wall_s),
@@ -331,6 +334,9 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
     if dead:
         total = trained + skipped + dead
         found.append(f"{dead:,} of {total:,} groups died: `penstock dead list {summary['name']}` says of what")
+    test = (summary["attrition"] or {}).get("length_test")
+    if test is not None and (test := msgspec.convert(test, LengthTest)).is_alarm:
+        found.append(f"long rollouts are lost at a rate that short ones are not: {test}")
     if failed:
         found.append(f"{failed} of {asked} held-out prompts failed in the last evaluation, each counts as 0: see logs")
     return found
@@ -384,6 +390,7 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_count(s['num_updates'])} in {shown(s['wall_s'], ',.1f', ' s')}, {shown(s['updates_per_s'], '.3f')}/s",
         ),
         ("groups", f"{_count(s['num_groups_released'])} released: " + ", ".join(groups)),
+        *([("rollouts", _rollouts(s["attrition"]["outcomes"]))] if s["attrition"] else []),
         ("tokens trained", f"{_count(s['num_tokens_trained'])}, {_count(s['trainer_tokens_per_s'])}/s"),
         ("tokens by lag", lag_shares(s["lag_histogram"], s["lag_bound"])),
         ("masked for lag", f"{_count(s['num_tokens_masked_lag'])} tokens"),
@@ -404,6 +411,15 @@ def table_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if s["missing"]:
         rows.append(("missing", ", ".join(s["missing"])))
     return rows
+
+
+def _rollouts(outcomes: dict[str, dict[str, Any]]) -> str:
+    """`800 sampled: 61.2% trained, 38.8% skipped; 7.9 tokens on average, 8.1 of those trained`."""
+    total = outcomes["sampled"]["num_rollouts"]
+    parts = [f"{of['num_rollouts'] / total:.1%} {name}" for name, of in outcomes.items() if name != "sampled"]
+    lengths = [outcomes.get(name, {}).get("completion_tokens") for name in ("sampled", "trained")]
+    sampled, trained = (shown(length, ",.1f") for length in lengths)
+    return f"{total:,} sampled: {', '.join(parts)}; {sampled} tokens on average, {trained} of those trained"
 
 
 def _rewards(found: dict[str, dict[str, float]] | None, begin: str, end: str) -> str:

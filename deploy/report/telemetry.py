@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.schemas.attrition import Attrition
 from penstock.schemas.config import RunConfig, load_config
 from penstock.schemas.metrics import REWARD, figures_of, lag_key, parts_of
 from penstock.schemas.policy import make_version, split_version
@@ -42,6 +43,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None
     step_s: float | None = None
     publish_s: float | None = None
+    rollouts: dict[str, dict[str, tuple[int, int]]] = {}
+    """By outcome and length (`penstock.schemas.attrition`), those counted since the update before, and their tokens."""
     environments: dict[str, dict[str, float]] = {}
     """By name: reward, its parts, and what else is measured of an environment's groups."""
     metrics: dict[str, float] = {}
@@ -89,6 +92,7 @@ class TrainerLedger(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_released_again: dict[str, int] = {}
     num_duplicates_dropped: int = 0
     num_steps_skipped: int = 0
+    attrition: Attrition = msgspec.field(default_factory=Attrition)
     first_prompt_s: float | None = None
     """None or 0 before the first batch, as is `last_update_s`."""
     last_update_s: float | None = None

@@ -159,6 +159,7 @@ class AgentGroup:
             missing=one_line(self.missing()),
             environment=self.claim.environment,
             task=self.claim.task,
+            attempt=self.claim.attempt,
         )
         if finished:
             return group

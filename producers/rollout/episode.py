@@ -22,6 +22,7 @@ from penstock.producers.stream.in_flight import Claim, Dead
 from penstock.schemas.config import ConfigError, RunConfig
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
+    OVERDUE,
     Rollout,
     RolloutGroup,
     Segment,
@@ -96,6 +97,7 @@ class Episodes:
                         evaluation_id=claim.evaluation_id,
                         environment=source.name,
                         task=claim.task,
+                        attempt=claim.attempt,
                     )
                     prompt_ids = tokenize(self._tokenizer, prompt)
                 except Exception as error:  # the environment and the chat template are the user's
@@ -133,7 +135,7 @@ class Episodes:
             self._metrics.reward_errors.inc()
             return Dead(f"reward: {error}", error.__cause__, group)
         except TimeoutError:
-            reason = f"deadline: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)"
+            reason = f"{OVERDUE}: not finished after {self._deadline_s:g} s (producers.generation_deadline_s)"
             return Dead(reason, None, group)
         finally:
             claim.generating_since, claim.so_far = None, lambda: None

@@ -69,6 +69,30 @@ def group(index: int = 41) -> RolloutGroup:
     )
 
 
+def group_of_lengths(
+    *lengths: int, index: int = 41, version: int = 7, reward: float = 0.0, attempt: int = 1
+) -> RolloutGroup:
+    """A group of rollouts of one turn, with so many sampled tokens each."""
+    return replace(
+        group(index),
+        rollouts=tuple(
+            Rollout(
+                segments=(
+                    Segment(
+                        token_ids=pack_ids([11] * (1 + length)),
+                        behavior_logprobs=pack_floats([-0.5] * length),
+                        loss_mask=((1, 1 + length),),
+                        version_spans=(VersionSpan(version, 1, 1 + length),),
+                    ),
+                ),
+                reward=Reward(value=reward),
+            )
+            for length in lengths
+        ),
+        attempt=attempt,
+    )
+
+
 AT_TEMPERATURE_1 = SamplingSettings(temperature=1.0, max_tokens=16)
 
 

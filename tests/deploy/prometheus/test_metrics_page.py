@@ -24,7 +24,7 @@ from penstock.schemas.metrics import (
 )
 
 UNITS_IN_USE = {"none", "s", "B", "nats", "share", "steps", "groups", "tokens", "batches", "errors", "loads"}
-UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers", "policies", "deltas", "copies"}
+UNITS_IN_USE |= {"rollouts", "calls", "segments", "answers", "policies", "deltas", "copies", "tries"}
 
 
 def rows() -> list[list[str]]:

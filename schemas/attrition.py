@@ -1,0 +1,194 @@
+"""Attrition: what became of each rollout that was sampled, by its length, and whether long ones are lost more often.
+
+A long rollout lives through more policies, more restarts and more deadlines than a short one. Where the long ones are
+lost, what is trained is not what was sampled: policy and figures lean towards short answers, and nothing fails.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from penstock.schemas.metrics import LENGTH_BUCKETS
+from penstock.schemas.rollout import MAX_REWARD, RolloutGroup
+
+OUTCOMES = ("trained", "skipped", "stale", "dead", "missing")
+"""Of a rollout: that of its group, stale where every token of the group was beyond the lag bound, so that its index was
+sampled again; `missing` for one that ended without a reward, while its group went on without it."""
+UNKNOWN = "unknown"
+"""The length of a rollout that is in no record."""
+BEYOND = 1 << 31
+"""Stands for the length of a group that ran into its deadline while it was sampled: longer than all that came."""
+WINDOW = 256
+"""Groups of each test."""
+FALSE_ALARM = 1e-4
+"""The probability, at most, that a window raises the alarm while losses do not depend on length."""
+
+
+class Rollouts(msgspec.Struct):
+    """Counts of rollouts, and sums over them. num_scored: those with a reward."""
+
+    num: int = 0
+    num_tokens: int = 0
+    """Sampled."""
+    num_tokens_masked: int = 0
+    """Of these beyond the lag bound when they were trained."""
+    num_scored: int = 0
+    reward_sum: float = 0.0
+    finish_reasons: dict[str, int] = {}
+
+    def __add__(self, other: "Rollouts") -> "Rollouts":
+        reasons = {
+            reason: self.finish_reasons.get(reason, 0) + other.finish_reasons.get(reason, 0)
+            for reason in self.finish_reasons | other.finish_reasons
+        }
+        return Rollouts(
+            self.num + other.num,
+            self.num_tokens + other.num_tokens,
+            self.num_tokens_masked + other.num_tokens_masked,
+            self.num_scored + other.num_scored,
+            self.reward_sum + other.reward_sum,
+            reasons,
+        )
+
+
+class LengthTest(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the longest quarter of a window's groups is lost more often than the others: Fisher's exact test,
+    one-sided.
+
+    A group counts once, by its longest rollout: siblings share its fate. It is lost if it is stale or dead, or trained
+    with most of its sampled tokens masked for their lag. Groups of one length stay together: the quarter is the cut
+    between two lengths that comes nearest to one.
+    """
+
+    cut: int
+    """Tokens of the longest rollout, from which on a group belongs to the longest quarter."""
+    num_long: int
+    num_long_lost: int
+    num_other: int
+    num_other_lost: int
+    p_value: float
+    """The probability of at least so many long ones among the lost, if losses do not depend on length."""
+
+    @property
+    def is_alarm(self) -> bool:
+        return self.p_value <= FALSE_ALARM
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_long_lost} of the {self.num_long} longest groups ({self.cut:,} tokens or more) were lost, "
+            f"{self.num_other_lost} of the {self.num_other} others"
+            if self.cut < BEYOND
+            else f"{self.num_long_lost} groups ran into their deadline, {self.num_other_lost} of the {self.num_other} "
+            "others were lost"
+        )
+
+
+class Attrition(msgspec.Struct):
+    """The counts of a run, those of the trainers before this one included: part of every checkpoint."""
+
+    rollouts: dict[str, dict[str, dict[str, Rollouts]]] = {}
+    """By environment, outcome and length: the power of 2 that the sampled tokens do not exceed, 0, or `UNKNOWN`."""
+    num_tries_lost: int = 0
+    """Tries at groups that ended with their producer, before another producer delivered the group. Whole groups of
+    rollouts, of unknown lengths."""
+    window: list[tuple[int, bool]] = []
+    """By group since the last test: tokens of its longest rollout, and whether it was lost."""
+    last: LengthTest | None = None
+    """Of the last full window; None before the first, and where a window's groups were all of one length."""
+
+    def add(
+        self,
+        environment: str,
+        outcome: str,
+        group: RolloutGroup | None,
+        num_siblings: int,
+        num_masked: Sequence[int] = (),
+        *,
+        is_overdue: bool = False,
+    ) -> None:
+        """Counts the rollouts of a group.
+
+        group: None if nothing of it is known. num_siblings: as many as were to be sampled. num_masked: by rollout,
+            sampled tokens beyond the lag bound. is_overdue: it ran into its deadline.
+        """
+        rollouts = () if group is None else group.rollouts[:num_siblings]
+        of_environment = self.rollouts.setdefault(environment, {})
+        by_length = of_environment.setdefault(outcome, {})
+        lengths = []
+        for n, rollout in enumerate(rollouts):
+            num_tokens, reward = rollout.num_sampled_tokens, rollout.reward.value
+            lengths.append(num_tokens)
+            counts = by_length.setdefault(length_bucket(num_tokens), Rollouts())
+            counts.num += 1
+            counts.num_tokens += num_tokens
+            counts.num_tokens_masked += num_masked[n] if num_masked else 0
+            if abs(reward) <= MAX_REWARD:  # that of a dead one may be any number, or none
+                counts.num_scored += 1
+                counts.reward_sum += reward
+            reason = rollout.segments[-1].finish_reason
+            counts.finish_reasons[reason] = counts.finish_reasons.get(reason, 0) + 1
+        if num_missing := num_siblings - len(rollouts):
+            kind = outcome if outcome == "dead" else "missing"
+            of_environment.setdefault(kind, {}).setdefault(UNKNOWN, Rollouts()).num += num_missing
+        if group is not None:
+            self.num_tries_lost += max(0, group.attempt - 1)
+        if lengths or is_overdue:
+            is_lost = outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
+            self._test(max(lengths, default=BEYOND), is_lost)
+
+    def _test(self, length: int, is_lost: bool) -> None:
+        self.window.append((length, is_lost))
+        if len(self.window) == WINDOW:
+            self.last = length_test(self.window)
+            self.window = []
+
+    def counts(self) -> Iterator[tuple[str, str, str, Rollouts]]:
+        """(environment, outcome, length, counts), by environment and outcome."""
+        for environment, outcomes in sorted(self.rollouts.items()):
+            for outcome in OUTCOMES:
+                for length, counts in outcomes.get(outcome, {}).items():
+                    yield environment, outcome, length, counts
+
+    def totals(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """By outcome and length, rollouts and their tokens."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for _, outcome, length, counts in self.counts():
+            num, num_tokens = found.setdefault(outcome, {}).get(length, (0, 0))
+            found[outcome][length] = num + counts.num, num_tokens + counts.num_tokens
+        return found
+
+
+def length_bucket(num_tokens: int) -> str:
+    """The smallest power of 2 that is no less, as text; 0 of 0. Above the largest of `LENGTH_BUCKETS` it is `+Inf`."""
+    bucket = 1 << (num_tokens - 1).bit_length() if num_tokens else 0
+    return str(bucket) if bucket <= LENGTH_BUCKETS[-1] else "+Inf"
+
+
+def length_test(groups: Iterable[tuple[int, bool]]) -> LengthTest | None:
+    """Tests a window of groups, by the length of each and whether it was lost; None if all are of one length."""
+    lengths, lost = zip(*groups, strict=True)
+    cuts = sorted(set(lengths))[1:]
+    if not cuts:
+        return None
+    cut = min(cuts, key=lambda cut: abs(4 * sum(length >= cut for length in lengths) - len(lengths)))
+    long = [is_lost for length, is_lost in zip(lengths, lost, strict=True) if length >= cut]
+    others = [is_lost for length, is_lost in zip(lengths, lost, strict=True) if length < cut]
+    return LengthTest(
+        cut=cut,
+        num_long=len(long),
+        num_long_lost=sum(long),
+        num_other=len(others),
+        num_other_lost=sum(others),
+        p_value=fisher_p_value(sum(long), len(long), sum(others), len(others)),
+    )
+
+
+def fisher_p_value(hits: int, size: int, other_hits: int, other_size: int) -> float:
+    """P(X >= hits) where X of `size` are among hits + other_hits drawn from size + other_size: hypergeometric.
+
+    Source: R. A. Fisher, The Design of Experiments (1935), the exact test of a 2 x 2 table.
+    """
+    drawn = hits + other_hits
+    ways = sum(math.comb(size, x) * math.comb(other_size, drawn - x) for x in range(hits, min(size, drawn) + 1))
+    return ways / math.comb(size + other_size, drawn)

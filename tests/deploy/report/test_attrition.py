@@ -1,0 +1,128 @@
+"""What was sampled and what was trained, in the report, the summary and the audit."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from penstock.deploy.operate.audit import Audit
+from penstock.deploy.operate.ledger_check import Reading, check_ledger
+from penstock.deploy.operate.saved_ledger import SavedLedger
+from penstock.deploy.operate.tables import print_audit
+from penstock.deploy.report.attrition import attrition_lines, attrition_tables
+from penstock.deploy.report.report import write_report
+from penstock.deploy.report.summary import table_rows, warnings_of, write_summary
+from penstock.schemas.attrition import Attrition, LengthTest
+from wire_examples import group_of_lengths
+
+ALARM = LengthTest(cut=900, num_long=64, num_long_lost=20, num_other=192, num_other_lost=1, p_value=1e-12)
+
+
+@pytest.fixture
+def attrition() -> Attrition:
+    found = Attrition(last=ALARM, num_tries_lost=3)
+    found.add("sums", "trained", group_of_lengths(10, 30, reward=1.0), 2, [0, 20])
+    found.add("sums", "stale", group_of_lengths(1000, 1400), 2)
+    found.add("essays", "dead", None, 2)
+    return found
+
+
+def update_line(k: int, rollouts: dict) -> dict:
+    counts = dict.fromkeys(("num_tokens_trained", "num_tokens_masked_lag", "num_groups_trained"), 8)
+    line = {"update": k, "policy_version": k, "time_s": 1000.0 + k, "lag_histogram": {"0": 8}}
+    return line | counts | {"num_groups_skipped": 0, "rollouts": rollouts}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, attrition: Attrition) -> Path:
+    lines = [update_line(1, {"trained": {"16": (1, 10)}}), update_line(2, {"stale": {"1024": (1, 1000)}})]
+    lines += [update_line(3, {"trained": {"32": (1, 30)}}), update_line(4, {"stale": {"2048": [1, 1400]}})]
+    lines += [update_line(5, {"dead": {"unknown": [2, 0]}})]
+    (tmp_path / "updates.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = ("released", "trained", "skipped", "dead", "cancelled")
+    ledger = {f"num_groups_{name}": 1 for name in counts} | {"num_updates": 5, "num_tokens_trained": 20}
+    ledger["attrition"] = msgspec.to_builtins(attrition)
+    (tmp_path / "trainer.json").write_text(json.dumps(ledger))
+    return tmp_path
+
+
+def test_the_tables_add_up_by_outcome_length_and_environment(attrition: Attrition) -> None:
+    outcomes, lengths, environments = (table.rows[1:] for table in attrition_tables(attrition))
+    assert outcomes == [
+        ["sampled", "6", "100.0%", "2,440", "0.8%", "610.0", "0.500", "stop 4"],
+        ["trained", "2", "33.3%", "40", "50.0%", "20.0", "1.000", "stop 2"],
+        ["stale", "2", "33.3%", "2,400", "0.0%", "1,200.0", "0.000", "stop 2"],
+        ["dead", "2", "33.3%", "0", "", "", "", ""],
+    ]
+    assert [row[:4] for row in lengths] == [
+        ["16", "1", "100.0%", "0.0%"],
+        ["32", "1", "100.0%", "0.0%"],
+        ["1,024", "1", "0.0%", "0.0%"],
+        ["2,048", "1", "0.0%", "0.0%"],
+        ["unknown", "2", "0.0%", "0.0%"],
+    ]
+    assert [row[-1] for row in lengths] == ["0.0%", "66.7%", "0.0%", "0.0%", ""]
+    assert [row[0] for row in environments] == ["essays", "sums"]
+    assert environments[1][-2:] == ["610.0 → 20.0", "0.500 → 1.000"]
+    assert attrition_tables(Attrition()) == []
+
+
+def test_what_stands_beside_the_tables(attrition: Attrition) -> None:
+    tries, test = attrition_lines(attrition)
+    assert tries.startswith("3 tries at groups ended with their producer")
+    assert test == (
+        "The last window of groups: 20 of the 64 longest groups (900 tokens or more) were lost, 1 of the 192 others "
+        "(p = 1e-12): long rollouts are lost at a rate that short ones are not"
+    )
+
+
+def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) -> None:
+    page = write_report(run_folder).read_text()
+    section = page[page.index("What was sampled and what was trained") :]
+    assert "20 of the 64 longest groups" in section
+    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "505.0 → 10.0"])
+    assert cells in section
+    assert "5 to 5</td><td>2</td><td>0.0%" in section
+
+
+def test_the_summary_has_the_figures_and_the_warning(run_folder: Path) -> None:
+    summary = write_summary(run_folder)
+    assert json.loads((run_folder / "summary.json").read_text()) == summary
+    found = summary["attrition"]
+    assert found["outcomes"]["sampled"]["completion_tokens"] == 610.0
+    assert found["outcomes"]["trained"]["num_tokens_masked_lag"] == 20
+    assert found["num_tries_lost"] == 3 and found["length_test"]["num_long_lost"] == 20
+    assert dict(table_rows(summary))["rollouts"] == (
+        "6 sampled: 33.3% trained, 33.3% stale, 33.3% dead; 610.0 tokens on average, 20.0 of those trained"
+    )
+    assert any(line.startswith("long rollouts are lost at a rate") for line in warnings_of(summary))
+    summary["attrition"]["length_test"] |= {"p_value": 0.5}
+    assert not any(line.startswith("long rollouts are lost") for line in warnings_of(summary))
+
+
+def test_the_audit_shows_what_the_checkpoint_holds(attrition: Attrition) -> None:
+    ledger = check_ledger(Reading(SavedLedger(), 0, [], [], {}, set(), finished=True))
+    found = Audit(
+        run="demo",
+        finished=True,
+        checkpoint=None,
+        update=0,
+        policy_version=0,
+        ledger=ledger,
+        num_evaluations=0,
+        num_evaluation_prompts_open=None,
+        num_letters=None,
+        num_readings=1,
+        warnings=(),
+        attrition=attrition,
+    )
+    print_audit(found, console := Console(file=io.StringIO(), width=160))
+    text = console.file.getvalue()
+    assert "What was sampled and what was trained" in text
+    assert text.index("1,200.0") < text.index("610.0 → 20.0")
+    assert "20 of the 64 longest groups (900 tokens or more) were lost" in text
+    print_audit(msgspec.structs.replace(found, attrition=Attrition()), console := Console(file=io.StringIO()))
+    assert "What was sampled" not in console.file.getvalue()

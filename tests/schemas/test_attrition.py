@@ -1,0 +1,146 @@
+"""What became of rollouts, by length, and the test of whether long ones are lost more often."""
+
+import math
+import random
+
+import msgspec
+import pytest
+
+from penstock.schemas.attrition import (
+    BEYOND,
+    FALSE_ALARM,
+    UNKNOWN,
+    WINDOW,
+    Attrition,
+    LengthTest,
+    Rollouts,
+    fisher_p_value,
+    length_bucket,
+    length_test,
+)
+from wire_examples import group_of_lengths
+
+
+def power(p_long: float, p_other: float, num_long: int = WINDOW // 4) -> float:
+    """The probability that a window raises the alarm, by the two binomial distributions of what is lost."""
+
+    def chances(p: float, size: int) -> list[float]:
+        return [math.comb(size, x) * p**x * (1 - p) ** (size - x) for x in range(size + 1)]
+
+    num_other = WINDOW - num_long
+    return sum(
+        a * b
+        for x, a in enumerate(chances(p_long, num_long))
+        for y, b in enumerate(chances(p_other, num_other))
+        if a * b > 1e-15 and fisher_p_value(x, num_long, y, num_other) <= FALSE_ALARM
+    )
+
+
+def test_the_power_and_the_false_alarms_of_a_window_are_those_that_the_page_of_metrics_states() -> None:
+    assert power(0.20, 0.00) > 0.97
+    assert power(0.15, 0.00) > 0.8
+    assert power(0.40, 0.10) > 0.88
+    for share in (0.01, 0.1, 0.3, 0.5):
+        assert power(share, share) <= FALSE_ALARM
+
+
+def test_fishers_test_gives_the_published_probability_of_the_tea_tasting() -> None:
+    assert fisher_p_value(4, 4, 0, 4) == pytest.approx(1 / 70)
+    assert fisher_p_value(3, 4, 1, 4) == pytest.approx(17 / 70)
+    assert fisher_p_value(0, 4, 0, 4) == 1.0
+
+
+def test_losses_of_long_groups_raise_the_alarm_and_losses_at_random_do_not() -> None:
+    draw = random.Random(3)
+    lengths = [int(draw.lognormvariate(5, 1)) for _ in range(WINDOW)]
+    cut = sorted(lengths)[-WINDOW // 4]
+    of_long = length_test((length, length >= cut and draw.random() < 0.3) for length in lengths)
+    at_random = length_test((length, draw.random() < 0.1) for length in lengths)
+    assert of_long is not None and of_long.is_alarm and of_long.cut == cut
+    assert at_random is not None and not at_random.is_alarm
+    assert str(of_long).startswith(f"{of_long.num_long_lost} of the {of_long.num_long} longest groups ({cut:,} tokens")
+
+
+def test_groups_of_one_length_cannot_be_told_apart() -> None:
+    assert length_test([(16, n < 100) for n in range(WINDOW)]) is None
+    assert length_test([(16, True)] * 200 + [(8, False)] * 56).num_long == 200
+    assert length_test([(16, True)] * 3 + [(8, False)] * 253).num_long == 3
+    assert length_test([(16, True)] * 10 + [(9, True)] * 60 + [(8, False)] * 186).num_long == 70
+
+
+def test_groups_are_counted_by_environment_outcome_and_length() -> None:
+    found = Attrition()
+    found.add("sums", "trained", group_of_lengths(3, 5, reward=1.0), 2, [0, 4])
+    found.add("sums", "stale", group_of_lengths(300, 5), 2)
+    assert found.rollouts == {
+        "sums": {
+            "trained": {
+                "4": Rollouts(1, 3, 0, 1, 1.0, {"stop": 1}),
+                "8": Rollouts(1, 5, 4, 1, 1.0, {"stop": 1}),
+            },
+            "stale": {
+                "512": Rollouts(1, 300, 0, 1, 0.0, {"stop": 1}),
+                "8": Rollouts(1, 5, 0, 1, 0.0, {"stop": 1}),
+            },
+        }
+    }
+    assert found.totals() == {"trained": {"4": (1, 3), "8": (1, 5)}, "stale": {"512": (1, 300), "8": (1, 5)}}
+    assert found.window == [(5, False), (300, True)]
+
+
+def test_a_group_that_is_mostly_masked_counts_as_lost() -> None:
+    found = Attrition()
+    found.add("sums", "trained", group_of_lengths(4, 4), 2, [4, 0])
+    found.add("sums", "trained", group_of_lengths(4, 4), 2, [4, 1])
+    assert [is_lost for _, is_lost in found.window] == [False, True]
+
+
+def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_than_all() -> None:
+    found = Attrition()
+    found.add("sums", "dead", None, 4)
+    found.add("sums", "dead", group_of_lengths(), 4, is_overdue=True)
+    found.add("sums", "trained", group_of_lengths(9, 9, 9), 4)
+    assert found.totals() == {
+        "dead": {UNKNOWN: (8, 0)},
+        "trained": {"16": (3, 27)},
+        "missing": {UNKNOWN: (1, 0)},
+    }
+    assert found.window == [(BEYOND, True), (9, False)]
+
+
+def test_rewards_that_are_no_numbers_are_left_out_and_tries_of_other_producers_are_counted() -> None:
+    found = Attrition()
+    found.add("sums", "dead", group_of_lengths(2, reward=math.nan, attempt=3), 1)
+    (counts,) = found.rollouts["sums"]["dead"].values()
+    assert (counts.num, counts.num_scored, counts.reward_sum) == (1, 0, 0.0)
+    assert found.num_tries_lost == 2
+
+
+def test_a_window_is_tested_when_it_is_full_and_the_next_one_begins_anew() -> None:
+    found = Attrition()
+    for n in range(WINDOW):
+        assert found.last is None
+        is_long = n % 4 == 0
+        found.add("sums", "stale" if is_long else "trained", group_of_lengths(90 if is_long else 10), 1)
+    assert found.last is not None and found.last.is_alarm and found.window == []
+
+
+def test_the_counts_survive_a_checkpoint() -> None:
+    found = Attrition()
+    found.add("sums", "trained", group_of_lengths(3, 70), 2, [0, 1])
+    found.last = LengthTest(cut=3, num_long=1, num_long_lost=0, num_other=1, num_other_lost=0, p_value=1.0)
+    state = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(found)))
+    assert msgspec.convert(state, Attrition) == found
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bucket"),
+    [(0, "0"), (1, "1"), (2, "2"), (3, "4"), (64, "64"), (65, "128"), (1 << 17, "131072"), ((1 << 17) + 1, "+Inf")],
+)
+def test_lengths_are_told_by_powers_of_two(num_tokens: int, bucket: str) -> None:
+    assert length_bucket(num_tokens) == bucket
+
+
+def test_counts_of_two_tables_add_up() -> None:
+    one, other = Rollouts(1, 5, 2, 1, 1.0, {"stop": 1}), Rollouts(2, 7, 0, 1, 0.5, {"stop": 1, "length": 1})
+    assert one + other == Rollouts(3, 12, 2, 2, 1.5, {"stop": 2, "length": 1})
