@@ -90,7 +90,7 @@ class Attrition(msgspec.Struct):
     rollouts: dict[str, dict[str, dict[str, Rollouts]]] = {}
     """By environment, outcome and length: the power of 2 that the sampled tokens do not exceed, 0, or `UNKNOWN`."""
     num_tries_lost: int = 0
-    """Tries at groups that ended with their producer, before another producer delivered the group. Whole groups of
+    """Tries at groups that ended with their producer, killed or stopped, and were not gone on from. Whole groups of
     rollouts, of unknown lengths."""
     window: list[tuple[int, bool]] = []
     """By group since the last test: tokens of its longest rollout, and whether it was lost."""
@@ -132,7 +132,7 @@ class Attrition(msgspec.Struct):
             kind = outcome if outcome == "dead" else "missing"
             of_environment.setdefault(kind, {}).setdefault(UNKNOWN, Rollouts()).num += num_missing
         if group is not None:
-            self.num_tries_lost += max(0, group.attempt - 1)
+            self.num_tries_lost += max(0, group.num_tries_lost)
         if lengths or is_overdue:
             is_lost = outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
             self._test(max(lengths, default=BEYOND), is_lost)

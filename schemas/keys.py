@@ -94,6 +94,9 @@ class Field:
     PRODUCER = b"producer"
     ATTEMPT = b"attempt"
     """Earlier attempts of a prompt that was handed back; absent from a fresh release."""
+    TRIES_LOST = b"tries_lost"
+    """How often a prompt was handed back by a producer that was stopped while it sampled; absent from a fresh release.
+    Such tries are no attempts."""
     EVALUATION = b"evaluation"
     MANIFEST = b"manifest"
     ENTRY = b"entry"

@@ -280,7 +280,7 @@ class TrainerMetric:
     )
     TRIES_LOST = Metric(
         "penstock_tries_lost_total",
-        "Tries at a group that ended with their producer, before another producer delivered it",
+        "Tries at a group that ended with their producer and were not gone on from",
         unit="tries",
     )
     LOST = Metric(

@@ -204,8 +204,9 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the environment that posed the prompt; empty in records of earlier releases."""
     task: int = 0
     """Number of the prompt among the tasks of its environment; 0 in records of earlier releases."""
-    attempt: int = 1
-    """How often the prompt was handed out, this time included; what earlier tries sampled ended with them."""
+    num_tries_lost: int = 0
+    """Earlier tries at the prompt that ended with their producer, killed or stopped, and with what they had sampled:
+    one that was gone on from is not lost."""
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])

@@ -42,7 +42,7 @@ LOST = [
             "{{outcome}}": "histogram_quantile(0.5, sum by (outcome, le) "
             '(rate(penstock_rollout_tokens_bucket{run="$run"}[10m])))'
         },
-        unit="short",
+        unit="suffix: tokens",
         log_scale=True,
         minimum=None,
         width=12,

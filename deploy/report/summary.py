@@ -325,7 +325,8 @@ def _percentile(values: Sequence[float], q: float) -> float | None:
 
 
 def warnings_of(summary: dict[str, Any]) -> list[str]:
-    """What a reader must not overlook: most groups were skipped, some died, held-out prompts failed."""
+    """What a reader must not overlook: most groups were skipped, some died, long ones were lost, held-out prompts
+    failed."""
     trained, skipped, dead = (summary[f"num_groups_{what}"] or 0 for what in ("trained", "skipped", "dead"))
     failed, asked = summary["num_evaluation_failed"], summary["num_evaluation_prompts"]
     found = []

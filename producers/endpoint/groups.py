@@ -130,6 +130,7 @@ class AgentGroup:
     def open(self, producer_id: str) -> AgentRollout:
         if not self.rollouts:
             self.deadline = time.monotonic() + self.deadline_s
+            self.claim.has_begun = True
         calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
         ledger = CallLedger(calls_bytes, self.sampling.token_bytes)
         rollout = AgentRollout(rollout_id(producer_id), self, ledger)
@@ -159,7 +160,7 @@ class AgentGroup:
             missing=one_line(self.missing()),
             environment=self.claim.environment,
             task=self.claim.task,
-            attempt=self.claim.attempt,
+            num_tries_lost=self.claim.num_tries_lost,
         )
         if finished:
             return group

@@ -78,7 +78,7 @@ class Episodes:
         Raises:
             EngineError: the engine serves no longer.
         """
-        claim.generating_since = time.monotonic()
+        claim.generating_since, claim.has_begun = time.monotonic(), True
         evaluation = claim.evaluation_id is not None
         group = None
         try:
@@ -97,7 +97,6 @@ class Episodes:
                         evaluation_id=claim.evaluation_id,
                         environment=source.name,
                         task=claim.task,
-                        attempt=claim.attempt,
                     )
                     prompt_ids = tokenize(self._tokenizer, prompt)
                 except Exception as error:  # the environment and the chat template are the user's
@@ -114,7 +113,8 @@ class Episodes:
                 except Exception as error:  # the engine refuses this request and serves on
                     return Dead(f"engine: {type(error).__name__}: {error}", None, group)
                 generated_s, context = time.time(), pack_ids(prompt_ids)
-                group = replace(group, rollouts=tuple(rollout_of(context, one, UNSCORED) for one in completions))
+                rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
+                group = replace(group, rollouts=rollouts, num_tries_lost=claim.num_tries_lost)
                 for n, completion in enumerate(completions):
                     if completion.finish_reason == "error":
                         return Dead(f"engine: completion {n} finished with 'error'", None, group)
@@ -155,6 +155,9 @@ class Episodes:
         siblings = Siblings(
             self._engine, prompt_ids, group.sampling, num_siblings, request_id, seed=seed, adopted=before
         )
+
+        claim.num_lost_before = claim.found.num_tries_lost if before and claim.found else None
+        group = replace(group, num_tries_lost=claim.num_tries_lost)
 
         def so_far() -> RolloutGroup | None:
             found = siblings.so_far()

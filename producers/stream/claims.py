@@ -186,6 +186,7 @@ class Claims:
                 evaluation_id=entry_id.decode() if is_evaluation else None,
                 environment=before.get(Field.ENVIRONMENT, b"").decode(errors="replace"),
                 task=_number(Field.TASK, before.get(Field.TASK, b"0")),
+                num_handed_back=_number(Field.TRIES_LOST, before.get(Field.TRIES_LOST, b"0")),
             )
         except ValueError as error:
             log.error("%s entry %s names no task, removed: %s", stream, entry_id.decode(), error)
@@ -309,6 +310,7 @@ class Claims:
                     Field.INDEX: claim.index,
                     Field.VERSION: claim.version,
                     Field.ATTEMPT: before,
+                    Field.TRIES_LOST: claim.num_handed_back + claim.has_begun,
                     Field.ENVIRONMENT: claim.environment,
                     Field.TASK: claim.task,
                 }

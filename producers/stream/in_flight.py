@@ -17,7 +17,8 @@ class Claim:
     index: the task index; of an evaluation, the number of the held-out prompt.
     environment, task: the name of the environment and the number of its task; without a name the first one.
     version: the policy version announced when it was released.
-    attempt: how often it was delivered, this time included.
+    attempt: how often it was delivered, this time included; being handed back is no attempt.
+    num_handed_back: how often it was handed back by a producer that had begun to sample.
     evaluation_id: `<version>-<n>`; None for a training prompt.
     """
 
@@ -29,6 +30,7 @@ class Claim:
     evaluation_id: str | None = None
     environment: str = ""
     task: int = 0
+    num_handed_back: int = 0
     claimed_s: float = field(default_factory=time.time)
     generating_since: float | None = None
     """Monotonic seconds; None while it waits for its turn or for weights."""
@@ -38,9 +40,18 @@ class Claim:
     """The group as far as its siblings are sampled; None while nothing is, or it cannot be said."""
     has_progress: bool = False
     """Redis may hold its progress, which goes with the claim."""
+    num_lost_before: int | None = None
+    """Tries lost before the one that this holder goes on from; None if it begins anew."""
+    has_begun: bool = False
+    """Something was sampled for it, perhaps."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
+
+    @property
+    def num_tries_lost(self) -> int:
+        """Earlier tries that ended with their producer and were not gone on from."""
+        return self.attempt - 1 + self.num_handed_back if self.num_lost_before is None else self.num_lost_before
 
     def __str__(self) -> str:
         return f"group {self.index}" if self.evaluation_id is None else f"evaluation {self.evaluation_id}"

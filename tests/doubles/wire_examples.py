@@ -70,7 +70,7 @@ def group(index: int = 41) -> RolloutGroup:
 
 
 def group_of_lengths(
-    *lengths: int, index: int = 41, version: int = 7, reward: float = 0.0, attempt: int = 1
+    *lengths: int, index: int = 41, version: int = 7, reward: float = 0.0, tries_lost: int = 0
 ) -> RolloutGroup:
     """A group of rollouts of one turn, with so many sampled tokens each."""
     return replace(
@@ -89,7 +89,7 @@ def group_of_lengths(
             )
             for length in lengths
         ),
-        attempt=attempt,
+        num_tries_lost=tries_lost,
     )
 
 

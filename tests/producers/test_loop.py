@@ -144,6 +144,7 @@ async def test_a_producer_told_to_stop_hands_back_what_is_not(run, monkeypatch, 
     assert len(slow.cancelled) == 2 and "stopped: 2 unfinished claims handed back" in caplog.text
     await one.producer(ScriptedEngine(), "b")
     groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(2)]
+    assert [group.num_tries_lost for group in groups] == [1, 1], "the trainer cannot see what these tries had sampled"
     assert {(group.index, group.producer_id) for group in groups} == {(1, "b"), (2, "b")}
 
 
@@ -237,7 +238,7 @@ def uneven(prompt: list[int], sibling: int) -> list[int]:
 def check_continued(fields, before: list[list[int]], engine: ScriptedEngine) -> None:
     """The group holds what was saved, under policy 0, and goes on under policy 1."""
     group = decode_group(fields[Field.PAYLOAD])
-    assert group.producer_id == "b" and len(before) == 4
+    assert group.producer_id == "b" and len(before) == 4 and group.num_tries_lost == 0
     for rollout, tokens in zip(group.rollouts, before, strict=True):
         (segment,), num_before = rollout.segments, len(tokens)
         assert sampled(rollout)[:num_before] == tokens and num_before

@@ -110,7 +110,7 @@ def test_rollouts_in_no_record_are_of_unknown_length_and_a_deadline_is_longer_th
 
 def test_rewards_that_are_no_numbers_are_left_out_and_tries_of_other_producers_are_counted() -> None:
     found = Attrition()
-    found.add("sums", "dead", group_of_lengths(2, reward=math.nan, attempt=3), 1)
+    found.add("sums", "dead", group_of_lengths(2, reward=math.nan, tries_lost=2), 1)
     (counts,) = found.rollouts["sums"]["dead"].values()
     assert (counts.num, counts.num_scored, counts.reward_sum) == (1, 0, 0.0)
     assert found.num_tries_lost == 2

@@ -45,24 +45,25 @@ def test_a_group_survives_the_round_trip():
     assert decode_group(encode_group(group)) == group
 
 
-@pytest.mark.parametrize("name", ["", "_penalties", "_missing", "_task", "_attempt"])
+@pytest.mark.parametrize("name", ["", "_penalties", "_missing", "_task", "_tries"])
 def test_payloads_of_schema_version_1_still_decode(name):
     assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.group()
 
 
-@pytest.mark.parametrize("name", ["_teacher", "_attempt_teacher"])
+@pytest.mark.parametrize("name", ["_teacher", "_tries_teacher"])
 def test_payloads_with_a_teachers_logprobs_still_decode(name):
     assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.taught_group()
 
 
 def test_today_s_encoder_writes_the_golden_payload():
-    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_attempt.msgpack").read_bytes()
-    assert encode_group(wire_examples.taught_group()) == (WIRE / "group_v1_attempt_teacher.msgpack").read_bytes()
+    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_tries.msgpack").read_bytes()
+    assert encode_group(wire_examples.taught_group()) == (WIRE / "group_v1_tries_teacher.msgpack").read_bytes()
 
 
 def test_today_s_encoder_writes_the_golden_progress():
-    golden, group = (WIRE / "group_v1_in_flight.msgpack").read_bytes(), wire_examples.group_in_flight()
+    golden, group = (WIRE / "group_v1_tries_in_flight.msgpack").read_bytes(), wire_examples.group_in_flight()
     assert encode_group(group, dead=True) == golden and decode_group(golden, dead=True) == group
+    assert decode_group((WIRE / "group_v1_in_flight.msgpack").read_bytes(), dead=True) == group
 
 
 @pytest.mark.parametrize(
@@ -217,8 +218,8 @@ def test_bytes_after_the_record_are_refused():
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts_and_is_checked():
     payload = encode_group(wire_examples.group())
-    assert payload[0] == 0x8C
-    twice = b"\x8d" + payload[1:] + msgspec.msgpack.encode("index")
+    assert payload[0] == 0x8D
+    twice = b"\x8e" + payload[1:] + msgspec.msgpack.encode("index")
     assert decode_group(twice + b"\x07").index == 7
     with pytest.raises(RecordError, match="index: 0, expected 1 or more"):
         decode_group(twice + b"\x00")

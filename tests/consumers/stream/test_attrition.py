@@ -19,8 +19,8 @@ from wire_examples import AT_TEMPERATURE_1, group_of_lengths
 pytestmark = pytest.mark.redis
 
 
-def fields_of(index: int, version: int, *lengths: int, attempt: int = 1) -> dict:
-    group = group_of_lengths(*lengths, index=index, version=version, attempt=attempt)
+def fields_of(index: int, version: int, *lengths: int, tries_lost: int = 0) -> dict:
+    group = group_of_lengths(*lengths, index=index, version=version, tries_lost=tries_lost)
     first, second = group.rollouts
     rollouts = first, msgspec.structs.replace(second, reward=msgspec.structs.replace(second.reward, value=1.0))
     group = msgspec.structs.replace(group, rollouts=rollouts, sampling=AT_TEMPERATURE_1)
@@ -45,7 +45,7 @@ def test_every_rollout_is_counted_once_through_a_kill_and_a_resume(bench, redis_
         if index in (21, 29) and index not in stale_once:
             stale_once.add(index)
             return fields_of(index, 0, 40, 3)  # as old as policy 0: sampled again
-        return fields_of(index, version, 40, 3, attempt=2 if index == 5 else 1)
+        return fields_of(index, version, 40, 3, tries_lost=int(index == 5))
 
     producer = bench.hardy_producer(answer)
     first = bench.trainer()

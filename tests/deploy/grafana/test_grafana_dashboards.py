@@ -23,6 +23,9 @@ NEITHER_GOOD_NOR_BAD = {
     ("flow.json", "Groups by place"),
     ("flow.json", "Groups settled"),
     ("flow.json", "The trainer's time"),
+    # What counts is the difference of the lines, which the trainer tests and an alert names.
+    ("off_policy.json", "Length, by what became of the rollout"),
+    ("off_policy.json", "Groups lost, by length"),
     # How much of a thing there is depends on machines, model and task.
     ("flow.json", "Admission"),
     ("flow.json", "Tokens per second"),

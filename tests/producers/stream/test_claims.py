@@ -203,7 +203,7 @@ async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(stre
     release(streams.client, 1, 2)
     evaluate(streams.client, 1)
     for claim in await first.claims.take():
-        claim.attempt = 3
+        claim.attempt, claim.has_begun = 3, claim.index == 2
     assert await first.claims.hand_back() == 3
     assert len(first.table) == 0 and streams.count(KEYS.prompts) == 2
     (evaluation,) = await second.claims.take()
@@ -211,6 +211,7 @@ async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(stre
     claims = await second.claims.take()
     assert indexes(claims) == [1, 2]
     assert {claim.attempt for claim in claims} == {3} and {claim.version for claim in claims} == {3}
+    assert [claim.num_tries_lost for claim in claims] == [2, 3], "of the second, something was sampled"
 
 
 async def test_handing_back_includes_claims_whose_reply_never_came(streams) -> None:
