@@ -281,7 +281,7 @@ async def test_a_restarted_producer_goes_on_with_what_it_had_sampled(run) -> Non
     one = run(producers=SAVING)
     _, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "b")
     one.trainer.release(1, 1)
-    await until(lambda: len(saved(one)) == 4)
+    await until(lambda: [len(row) for row in saved(one)] >= [2, 4, 4, 4])
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     before = saved(one)
