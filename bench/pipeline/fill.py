@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from bench.pipeline.modes import ACCURACY, ModeRun
@@ -53,28 +53,21 @@ def fill_figures(
     workload: str, config: RunConfig, with_variance: Sequence[ModeRun], any_: Sequence[ModeRun]
 ) -> Iterator[Figure]:
     """Of one run of each kind for each seed. One cut off before `ACCURACY` counts as slower than the others."""
-    samples, seconds = (
-        {
-            "with_variance": [measure(run) for run in with_variance],
-            "any": [measure(run) for run in any_],
-        }
-        for measure in (lambda run: samples_to_accuracy(run, config), lambda run: run.time_to_accuracy_s)
+    runs = {"with_variance": with_variance, "any": any_}
+    num_updates = {fill: [run.num_updates for run in found] for fill, found in runs.items()}
+    measures: tuple[tuple[str, str, Callable[[ModeRun], float | None]], ...] = (
+        ("samples", "samples", lambda run: samples_to_accuracy(run, config)),
+        ("seconds", "s", lambda run: run.time_to_accuracy_s),
     )
-    for unit, found in (("samples", samples), ("s", seconds)):
-        middle = {fill: _median(values) for fill, values in found.items()}
+    for name, unit, measure in measures:
+        by_seed = {fill: [measure(run) for run in found] for fill, found in runs.items()}
         yield compare(
-            f"{'samples' if unit == 'samples' else 'seconds'} to {ACCURACY}, batches filled with variance, {workload}",
+            f"{name} to {ACCURACY}, batches filled with variance, {workload}",
             unit=unit,
-            measured=middle["with_variance"],
-            reference=middle["any"],
+            measured=_median(by_seed["with_variance"]),
+            reference=_median(by_seed["any"]),
             reference_is='batch.fill = "any"',
-            details={
-                "by_seed": found,
-                "num_updates": {
-                    "with_variance": [r.num_updates for r in with_variance],
-                    "any": [r.num_updates for r in any_],
-                },
-            },
+            details={"by_seed": by_seed, "num_updates": num_updates},
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.producers.environments.permutation import permuted
+from penstock.producers.environments.permutation import task_of
 from penstock.producers.environments.rows import DataRows, Row, open_rows
 from penstock.schemas.prompt import Message, Prompt, Reward
 
@@ -73,9 +73,8 @@ class Dataset:
     def prompt(self, index: int) -> Prompt:
         if self._training is None:
             raise ValueError("Dataset: training is not set, expected it of an environment whose weight is above 0")
-        epoch, place = divmod(index - 1, len(self._training))
-        row = permuted(place, len(self._training), self._seed, epoch) if self._shuffle else place
-        return self._pose(self._training, row)
+        size = len(self._training)
+        return self._pose(self._training, task_of(index, size, self._seed) if self._shuffle else (index - 1) % size)
 
     def evaluation_prompt(self, n: int) -> Prompt:
         if self._evaluation is None or not 1 <= n <= self.num_evaluation_prompts:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.producers.environments.permutation import permuted
+from penstock.producers.environments.permutation import task_of
 from penstock.schemas.prompt import Message, Prompt, Reward
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,7 @@ class MathJsonl:
         self._scorer.stop()  # it is started again by the first reward: not everyone who opens the files asks for one
 
     def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index - 1, self.num_tasks)
-        return self._ask(self._training[permuted(place, self.num_tasks, self._seed, epoch)])
+        return self._ask(self._training[task_of(index, self.num_tasks, self._seed)])
 
     def evaluation_prompt(self, n: int) -> Prompt:
         if not 1 <= n <= self.num_evaluation_prompts:

@@ -5,6 +5,13 @@ import hashlib
 _ROUNDS = 6
 
 
+def task_of(index: int, num_tasks: int, seed: int) -> int:
+    """The task, from 0, that stands behind the run's `index`, from 1: all of them once an epoch, each time in another
+    order."""
+    epoch, place = divmod(index - 1, num_tasks)
+    return permuted(place, num_tasks, seed, epoch)
+
+
 def permuted(place: int, size: int, *key: str | int) -> int:
     """Where `place` of `size` goes under the permutation that `key` names; the same on every machine.
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.producers.environments.permutation import permuted
+from penstock.producers.environments.permutation import task_of
 from penstock.producers.interfaces import Conversation, RolloutFacts
 from penstock.schemas.prompt import Message, Prompt, Reward
 
@@ -62,8 +62,7 @@ class VerifiersEnvironment:
         self.num_evaluation_prompts = wanted
 
     def prompt(self, index: int) -> Prompt:
-        epoch, place = divmod(index - 1, self.num_tasks)
-        return self._pose("training", permuted(place, self.num_tasks, self._seed, epoch))
+        return self._pose("training", task_of(index, self.num_tasks, self._seed))
 
     def evaluation_prompt(self, n: int) -> Prompt:
         return self._pose("evaluation", n - 1)
