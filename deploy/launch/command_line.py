@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from importlib import resources
 from pathlib import Path
@@ -91,24 +92,31 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs it to its end in a loop of its own: in a thread, where a loop runs in this one, as in a notebook. Ctrl-C
     cancels it."""
     import asyncio
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
     cancel: list[Callable[[], object]] = []
+    is_interrupted = threading.Event()
 
     async def cancellable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         cancel.append(lambda: task and loop.call_soon_threadsafe(task.cancel))
+        if is_interrupted.is_set() and task:
+            task.cancel()
         return await coroutine
 
     with ThreadPoolExecutor(1) as beside:
-        running = beside.submit(asyncio.run, cancellable())
+        beside.submit(int).result()  # Ctrl-C while a thread starts would leave it behind: nobody waits for it
         try:
+            running = beside.submit(asyncio.run, cancellable())
+            while not wait([running], 1.0).done:  # a signal on the way into a wait does not end it
+                pass
             return running.result()
         except KeyboardInterrupt:
+            is_interrupted.set()
             for each in cancel:
                 each()
             raise

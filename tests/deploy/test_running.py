@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,8 +222,11 @@ async def test_an_environment_is_tried_under_a_running_loop(capsys: Any) -> None
     assert f"environment  {ARITHMETIC}" in shown and "as a completion 1" in shown
 
 
-async def test_ctrl_c_cancels_what_runs_beside_a_running_loop() -> None:
+@pytest.mark.parametrize("start_s", [0.0, 0.1])
+async def test_ctrl_c_cancels_what_runs_beside_a_running_loop(start_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook's cell
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (start(thread), time.sleep(start_s)))
     told = []
 
     async def slow() -> None:
