@@ -47,26 +47,23 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def results_table(found: "Evaluated") -> "Table":
-    """One row a set; figures with their standard errors."""
+    """One column a set; figures with their standard errors."""
     from rich import box
     from rich.table import Table
 
     keys = {key for each in found.sets for key in each.figures}
     passes = sorted(k for k in {int(key[5:]) for key in keys if key.removeprefix("pass@").isdigit()})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("set")
-    for name in ("prompts", "samples", "avg@k", *map(pass_key, passes), "length", "truncated"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("set", no_wrap=True)
     for each in found.sets:
-        figures = each.figures
-        table.add_row(
-            each.name,
-            f"{each.num_prompts:,}",
-            f"{each.num_samples:,}",
-            *(_figure(figures, key) for key in (REWARD, *map(pass_key, passes))),
-            f"{figures['completion_tokens']:,.1f}" if "completion_tokens" in figures else "-",
-            f"{figures['truncated_frac']:.1%}" if "truncated_frac" in figures else "-",
-        )
+        table.add_column(each.name, justify="right", overflow="fold")
+    table.add_row("prompts", *(f"{each.num_prompts:,}" for each in found.sets))
+    table.add_row("samples", *(f"{each.num_samples:,}" for each in found.sets))
+    for label, key in (("avg@k", REWARD), *((pass_key(k), pass_key(k)) for k in passes)):
+        table.add_row(label, *(_figure(each.figures, key) for each in found.sets))
+    for label, key, style in (("length", "completion_tokens", ",.1f"), ("truncated", "truncated_frac", ".1%")):
+        figures = (each.figures.get(key) for each in found.sets)
+        table.add_row(label, *("-" if figure is None else format(figure, style) for figure in figures))
     return table
 
 

@@ -169,12 +169,20 @@ def command(config, in_place_of_vllm, tmp_path, monkeypatch, capfd) -> Callable[
     return run
 
 
-def test_the_command_prints_a_row_for_each_set(command, model, tmp_path):
+def test_the_command_prints_a_column_for_each_set(command, model, tmp_path):
     status, out, err = command(str(model), str(tmp_path / "run.toml"))
-    rows = [line.split() for line in out.splitlines() if line.strip()]
-    assert rows[0] == ["set", "prompts", "samples", "avg@k", "pass@1", "pass@2", "length", "truncated"]
-    assert " ".join(rows[2]) == "letters 2 4 0.500 ± 0.000 0.500 ± 0.000 0.833 ± 0.000 4.5 50.0%"
-    assert " ".join(rows[3]) == "greedy 1 1 1.000 - - 3.0 0.0%"
+    rows = [" ".join(line.split()) for line in out.splitlines() if line.strip()]
+    assert rows[0] == "set letters greedy"
+    assert rows[2:] == [
+        "prompts 2 1",
+        "samples 4 1",
+        "avg@k 0.500 ± 0.000 1.000",
+        "pass@1 0.500 ± 0.000 -",
+        "pass@2 0.833 ± 0.000 -",
+        "length 4.5 3.0",
+        "truncated 50.0% 0.0%",
+    ]
+    assert max(map(len, out.splitlines())) < 80
     assert status == 0 and "3 of 3 held-out prompts answered" in err
     assert not list(tmp_path.glob("*.log")), "nothing is left behind"
 
