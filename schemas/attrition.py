@@ -12,9 +12,10 @@ import msgspec
 from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.rollout import MAX_REWARD, RolloutGroup
 
-OUTCOMES = ("trained", "skipped", "stale", "dead", "missing")
+OUTCOMES = ("trained", "skipped", "stale", "dead", "missing", "duplicate")
 """Of a rollout: that of its group, stale where every token of the group was beyond the lag bound, so that its index was
-sampled again; `missing` for one that ended without a reward, while its group went on without it."""
+sampled again, duplicate where another group of its index came first; `missing` for one that ended without a reward,
+while its group went on without it. All but the stale and the duplicate ones belong to a settled index."""
 UNKNOWN = "unknown"
 """The length of a rollout that is in no record."""
 BEYOND = 1 << 31
@@ -129,8 +130,10 @@ class Attrition(msgspec.Struct):
             reason = rollout.segments[-1].finish_reason
             counts.finish_reasons[reason] = counts.finish_reasons.get(reason, 0) + 1
         if num_missing := num_siblings - len(rollouts):
-            kind = outcome if outcome == "dead" else "missing"
+            kind = outcome if outcome in ("dead", "duplicate") else "missing"
             of_environment.setdefault(kind, {}).setdefault(UNKNOWN, Rollouts()).num += num_missing
+        if outcome == "duplicate":  # the other group of its index stands for it
+            return
         if group is not None:
             self.num_tries_lost += max(0, group.num_tries_lost)
         if lengths or is_overdue:

@@ -191,7 +191,7 @@ class TrainerMetric:
     GROUPS_OPEN = Metric("penstock_groups_open", "Groups released and not settled", unit="groups")
     LAG_BOUND = Metric("penstock_lag_bound_steps", "Tokens of a larger lag are masked")
     DUPLICATES = Metric(
-        "penstock_duplicates_dropped_total", "Groups dropped since their index was settled or ready", unit="groups"
+        "penstock_duplicates_dropped_total", "Groups dropped since another one of their index came first", unit="groups"
     )
     UPDATES = Metric("penstock_updates_total", "Batches consumed", unit="batches")
     OPTIMIZER_STEPS = Metric("penstock_optimizer_steps_total", "Optimizer steps taken")
@@ -268,14 +268,14 @@ class TrainerMetric:
         "Sampled tokens of a rollout, by what became of it",
         ("outcome",),
         LENGTH_BUCKETS,
-        values=("trained", "skipped", "stale", "dead"),
+        values=("trained", "skipped", "stale", "dead", "duplicate"),
         unit="tokens",
     )
     ROLLOUTS_UNMEASURED = Metric(
         "penstock_rollouts_unmeasured_total",
         "Rollouts without a record, so of unknown length: of dead groups, or missing from a group that went on",
         ("outcome",),
-        values=("dead", "missing"),
+        values=("dead", "missing", "duplicate"),
         unit="rollouts",
     )
     TRIES_LOST = Metric(

@@ -19,7 +19,7 @@ from penstock.consumers.parity.gate import Alert
 from penstock.consumers.stream.checkpoints import PassedOver
 from penstock.consumers.stream.evaluation import EvaluationResult
 from penstock.consumers.stream.ledger import Ledger
-from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.progress import RunProgress, longest_s
 from penstock.consumers.weights.publisher import Publication
 from penstock.schemas.attrition import WINDOW
 from penstock.schemas.config import RunConfig
@@ -66,6 +66,8 @@ class RunLog:
         self._ledger = ledger
         self._progress = progress
         self._config = config
+        self._is_first = True
+        """No batch of this trainer was logged yet."""
         self._told: set[str] = set()
         """Settings that name a figure which no evaluation has."""
         self._rollouts = ledger.attrition.totals()
@@ -108,8 +110,9 @@ class RunLog:
         """Logs one batch. passed: groups skipped while it was filled. credit: in force for the next one.
         publish_blocked_s: how long publications have held it up."""
         now = time.time()
-        # The first batch also waited for engines to boot, which is no wait for rollouts.
-        wait_s = min(wait_s, max(0.0, now - min(group.timings.claimed_s for group in groups)))
+        if self._is_first:  # it also waited for engines to boot, which is no wait for rollouts
+            wait_s = min(wait_s, longest_s(groups))
+        self._is_first = False
         line: dict[str, Any] = {
             "update": self._progress.num_batches,
             "policy_version": policy_version,

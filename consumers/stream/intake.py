@@ -9,12 +9,12 @@ from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
-from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key
+from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
 from penstock.schemas.config import DEFAULT_CURRICULUM, RunConfig
 from penstock.schemas.record import PASSED_OVER
-from penstock.schemas.rollout import OVERDUE, RecordError, RolloutGroup, decode_group, encode_group
+from penstock.schemas.rollout import OVERDUE, RolloutGroup, encode_group
 
 
 class Intake:
@@ -199,15 +199,11 @@ class Intake:
     def _count_refused(self, record: Refused) -> None:
         if record.index is None:
             return
-        try:
-            group = decode_group(record.payload, dead=True)
-        except RecordError:
-            group = None
         task = self.ledger.tasks.get(record.index)
         self.ledger.attrition.add(
             "" if task is None else task.environment,
             "dead",
-            group,
+            readable(record.payload),
             self._config.group_size,
             is_overdue=record.reason.startswith(OVERDUE),
         )

@@ -142,6 +142,9 @@ class Ledger:
         self.postponed: dict[int, str] = {}
         """Released, unsettled indexes without prompt or group, by reason: to be released again as the credit lasts."""
         self.num_duplicates_dropped = 0
+        """Groups of an index that another one came first for."""
+        self.last_read = "0-0"
+        """The last entry read: what is read again, by a resume for one, is no duplicate."""
         self.num_released = 0
         """The release cursor: indexes 1 to this one were released."""
         self.tasks: dict[int, ReleasedTask] = {}
@@ -225,6 +228,7 @@ class Ledger:
             "requeued": {str(index): list(requeued) for index, requeued in self.requeued.items()},
             "postponed": sorted(self.postponed),
             "num_duplicates_dropped": self.num_duplicates_dropped,
+            "last_read": self.last_read,
             "num_released": self.num_released,
             "tasks": {str(index): list(task) for index, task in self.tasks.items()},
             "histories": {name: history.to_state() for name, history in self.histories.items()},
@@ -242,6 +246,7 @@ class Ledger:
         ledger.released_again.update(state["released_again"])
         ledger.requeued = {int(index): RequeuedIndex(*requeued) for index, requeued in state["requeued"].items()}
         ledger.num_duplicates_dropped = state["num_duplicates_dropped"]
+        ledger.last_read = state["last_read"]
         ledger.num_released = state["num_released"]
         ledger.tasks = {int(index): ReleasedTask(*task) for index, task in state["tasks"].items()}
         ledger.histories.update({name: TaskHistory.from_state(found) for name, found in state["histories"].items()})

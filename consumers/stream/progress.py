@@ -45,5 +45,10 @@ class RunProgress:
         totals["num_tokens_rejected"] += report.num_tokens_rejected
         totals["num_steps_skipped"] += sum(report.steps_skipped.values())
         totals["train_s"] += step_s
-        totals["last_update_s"] = time.time()
-        totals["first_prompt_s"] = totals["first_prompt_s"] or min(group.timings.claimed_s for group in groups)
+        totals["last_update_s"] = now = time.time()
+        totals["first_prompt_s"] = totals["first_prompt_s"] or now - step_s - longest_s(groups)
+
+
+def longest_s(groups: Sequence[RolloutGroup]) -> float:
+    """The longest time from a claim to its group: of one host's clock each, since hosts need not agree on the time."""
+    return max(0.0, *(group.timings.appended_s - group.timings.claimed_s for group in groups))

@@ -107,6 +107,7 @@ class Reader:
         for entry_id, fields in entries:
             self._receive(entry_id, fields, lag_of)
             self.cursor = entry_id
+            self._ledger.last_read = max(self._ledger.last_read.encode(), entry_id, key=entry_key).decode()
         return len(entries)
 
     def read_to_end(self, lag_of: LagOf) -> None:
@@ -142,12 +143,13 @@ class Reader:
             self._refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
             return
         if index in self._ledger.settled or index in self.ready or index in self._refused_indexes:
-            self._ledger.num_duplicates_dropped += 1
+            self._drop_duplicate(entry_id, payload)
             return
+        if self._ledger.stale.get(index) == entry_id.decode():
+            return  # read again after a resume: the index is to be sampled again, or was
         requeued = self._ledger.requeued.get(index)
         if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
-            self._ledger.num_duplicates_dropped += 1  # read again after a resume: the entry that the index died of
-            return
+            return  # read again after a resume: the entry that the index died of
         if not 1 <= index <= self._ledger.num_released:
             self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
@@ -162,6 +164,15 @@ class Reader:
             self.num_received += 1
         except RecordError as error:
             self._refuse(Refused(index, f"poison: {error}", payload, entry_id))
+
+    def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
+        """Counts it, unless it is read again. Its environment is believed only if the run has one of that name."""
+        if entry_key(entry_id) <= entry_key(self._ledger.last_read.encode()):
+            return
+        self._ledger.num_duplicates_dropped += 1
+        group = readable(payload)
+        name = "" if group is None or group.environment not in self._ledger.histories else group.environment
+        self._ledger.attrition.add(name, "duplicate", group, self._group_size)
 
     def take_refused(self) -> list[Refused]:
         """The records refused since the last call, to be settled now."""
@@ -208,6 +219,14 @@ class Reader:
                 f"{posed[1]} of {posed[0]!r}"
             )
         return structs.replace(group, environment=task.environment, task=task.number)
+
+
+def readable(payload: bytes) -> RolloutGroup | None:
+    """The group of an entry that may be dead, as far as it came; None if there is none."""
+    try:
+        return decode_group(payload, dead=True)
+    except RecordError:
+        return None
 
 
 def group_versions(group: RolloutGroup) -> set[int]:

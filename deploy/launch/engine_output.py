@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ def progress(is_wanted: bool) -> Say:
         if is_wanted:
             os.write(stderr, f"{time.monotonic() - began:6.1f} s  {text}\n".encode())
 
+    weakref.finalize(say, os.close, stderr)
     return say
 
 

@@ -88,6 +88,10 @@ class LedgerCheck(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[LedgerProblem, ...]
 
     @property
+    def num_open(self) -> int:
+        return self.on_stream + self.claimed + self.queued + self.postponed + self.cancelled
+
+    @property
     def balanced(self) -> bool:
         return not self.problems
 

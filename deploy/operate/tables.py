@@ -44,7 +44,7 @@ def print_audit(audit: Audit, console: Console | None = None) -> None:
         for row in rows:
             table.add_row(*(escape(safe(cell)) for cell in row))
         console.print(table)
-    for line in attrition_lines(audit.attrition):
+    for line in attrition_lines(audit.attrition, ledger.num_open):
         _say(console, line)
     for warning in audit.warnings:
         _say(console, f"warning: {warning}")

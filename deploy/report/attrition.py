@@ -47,9 +47,11 @@ def attrition_tables(attrition: Attrition, updates: Sequence[Update] = ()) -> li
     return tables
 
 
-def attrition_lines(attrition: Attrition) -> list[str]:
-    """What a reader must know beside the tables."""
+def attrition_lines(attrition: Attrition, num_open: int = 0) -> list[str]:
+    """What a reader must know beside the tables. num_open: groups released and not settled."""
     found = []
+    if num_open:
+        found.append(f"{num_open:,} groups are not settled: what was sampled of them is in no table")
     if attrition.num_tries_lost:
         found.append(
             f"{attrition.num_tries_lost:,} tries at groups ended with their producer and began anew on another: what "

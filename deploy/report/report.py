@@ -158,7 +158,8 @@ def _attrition(telemetry: RunTelemetry) -> str:
     if telemetry.ledger is None or not telemetry.ledger.attrition.rollouts:
         return ""
     attrition = telemetry.ledger.attrition
-    parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition)]
+    num_open = telemetry.ledger.num_groups_cancelled + telemetry.ledger.num_groups_open
+    parts = [f"<p>{html.escape(line)}.</p>" for line in attrition_lines(attrition, num_open)]
     for title, rows in attrition_tables(attrition, telemetry.updates):
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
         lines = "".join(f"<tr>{row}</tr>" for row in cells)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 
 import msgspec
 import pytest
@@ -251,10 +252,13 @@ def check_continued(fields, before: list[list[int]], engine: ScriptedEngine) -> 
     assert [each.max_tokens for each in engine.samplings] == [256 - len(tokens) for tokens in before[1:]]
 
 
-@pytest.mark.parametrize("end", ["told to stop", "killed", "engine"])
+@pytest.mark.parametrize("end", ["told to stop", "killed", "engine", "killed, on a clock ahead"])
 async def test_what_a_producer_has_sampled_is_gone_on_with_by_the_next(run, monkeypatch, end: str) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.05)
     one = run(producers=QUICK if end == "told to stop" else SAVING)  # QUICK saves nothing before
+    clock = time.time
+    if end == "killed, on a clock ahead":
+        monkeypatch.setattr(time, "time", lambda: clock() + 600.0)
     first = ScriptedEngine(token_s=0.02, script=uneven, die_after=1)
     producer, task = await one.producer(first, "a")
     one.trainer.release(1, 1)
@@ -264,12 +268,13 @@ async def test_what_a_producer_has_sampled_is_gone_on_with_by_the_next(run, monk
         producer.stop.set()
     else:
         await until(lambda: [len(row) for row in saved(one)] >= [2, 4, 4, 4])
-        task.cancel() if end == "killed" else one.client.xadd(KEYS.prompts, {Field.INDEX: 2, Field.VERSION: 0})
+        task.cancel() if end != "engine" else one.client.xadd(KEYS.prompts, {Field.INDEX: 2, Field.VERSION: 0})
     await asyncio.wait({task}, timeout=10)
     if end == "engine":
         assert isinstance(task.exception(), ExceptionGroup)
         one.client.xdel(KEYS.prompts, one.client.xrevrange(KEYS.prompts, count=1)[0][0])
     before = saved(one)
+    monkeypatch.setattr(time, "time", clock)
     one.trainer.announce(1)
     second = ScriptedEngine(script=lambda prompt, sibling: [9] * 3)
     await one.producer(second, "b")

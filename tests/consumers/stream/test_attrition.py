@@ -80,14 +80,45 @@ def test_a_stale_group_that_is_read_again_is_counted_once(bench, redis_client):
     entry_id = redis_client.xadd(bench.keys.rollouts, fields_of(1, 0, 9, 9))
     released.intake.lag_of.advance(3)
     intake = released.intake
+    for is_new in (True, False):
+        intake.reader.rewind()
+        intake.reader.read_to_end(intake.lag_of)
+        assert (1 in intake.reader.ready) == is_new, "it is not judged again"
+        intake._postpone_stale()
+        intake.ledger = intake.reader._ledger = Ledger.from_state(
+            msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()))
+        )
+    assert intake.ledger.attrition.totals() == {"stale": {"16": (2, 18)}}
+    assert intake.ledger.stale == {1: entry_id.decode()}
+    redis_client.xadd(bench.keys.rollouts, fields_of(1, 3, 9, 9))
+    intake.reader.rewind()
+    intake.reader.read_to_end(intake.lag_of)
+    assert 1 in intake.reader.ready, "the group that was sampled in its place"
+
+
+def test_groups_of_an_index_that_another_came_first_for_are_counted_once(bench, redis_client):
+    trainer = bench.trainer()
+    intake = trainer.intake
+    intake.reconcile()
+    other = msgspec.structs.replace(group_of_lengths(40, 3, index=1), environment="nobody's")
+    for fields in (
+        fields_of(1, 0, 9, 9),
+        fields_of(1, 0, 40, 3, tries_lost=1),
+        {Field.INDEX: "1", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(other)},
+        dead_fields(1, "deadline: not finished after 1 s"),
+    ):
+        redis_client.xadd(bench.keys.rollouts, fields)
     for _ in range(2):
         intake.reader.rewind()
         intake.reader.read_to_end(intake.lag_of)
-        assert 1 in intake.reader.ready
-        intake._postpone_stale()
-        intake.ledger = Ledger.from_state(msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state())))
-    assert intake.ledger.attrition.totals() == {"stale": {"16": (2, 18)}}
-    assert intake.ledger.stale == {1: entry_id.decode()}
+        intake.ledger = intake.reader._ledger = Ledger.from_state(
+            msgspec.json.decode(msgspec.json.encode(intake.ledger.to_state()))
+        )
+    found = intake.ledger.attrition
+    assert intake.ledger.num_duplicates_dropped == 3
+    assert found.totals() == {"duplicate": {"64": (2, 80), "4": (2, 6), UNKNOWN: (2, 0)}}
+    assert "nobody's" not in found.rollouts
+    assert found.window == [] and found.num_tries_lost == 0, "the group that came first stands for its index"
 
 
 @pytest.mark.parametrize("by_length", [True, False])

@@ -71,7 +71,9 @@ def test_the_tables_add_up_by_outcome_length_and_environment(attrition: Attritio
 
 
 def test_what_stands_beside_the_tables(attrition: Attrition) -> None:
-    tries, test = attrition_lines(attrition)
+    is_open, tries, test = attrition_lines(attrition, 12)
+    assert is_open == "12 groups are not settled: what was sampled of them is in no table"
+    assert attrition_lines(attrition) == [tries, test]
     assert tries.startswith("3 tries at groups ended with their producer")
     assert test == (
         "The last window of groups: 20 of the 64 longest groups (900 tokens or more) were lost, 1 of the 192 others "
@@ -83,7 +85,8 @@ def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) ->
     page = write_report(run_folder).read_text()
     section = page[page.index("What was sampled and what was trained") :]
     assert "20 of the 64 longest groups" in section
-    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "505.0 → 10.0"])
+    assert "1 groups are not settled" in section
+    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "0.0%", "505.0 → 10.0"])
     assert cells in section
     assert "5 to 5</td><td>2</td><td>0.0%" in section
 

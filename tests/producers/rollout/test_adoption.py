@@ -53,6 +53,10 @@ def test_what_fits_is_taken_over_as_it_was_sampled() -> None:
             "fingerprint.version = '2', expected '1'",
         ),
         (
+            found(fingerprint=replace(FINGERPRINT, engine="nobody's")),
+            "fingerprint.engine = \"nobody's\", expected 'scripted'",
+        ),
+        (
             found(sampling=SamplingSettings(max_tokens=4, temperature=0.5)),
             "sampling.temperature = 0.5, expected 1.0",
         ),

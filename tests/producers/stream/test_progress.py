@@ -133,6 +133,25 @@ async def test_progress_written_beside_the_append_does_not_stay(desk, streams) -
     assert one.saved() == []
 
 
+async def test_progress_of_an_index_settled_meanwhile_goes_with_the_late_append_or_expires(desk) -> None:
+    """Its holder was frozen; another one has appended the group and the trainer has settled it."""
+    frozen, other = desk(), desk()
+    claims = [frozen.claim(n, 5) for n in (1, 2)]
+    await frozen.progress.save()
+    for n in (1, 2):
+        claim = other.claim(n)
+        await other.progress.find(claim)
+        other.writer.put(claim, Dead("why"))
+    await other.writer._append(list(other.writer._waiting.values()))
+    assert frozen.saved() == []
+    for n in (1, 2):
+        claims[n - 1].so_far = lambda n=n: so_far(n, 9)
+    await frozen.progress.save()
+    frozen.writer.put(claims[0], so_far(1, 9))
+    await frozen.writer._append([frozen.writer._waiting[0]])
+    assert frozen.saved() == [2] and 0 < frozen.client.ttl(KEYS.progress(2)) <= module.SHORTEST_TTL_S
+
+
 async def test_a_finished_run_leaves_no_progress(desk) -> None:
     one = desk()
     one.claim(1, 5), one.claim(2, 5)

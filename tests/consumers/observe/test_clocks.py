@@ -1,0 +1,31 @@
+"""Hosts whose clocks differ by minutes: what the trainer measures of its producers stays right."""
+
+import time
+
+import msgspec
+import pytest
+
+from mini_producer import group_fields
+from penstock.schemas.keys import Field
+from penstock.schemas.rollout import Timings, decode_group, encode_group
+from trainer_bench import assert_settled_once
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.mark.parametrize("ahead_s", [600.0, -600.0])
+def test_waits_and_the_start_of_a_run_do_not_depend_on_the_producers_clock(bench, redis_client, ahead_s):
+    def answer(index: int, version: int) -> dict:
+        fields = group_fields(index, version)
+        now = time.time() + ahead_s
+        timings = Timings(claimed_s=now - 2.0, generated_s=now, appended_s=now)
+        group = msgspec.structs.replace(decode_group(fields[Field.PAYLOAD]), timings=timings)
+        return fields | {Field.PAYLOAD: encode_group(group)}
+
+    bench.hardy_producer(answer)
+    began_s = time.time()
+    assert bench.trainer().run()
+    assert_settled_once(bench, redis_client)
+    ledger = bench.ledger()
+    assert 0.0 < ledger["last_update_s"] - ledger["first_prompt_s"] - 2.0 < time.time() - began_s
+    assert all(line["wait_s"] > 0.0 for line in bench.lines("updates.jsonl"))
