@@ -189,7 +189,7 @@ class Producer:
         """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_SAVE_S):
-                await (self._progress.drop() if self._run_is_finished else self._progress.save())
+                await (self._progress.end() if self._run_is_finished else self._progress.save())
 
     async def _serve_agents(self) -> None:
         """Serves the run's agents, if it has an endpoint for them; runs until cancelled."""

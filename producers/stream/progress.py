@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -84,8 +85,12 @@ class RolloutProgress:
             self._metrics.progress_write_s.observe(time.monotonic() - started)
             return encode_s
 
-    async def drop(self) -> None:
-        """Drops what was saved."""
+    async def end(self) -> None:
+        """Drops what was saved, and saves nothing from now on."""
+        self._full_until = math.inf
+        await self._drop()
+
+    async def _drop(self) -> None:
         claims = [claim for claim in self._table if claim.has_progress]
         self._saved = {}
         if claims:
@@ -145,15 +150,15 @@ class RolloutProgress:
         self._metrics.progress_tokens.labels("saved").inc(num_tokens - self._saved.get(claim, (0, 0))[0])
         self._metrics.progress_bytes.inc(len(payload))
         self._saved[claim] = num_tokens, len(payload)
-        if not self._holds(claim):  # appended meanwhile
+        if not self._holds(claim) or time.monotonic() < self._full_until:  # appended, or all was dropped, meanwhile
             await self._delete(claim)
 
     def _holds(self, claim: Claim) -> bool:
         return (claim.stream, claim.entry_id) in self._table
 
     async def _make_room(self) -> None:
-        self._full_until = time.monotonic() + FULL_PAUSE_S
-        await self.drop()
+        self._full_until = max(self._full_until, time.monotonic() + FULL_PAUSE_S)
+        await self._drop()
 
     async def _delete(self, *claims: Claim) -> None:
         keys = [self._keys.progress(claim.index) for claim in claims]

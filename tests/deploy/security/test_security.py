@@ -196,7 +196,7 @@ async def test_a_producer_keeps_the_progress_of_its_rollouts(guarded: RealServer
     table.add(claim)
     await progress.save()
     assert admin.exists(KEYS.progress(41)) and await progress.find(claim) == wire_examples.group_in_flight()
-    await progress.drop()
+    await progress.end()
     await connection.close()
     assert not admin.exists(KEYS.progress(41))
 

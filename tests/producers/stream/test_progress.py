@@ -156,7 +156,34 @@ async def test_a_finished_run_leaves_no_progress(desk) -> None:
     one = desk()
     one.claim(1, 5), one.claim(2, 5)
     await one.progress.save()
-    await one.progress.drop()
+    await one.progress.end()
+    assert one.saved() == []
+    one.claim(3, 5)
+    await one.progress.save()
+    assert one.saved() == []
+
+
+async def test_progress_on_its_way_when_the_run_ends_does_not_stay(desk, streams) -> None:
+    one = desk()
+    one.claim(1, 5)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        """What is to be set reaches Redis after the end."""
+
+        delete = streams.connection.commands.delete
+
+        async def set(self, *arguments, **settings):
+            begun.set()
+            await ended.wait()
+            return await streams.connection.commands.set(*arguments, **settings)
+
+    one.progress._connection = type("Connection", (), {"commands": Slow(), "is_full": False})()
+    saving = asyncio.create_task(one.progress.save())
+    await begun.wait()
+    await one.progress.end()
+    ended.set()
+    await saving
     assert one.saved() == []
 
 
