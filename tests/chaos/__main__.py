@@ -26,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 SEEDS, FAULTS = (1, 2, 3, 4, 5), 44
 VLLM_SEED, VLLM_FAULTS = 7, 18
 RANKS_SEEDS, RANKS_FAULTS = (6, 9), 16
+LONG_SEED, LONG_FAULTS, LONG_GAP_S = 11, 14, 4.0
 
 
 def main() -> int:
@@ -63,12 +64,15 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         action="append",
         help=f"only this one; may be given again (default: {SEEDS[0]} to {SEEDS[-1]}, {RANKS_SEEDS[0]} and "
-        f"{RANKS_SEEDS[1]} with a sharded trainer, and {VLLM_SEED} with vLLM)",
+        f"{RANKS_SEEDS[1]} with a sharded trainer, {LONG_SEED} with long rollouts, and {VLLM_SEED} with vLLM)",
     )
-    parser.add_argument("--faults", type=int, help=f"faults per seed (default: {FAULTS}, with --ranks {RANKS_FAULTS})")
-    parser.add_argument("--gap", type=float, default=1.6, help="mean seconds between two faults (default: 1.6)")
+    parser.add_argument("--faults", type=int, help="faults per seed (default: by the leg)")
+    parser.add_argument(
+        "--gap", type=float, help=f"mean seconds between two faults (default: 1.6, with --long {LONG_GAP_S:g})"
+    )
     parser.add_argument("--vllm", action="store_true", help="one producer has the real engine")
     parser.add_argument("--ranks", action="store_true", help="the trainer is sharded over two ranks")
+    parser.add_argument("--long", action="store_true", help="producers are killed in the middle of long rollouts")
     parser.add_argument("--server", choices=["redis", "valkey"], help="(default: by seed)")
     parser.add_argument("--only", metavar="KIND", help="faults of this kind alone; see faults.py")
     parser.add_argument("--break", dest="broken", metavar="NAME", help="break the protocol on purpose; see roles.py")
@@ -81,13 +85,14 @@ def _parser() -> argparse.ArgumentParser:
 def _legs(arguments: argparse.Namespace) -> list[Any]:
     from tests.chaos.leg import Leg
 
-    def leg(seed: int, num_faults: int, *, vllm: bool = False, ranks: bool = False) -> Leg:
+    def leg(seed: int, num_faults: int, *, vllm: bool = False, ranks: bool = False, long: bool = False) -> Leg:
         return Leg(
             seed=seed,
             num_faults=arguments.faults or num_faults,
-            mean_gap_s=arguments.gap,
+            mean_gap_s=arguments.gap or (LONG_GAP_S if long else 1.6),
             with_vllm=vllm,
             with_ranks=ranks,
+            with_long=long,
             server=arguments.server,
             only=arguments.only,
             broken=arguments.broken,
@@ -95,10 +100,12 @@ def _legs(arguments: argparse.Namespace) -> list[Any]:
         )
 
     if arguments.seed:
-        num_faults = RANKS_FAULTS if arguments.ranks else FAULTS
-        return [leg(seed, num_faults, vllm=arguments.vllm, ranks=arguments.ranks) for seed in arguments.seed]
+        num_faults = RANKS_FAULTS if arguments.ranks else LONG_FAULTS if arguments.long else FAULTS
+        kind = {name: getattr(arguments, name) for name in ("vllm", "ranks", "long")}
+        return [leg(seed, num_faults, **kind) for seed in arguments.seed]
     legs = [leg(seed, FAULTS) for seed in SEEDS]
     legs += [leg(seed, RANKS_FAULTS, ranks=True) for seed in RANKS_SEEDS]
+    legs.append(leg(LONG_SEED, LONG_FAULTS, long=True))
     if importlib.util.find_spec("vllm") is None:
         print("chaos: vLLM is not installed: its leg is left out")
         return legs

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from penstock.deploy.demo.make_model import ModelRecipe, make_model
@@ -31,11 +32,12 @@ from tests.chaos.hits import Hit
 from tests.chaos.judge import StormVerdict, judge
 from tests.chaos.leg import Leg
 from tests.chaos.ranks import NUM_RANKS, of_ranks
+from tests.chaos.roles import LONGEST
 from tests.chaos.storm import Done, Storm
 
 FOREVER = 10**6
 RECIPE = ModelRecipe(
-    train=False, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1, max_tokens=64
+    train=False, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1, max_tokens=512
 )
 
 
@@ -80,7 +82,7 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     servers = installed_servers()
     server = leg.server or sorted(servers)[leg.seed // 2 % len(servers)]
     trainers = "a trainer and one that stands by" if leg.with_standby else "one trainer"
-    engine = ", one producer with vLLM" if leg.with_vllm else ""
+    engine = ", one producer with vLLM" if leg.with_vllm else ", long rollouts" if leg.with_long else ""
     ranks = f" of {NUM_RANKS} ranks" if leg.with_ranks else ""
     say(f"{leg.name}: {server}, appendfsync {leg.appendfsync}, {trainers}{ranks}{engine}, {leg.num_faults} faults")
     began = time.monotonic()
@@ -88,6 +90,8 @@ def _run(leg: Leg, out: Path, *, with_disk: bool) -> LegResult:
     config = _config(leg, out / "model", folder)
     if leg.with_ranks:
         config = of_ranks(config, folder / "aims")
+    if leg.with_long:
+        config = of_long_rollouts(config)
     storm = Storm(leg, config, folder, servers[server], with_disk=with_disk, say=say)
     try:
         storm.run()
@@ -150,6 +154,18 @@ def _config(leg: Leg, model: Path, folder: Path) -> RunConfig:
         weights=WeightsConfig(host_folder=str(folder / "host")),
         metrics=MetricsConfig(port=0),
         parity=ParityConfig(gate="off"),  # scripted engines invent their logprobs
+    )
+
+
+def of_long_rollouts(config: RunConfig) -> RunConfig:
+    """Rollouts take up to 2.4 s, of which a quarter of a second may be lost. Nothing but a kill may cost a token: none
+    is too old to be trained, and no claim of a producer that lives is taken over."""
+    return replace(
+        config,
+        max_lag=8,
+        sampling=replace(config.sampling, max_tokens=LONGEST),
+        engine=replace(config.engine, max_model_len=512),
+        producers=replace(config.producers, groups_in_flight=4, claim_idle_s=3.0, progress_s=0.25),
     )
 
 

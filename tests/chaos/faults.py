@@ -9,11 +9,14 @@ from cutting_proxy import When
 from tests.chaos import roles
 from tests.chaos.aim import Fate, Place
 from tests.chaos.leg import Leg
+from tests.chaos.losses import GRACE_S
 from tests.chaos.proxy import PRODUCER_COMMANDS, TRAINER_COMMANDS
+from tests.chaos.roles import LONGEST
+from tests.chaos.tally import requests_in
 from weight_host import harm_copy
 
 if TYPE_CHECKING:
-    from tests.chaos.storm import Storm
+    from tests.chaos.storm import Seat, Storm
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,52 @@ def _hit(place: Place, fate: Fate, rank: int | None = None) -> Callable[["Storm"
     return harm
 
 
+def _in_long_rollouts(harm: Callable[["Storm", "Seat"], str], how: str) -> Callable[["Storm", Random], str | None]:
+    """Where a rollout of one that is drawn is at half of the longest or beyond, and goes on."""
+
+    def end(storm: "Storm", draw: Random) -> str | None:
+        seat = storm.producer(draw)
+        if seat.process is None or seat.number is None or seat.number in storm.ended:
+            return None
+        running = [each for each in requests_in(storm.sampled / str(seat.number)) if each.num_sampled < each.num_wanted]
+        furthest = max((each.num_sampled for each in running), default=0)
+        if furthest < LONGEST // 2:
+            return None
+        storm.ended[seat.number] = how
+        return f"{seat.name} at token {furthest} of {len(running)} requests{harm(storm, seat)}"
+
+    return end
+
+
+def _kill(storm: "Storm", seat: "Seat") -> str:
+    assert seat.process is not None
+    seat.process.kill()
+    return f", back after {storm.restart_later(seat, 0.2):.1f} s"
+
+
+def _tell_to_stop(storm: "Storm", seat: "Seat") -> str:
+    assert seat.process is not None
+    seat.process.tell_to_stop()
+    return f", back {storm.restart_later(seat, 0.2):.1f} s after it has left"
+
+
+LONG_KINDS = (
+    FaultKind(
+        "killed in long rollouts",
+        "SIGKILL to a producer that is in the middle of rollouts of up to 2.4 s",
+        3,
+        _in_long_rollouts(_kill, "SIGKILL"),
+    ),
+    FaultKind(
+        "told to stop in long rollouts",
+        f"SIGTERM to one, which lets them go on for {GRACE_S:g} s only",
+        2,
+        _in_long_rollouts(_tell_to_stop, "SIGTERM"),
+    ),
+)
+"""All that happens in a leg of long rollouts."""
+
+
 KINDS = (
     FaultKind("producer killed", "SIGKILL; it comes back under its id or a new one", 6, _producer_kill),
     FaultKind(
@@ -333,7 +382,7 @@ def schedule(leg: Leg, *, with_disk: bool = True) -> list[tuple[float, FaultKind
         ValueError: `only` names no kind, or there are fewer faults than ranks can be hit in ways.
     """
     random = Random(leg.seed)
-    possible = [*KINDS, *(RANK_KINDS if leg.with_ranks else ())]
+    possible = LONG_KINDS if leg.with_long else (*KINDS, *(RANK_KINDS if leg.with_ranks else ()))
     kinds = [kind for kind in possible if leg.only in (None, kind.name) and (with_disk or kind.harm is not _disk_full)]
     if not kinds:
         raise ValueError(f"only = {leg.only!r}: no such kind; expected one of {[kind.name for kind in possible]}")

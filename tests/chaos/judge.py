@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import msgspec
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field
 from tests.chaos.environment import Fate, Notes, fate
 from tests.chaos.labels import judge_labels
+from tests.chaos.losses import Loss, balance, by_outcome, compare, most_lost
 from tests.chaos.storm import Storm
+from tests.chaos.tally import tokens_in
 from tests.chaos.witness import ChainError, StepChain, digest_of_base, digest_of_checkpoint
 
 
@@ -39,6 +41,10 @@ class StormVerdict(msgspec.Struct, kw_only=True):
     num_epochs: int = 0
     num_duplicates_dropped: int = 0
     num_released_again: dict[str, int] = {}
+    losses: list[Loss] = []
+    """Of tokens, with producers that were ended in the middle of long rollouts."""
+    most_lost: int = 0
+    """The bound on what a group may lose there."""
 
 
 def judge(storm: Storm) -> StormVerdict:
@@ -55,7 +61,8 @@ def judge(storm: Storm) -> StormVerdict:
     verdict.num_generated = sum(notes.posed.values())
     verdict.num_epochs = len(list(storm.run_folder.glob("checkpoints/epoch-*")))
     try:
-        _judge_policy(verdict, storm, folder, notes)
+        tokens = _judge_policy(verdict, storm, folder, notes)
+        _judge_rollouts(verdict, storm, folder, tokens)
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
     verdict.num_loads, wrong = judge_labels(storm.labels)
@@ -67,10 +74,12 @@ def judge(storm: Storm) -> StormVerdict:
     return verdict
 
 
-def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Notes) -> None:
-    """Checks that the policy holds each index that belongs there once, and nothing else; the ledger is not asked."""
+def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Notes) -> Mapping[tuple[int, int], int]:
+    """Checks that the policy holds each index that belongs there once, and nothing else; the ledger is not asked.
+    Returns what it was trained on, by index and token id."""
     chain = StepChain(storm.steps, digest_of_base(Path(storm.config.model.path)))
-    history = chain.history(digest_of_checkpoint(folder))
+    tip = digest_of_checkpoint(folder)
+    history = chain.history(tip)
     verdict.num_steps_in_policy = len(history)
     verdict.num_steps_undone = chain.num_steps - len(history)
     times = Counter(index for step in history for index in set(step))
@@ -91,6 +100,31 @@ def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Note
     _complain(verdict, "released and never trained", lost)
     _complain(verdict, "released and never posed to an engine", never_posed)
     _complain(verdict, "trained, which the environment did not intend", wrong)
+    return chain.sampled(tip)
+
+
+def _judge_rollouts(verdict: StormVerdict, storm: Storm, folder: Path, tokens: Mapping[tuple[int, int], int]) -> None:
+    """The checkpoint's counts of rollouts close: each settled index has all of its siblings in them, and what was
+    trained is as long as it was in the tensors. Of long rollouts, what was sampled is there but for what a kill may
+    cost."""
+    ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
+    attrition, siblings = ledger["attrition"]["rollouts"], storm.config.group_size
+    num, counted = (by_outcome(attrition, what) for what in ("num", "num_tokens"))
+    expected = {name: siblings * sum(end - start for start, end in ledger[name]) for name in Fate}
+    expected |= {"missing": 0, "duplicate": siblings * ledger["num_duplicates_dropped"]}
+    for outcome, count in expected.items():
+        if num[outcome] != count:
+            verdict.problems.append(f"{num[outcome]} rollouts are counted as {outcome}, expected {count}")
+    if counted["trained"] != sum(tokens.values()):
+        verdict.problems.append(f"{counted['trained']} tokens are counted as trained, {sum(tokens.values())} were")
+    if not storm.leg.with_long:
+        return
+    sampled = {int(file.name): tokens_in(file) for file in storm.sampled.iterdir()}
+    verdict.most_lost = most_lost(storm.config)
+    verdict.losses, problems = compare(sampled, storm.ended, tokens, verdict.most_lost)
+    num_lost = sum(loss.num_lost for loss in verdict.losses)
+    problems += balance(sampled, storm.ended, {index for index, _ in tokens}, num_lost, counted, verdict.most_lost)
+    verdict.problems += problems
 
 
 def _judge_ledger(verdict: StormVerdict, folder: Path) -> None:

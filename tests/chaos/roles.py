@@ -16,6 +16,7 @@ import penstock.consumers.__main__ as trainer_entry
 import penstock.consumers.stream.recovery as recovery
 import penstock.consumers.trainer as trainer
 import penstock.producers.__main__ as producer_entry
+import penstock.producers.loop as loop
 import penstock.producers.weights.host_copy as host_copy
 from penstock.consumers.learning.batch import MiniBatch
 from penstock.consumers.stream.intake import Intake
@@ -23,15 +24,24 @@ from penstock.consumers.stream.ledger import Ledger, ReleasedTask
 from penstock.consumers.stream.reader import Reader
 from penstock.consumers.stream.release import Releaser
 from penstock.producers.interfaces import Completion, Restore
+from penstock.producers.stream.progress import RolloutProgress
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import WeightManifest
 from penstock.schemas.process import logs
 from penstock.schemas.rollout import SamplingSettings
 from scripted_engine import ScriptedEngine
 from tests.chaos import labels
+from tests.chaos.losses import GRACE_S, TOKEN_S
+from tests.chaos.tally import Tally, parts_of
 from tests.chaos.witness import observed_learner
 from weight_host import read
 
+SAMPLED = "sampled"
+"""Folder of the tallies of a leg of long rollouts, one for each process by its number."""
+LONGEST = 240
+"""Tokens of the longest rollouts there; the shortest have half as many."""
+WITHOUT_PROGRESS = "progress"
+"""The protocol that is broken in the producers: they save nothing."""
 KILL_IN_PATCH = "kill-in-patch"
 """File that the suite leaves for the next producer that changes a host's copy: it dies while it does."""
 
@@ -42,18 +52,32 @@ def train(config: RunConfig, runs: Path, *, resume: bool, standby: bool, steps: 
     trainer_entry.Learner = observed_learner(steps)  # type: ignore[misc]
     labels.watch_publications(steps.with_name("labels"))
     trainer.WAITING_LOG_S, recovery.SUSPICIOUS_S = 1.0, 3.0  # a run of milliseconds a step waits for seconds at most
-    if broken is not None:
+    if broken is not None and broken != WITHOUT_PROGRESS:
         BROKEN[broken]()
     return trainer_entry.main(config, runs=runs, resume=resume, standby=standby)
 
 
-def produce(config: RunConfig, runs: Path, producer_id: str, token_s: float) -> int:
-    """The producer's own entry point with an engine that costs nothing."""
+def produce(
+    config: RunConfig,
+    runs: Path,
+    producer_id: str,
+    token_s: float,
+    number: int | None = None,
+    broken: str | None = None,
+) -> int:
+    """The producer's own entry point with an engine that costs nothing. number: of this process among all, if rollouts
+    are long and each process keeps a tally of its tokens."""
 
     async def start(config: RunConfig, *, seed: int) -> ChaosEngine:
         settings = {"num_tokens": config.sampling.max_tokens, "num_token_ids": 90, "first_token": 3}
-        return ChaosEngine(runs.parent / "labels", token_s=token_s, **settings)
+        if number is None:
+            return ChaosEngine(runs.parent / "labels", token_s=token_s, **settings)
+        return LongEngine(runs.parent / "labels", Tally(runs.parent / SAMPLED, number), token_s=TOKEN_S)
 
+    if number is not None:
+        loop.GRACE_S = GRACE_S
+    if broken == WITHOUT_PROGRESS:
+        RolloutProgress.save = _save_nothing  # type: ignore[method-assign]
     aim, apply = runs.parent / KILL_IN_PATCH, host_copy.apply
 
     def apply_and_die(*arguments: Any) -> Any:
@@ -93,6 +117,33 @@ class ChaosEngine(ScriptedEngine):
         finally:
             if not isinstance(sys.exc_info()[1], ValueError):
                 self.requests.remove(request_id)
+
+
+class LongEngine(ChaosEngine):
+    """Samples rollouts of `LONGEST` tokens or fewer by the index, and keeps a tally of them."""
+
+    def __init__(self, notes: Path, tally: Tally, **settings: Any) -> None:
+        super().__init__(notes, script=lambda prompt, sibling: [tally.mark] * _num_left(prompt), **settings)
+        self._tally = tally
+
+    async def generate(self, prompt_token_ids: list[int], sampling: SamplingSettings, *rest: Any) -> list[Completion]:
+        num_siblings, request_id, *_ = rest
+        num_wanted = min(_num_left(prompt_token_ids), sampling.max_tokens)
+        self._tally.begin(request_id, parts_of(prompt_token_ids)[0], num_siblings, num_wanted)
+        return await super().generate(prompt_token_ids, sampling, *rest)
+
+    def stepped(self, request_id: str, num_sampled: int) -> None:
+        self._tally.step(request_id, num_sampled)
+
+
+def _num_left(prompt: list[int]) -> int:
+    """Of the rollout that a prompt poses, the tokens that it does not hold yet."""
+    index, num_sampled = parts_of(prompt)
+    return LONGEST - 30 * (index % 5) - num_sampled
+
+
+async def _save_nothing(self: RolloutProgress) -> float:
+    return 0.0
 
 
 def _without_deduplication() -> None:

@@ -52,6 +52,8 @@ class Seat:
     process: Process | None = None
     start_at: float = 0.0
     was: str = ""
+    number: int | None = None
+    """Of its process among all producers; see `roles.SAMPLED`."""
 
 
 class Storm:
@@ -109,12 +111,19 @@ class Storm:
         self.hits = Hits(self, folder / "aims") if leg.with_ranks else None
         self.planned: list[tuple[float, int, Callable[[], Any]]] = []
         self._numbers = itertools.count()
+        self._producer_numbers = itertools.count()
+        self.ended: dict[int, str] = {}
+        """Producers that a fault has ended in a leg of long rollouts, by number: how."""
         self._next_producer = config.producers.count
         self._num_started: Counter[str] = Counter()
         self.is_calm = False
         self._started = time.monotonic()
         self._disk_was_full_at = float("-inf")
         self._redis_forgot_at = float("-inf")
+
+    @property
+    def sampled(self) -> Path:
+        return self.folder / roles.SAMPLED
 
     @property
     def succession(self) -> str:
@@ -246,8 +255,12 @@ class Storm:
             seat.process = Process.spawn(seat.name, log, environment, roles.engine_command(file, runs, seat.name))
             self.engines.append(seat.process)
         else:
-            name, token_s = seat.name, 0.1 if self.leg.with_vllm else 0.005
-            seat.process = Process.fork(seat.name, log, environment, lambda: roles.produce(config, runs, name, token_s))
+            name, token_s, broken = seat.name, 0.1 if self.leg.with_vllm else 0.005, self.leg.broken
+            number = next(self._producer_numbers) if self.leg.with_long else None
+            seat.process = Process.fork(
+                seat.name, log, environment, lambda: roles.produce(config, runs, name, token_s, number, broken)
+            )
+            seat.number = number
 
     def _bury(self, process: Process, *, replaced: bool = False) -> None:
         """Looks at how a process ended."""

@@ -1,8 +1,9 @@
 """The ledger of what was trained, kept by the bits of the weights themselves.
 
-Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, and the
-task index of each row that was in the tensors of that step. The digest covers the weights and the optimizer's moments;
-the indexes are read back from the prompt's token ids inside the packed batch, not from any index field.
+Every optimizer step of every trainer leaves one line: the digest of the policy before it, the digest after it, the
+task index of each row that was in the tensors of that step, and how often each token id was sampled for it. The digest
+covers the weights and the optimizer's moments; the indexes are read back from the prompt's token ids inside the packed
+batch, not from any index field.
 
 Of a trainer of several ranks each rank reads the rows that it was given itself, and the digest is that of the whole
 tensors, put together from the shards. So a line, and a checkpoint's digest, does not tell how many ranks there were.
@@ -24,7 +25,7 @@ writes it once it has heard of all of them, before it can order anything else.
 import hashlib
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,19 @@ def rows_in(batch: Batch) -> list[int]:
     return sorted(index for microbatch in batch.microbatches for index in _rows_in(microbatch))
 
 
+def sampled_in(batch: Batch) -> Counter[tuple[int, int]]:
+    """By task index and token id, how many of the tokens that are scored are this one."""
+    found: Counter[tuple[int, int]] = Counter()
+    for microbatch in batch.microbatches:
+        indexes = dict(zip(dict.fromkeys(microbatch.row_ids.tolist()), _rows_in(microbatch), strict=True))
+        targets = zip(microbatch.row_ids.tolist(), microbatch.targets.tolist(), strict=True)
+        found.update((indexes[row_id], token) for row_id, token in targets)
+    return found
+
+
 def _rows_in(microbatch: MicroBatch) -> Iterator[int]:
-    """A row's first sampled token is predicted by the last one of its prompt, the `=`; where positions start is its
-    first one. Siblings may share it."""
+    """The index of each row, in order. Its first sampled token is predicted by the last one of its prompt, the `=`;
+    where positions start is its first one. Siblings may share it."""
     text = "".join(
         ALPHABET[token - FIRST_CHARACTER] if token >= FIRST_CHARACTER else "?"
         for token in microbatch.token_ids.tolist()
@@ -123,11 +134,13 @@ def observed_learner(file: Path) -> type[Learner]:
         def _step(self, batch: Batch) -> StepReport:
             """On every rank, with its own part of the batch."""
             rows = [index for of_rank in self._from_all(rows_in(batch)) for index in of_rank]
+            sampled = sum(self._from_all(sampled_in(batch)), Counter[tuple[int, int]]())
             before = self._digest()
             report = super()._step(batch)
             after = self._digest()
             if after != before and self.ranks.is_lead:
-                line = f"{before} {after} {','.join(map(str, sorted(rows)))}\n".encode()
+                tokens = ",".join(f"{index}.{token}.{count}" for (index, token), count in sorted(sampled.items()))
+                line = f"{before} {after} {','.join(map(str, sorted(rows)))} {tokens}\n".encode()
                 if os.write(self._lines, line) != len(line):
                     raise OSError(f"{file}: a line was written in part")
             return report
@@ -173,16 +186,16 @@ class StepChain:
 
     def __init__(self, file: Path, root: str) -> None:
         self._root = root
-        self._made: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """By digest the one before, and the indexes of the step's rows."""
+        self._made: dict[str, tuple[str, tuple[int, ...], str]] = {}
+        """By digest the one before, the indexes of the step's rows, and what was sampled for them."""
         text = file.read_text() if file.exists() else ""
         if text and not text.endswith("\n"):
             raise ChainError(f"{file}: the last line is torn")
         self.num_steps = 0
         """Steps taken, those included that a rollback has undone."""
         for line in text.splitlines():
-            before, after, indexes = line.split(" ")
-            step = before, tuple(int(index) for index in indexes.split(",") if index)
+            before, after, indexes, tokens = line.split(" ")
+            step = before, tuple(int(index) for index in indexes.split(",") if index), tokens
             if self._made.setdefault(after, step) != step:
                 raise ChainError(f"{after}: made from {self._made[after]} and from {step}")
             self.num_steps += 1
@@ -193,11 +206,23 @@ class StepChain:
         Raises:
             ChainError: it does not lead there.
         """
-        steps: list[tuple[int, ...]] = []
+        return [indexes for _, indexes, _ in self._steps(tip)]
+
+    def sampled(self, tip: str) -> Counter[tuple[int, int]]:
+        """By task index and token id, how often it was trained on along the way to `tip`; raises as `history`."""
+        found: Counter[tuple[int, int]] = Counter()
+        for _, _, tokens in self._steps(tip):
+            for each in filter(None, tokens.split(",")):
+                index, token, count = map(int, each.split("."))
+                found[index, token] += count
+        return found
+
+    def _steps(self, tip: str) -> list[tuple[str, tuple[int, ...], str]]:
+        steps: list[tuple[str, tuple[int, ...], str]] = []
         at = tip
         while at != self._root:
             if at not in self._made or len(steps) > len(self._made):
                 raise ChainError(f"policy {tip}: {len(steps)} steps back are weights {at} that no step has made")
-            at, indexes = self._made[at]
-            steps.append(indexes)
+            steps.append(self._made[at])
+            at = steps[-1][0]
         return steps[::-1]

@@ -153,7 +153,11 @@ class ScriptedEngine:
                 await asyncio.sleep(self._token_s)
             await self._sampling.wait()
             versions.append(self.policy_version)
+            self.stepped(request_id, len(versions))
         return self._completions(rows, versions, sampling)
+
+    def stepped(self, request_id: str, num_sampled: int) -> None:
+        """Called after each step of a request, for who watches."""
 
     def _completions(self, rows: list[list[int]], versions: list[int], sampling: SamplingSettings) -> list[Completion]:
         """The rows as far as they are sampled, a version for each step."""
