@@ -58,15 +58,18 @@ class RolloutProgress:
         """The reasons that were logged; `size` once, the others again after a write."""
 
     async def run(self) -> None:
-        """Waits `progress_s`, or longer if encoding would take more than its share of the time, and saves; runs until
-        cancelled."""
+        """Waits `progress_s`, or longer if encoding would take more than its share of the processor's time, and saves;
+        runs until cancelled."""
         encode_s = 0.0
         while self._config.progress_s:
             await asyncio.sleep(max(self._config.progress_s, encode_s / LARGEST_SHARE))
-            encode_s = await self.save()
+            encode_s = await self.save(self._config.progress_s / 2)
 
-    async def save(self) -> float:
-        """Saves what has grown, the oldest groups first; returns the seconds that encoding took."""
+    async def save(self, min_age_s: float = 0.0) -> float:
+        """Saves what has grown, the oldest groups first; returns the processor seconds that encoding took.
+
+        min_age_s: younger groups are left out: most short ones are done before the next time.
+        """
         if not self._config.progress_s:
             return 0.0
         async with self._saving:
@@ -77,9 +80,11 @@ class RolloutProgress:
             for claim in self._table:
                 if time.monotonic() < self._full_until:
                     break
-                began = time.perf_counter()
+                if time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
+                    continue
+                began = time.thread_time()
                 payload = self._payload(claim)
-                encode_s += time.perf_counter() - began
+                encode_s += time.thread_time() - began
                 if payload is not None:
                     await self._write(claim, *payload)
             self._metrics.progress_write_s.observe(time.monotonic() - started)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -307,6 +308,16 @@ async def test_a_replaced_reward_does_not_matter(desk) -> None:
     assert replace(found, rollouts=()) == replace(so_far(1, 5), rollouts=())
 
 
+async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_it_is_the_last(desk) -> None:
+    one = desk()
+    for n, age_s in ((1, 0.0), (2, 60.0)):
+        one.claim(n, 5).generating_since = time.monotonic() - age_s
+    await one.progress.save(30.0)
+    assert one.saved() == [2]
+    await one.progress.save()
+    assert one.saved() == [1, 2]
+
+
 async def test_writing_waits_until_its_encoding_is_a_hundredth_of_the_time(desk, monkeypatch) -> None:
     one, waits = desk(progress_s=5.0), []
     took = iter([0.01, 0.2, 0.0])
@@ -316,7 +327,8 @@ async def test_writing_waits_until_its_encoding_is_a_hundredth_of_the_time(desk,
         if len(waits) == 4:
             raise asyncio.CancelledError
 
-    async def save() -> float:
+    async def save(min_age_s: float) -> float:
+        assert min_age_s == 2.5
         return next(took)
 
     monkeypatch.setattr(module.asyncio, "sleep", sleep)
