@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 
 from bench.pipeline.fill import WORKLOADS, fill_figures
+from bench.pipeline.kills import GROUPS, NUM_TOKENS, Killed, KillJob, kill_figures
 from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
 from bench.result import Breakdown, Figure, Goal, compare
-from bench.section import Bench, BenchSection, make_model, measure_apart
+from bench.section import Bench, BenchSection, host_folder, make_model, measure_apart
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.launch.start_checks import resolved_toml
 from penstock.schemas.config import RunConfig, load_config
@@ -19,7 +20,7 @@ EVALUATE_EVERY = 5
 """Updates between evaluations while the time to an accuracy is measured; they bound its resolution."""
 NEVER = 10**9
 
-ENGINE_PART = "bench.pipeline.engine_part"
+ENGINE_PART, KILL_PART = "bench.pipeline.engine_part", "bench.pipeline.kill_part"
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +34,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
     fill_seeds: tuple[int, ...] = (1, 2, 3)
+    kills: int = 4
+    kill_rates: int = 8
 
 
 QUICK = PipelineSettings(
@@ -41,6 +44,8 @@ QUICK = PipelineSettings(
     rate_limit_s=6.0,
     learning_limit_s=12.0,
     fill_seeds=(1,),
+    kills=1,
+    kill_rates=1,
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -112,6 +117,34 @@ def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
     return figures
 
 
+def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
+    """Producers killed at half of their rollouts, and one engine that nothing happens to, with progress and without."""
+    model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS)
+    own = {
+        "sampling.max_tokens": NUM_TOKENS,
+        "engine.max_model_len": NUM_TOKENS + 64,
+        "producers.groups_in_flight": GROUPS,
+        "producers.claim_idle_s": 1.0,
+        "producers.claim_refresh_s": 0.25,
+    }
+    server = RedisServer(bench.folder / "redis", maxmemory_mb=512)
+    try:
+        with host_folder("kills") as folder:
+            overrides = [f"{name}={value}" for name, value in own.items()]
+            config = run_config(bench, "kills", model, *overrides, f'weights.host_folder="{folder}"')
+            job = KillJob(
+                run_file=str(save(bench, config)),
+                runs=str(bench.folder / "runs"),
+                rates=bench.settings.kill_rates,
+                kills=bench.settings.kills,
+            )
+            url = {"REDIS_URL": server.url}
+            found = measure_apart("kills", KILL_PART, job, Killed, bench.folder, environment=url)
+    finally:
+        server.stop()
+    return [*kill_figures(found)]
+
+
 def _run_file_s_model(bench: Bench) -> Path:
     model = Path(load_config(bench.run_file).model.path)
     if not model.is_dir():
@@ -158,7 +191,13 @@ def streaming_figures(streamed: Streamed, goal_rate: float) -> Iterator[Figure]:
 
 PIPELINE = BenchSection(
     "pipeline",
-    {"records": measure_records, "streaming": measure_streaming, "modes": measure_modes, "fill": measure_fill},
+    {
+        "records": measure_records,
+        "streaming": measure_streaming,
+        "modes": measure_modes,
+        "fill": measure_fill,
+        "kills": measure_kills,
+    },
     PipelineSettings(),
     QUICK,
     uses_run_file=True,

@@ -1,0 +1,226 @@
+"""The processes of the row about killed producers: `python -m bench.pipeline.kill_part JOB RESULT` measures, and starts
+those that are killed with `--victim` before the same arguments."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+from vllm import SamplingParams
+
+import penstock.producers.__main__ as producer_entry
+from bench.feeder import make_manifest
+from bench.pipeline.bare import Meter
+from bench.pipeline.kills import GROUPS, Kill, Killed, KillJob
+from bench.result import BenchError
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.consumers.stream.ledger import ReleasedTask
+from penstock.consumers.stream.scripts import Scripts
+from penstock.deploy.launch.child import Child
+from penstock.deploy.launch.start_checks import resolved_toml
+from penstock.producers.engines.vllm import VllmEngine
+from penstock.producers.interfaces import Completion
+from penstock.producers.loop import Producer
+from penstock.producers.observe.metrics import ProducerMetrics
+from penstock.producers.rollout.episode import load_tokenizer
+from penstock.producers.rollout.run_environments import open_environments
+from penstock.producers.stream.connection import ProducerConnection
+from penstock.producers.stream.context import ProducerContext
+from penstock.schemas.config import RunConfig, load_config
+from penstock.schemas.keys import Field, Keys
+from penstock.schemas.rollout import SamplingSettings, decode_group
+from penstock.schemas.weights.stores import RedisChunks
+
+LOOK_S = 0.05
+"""How often the victim looks how far it has come."""
+TICK_S = 0.01
+LIMIT_S = 600.0
+
+
+class EndlessEngine(VllmEngine):
+    """No end of sequence ends a rollout."""
+
+    def _sampling_params(self, *arguments: Any) -> SamplingParams:
+        params = super()._sampling_params(*arguments)
+        params.ignore_eos = True
+        return params
+
+
+class Victim(Meter):
+    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
+
+    def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
+        super().__init__(engine)
+        self._tally = tally
+        self._num_tokens = num_tokens
+        self._running: list[str] = []
+        self._watching = asyncio.create_task(self._watch())
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingSettings,
+        num_siblings: int,
+        request_id: str,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> list[Completion]:
+        self._running.append(request_id)
+        return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = [one for request_id in self._running for one in self._engine.sampled(request_id)]
+            num_sampled = sum(len(one.token_ids) for one in found) // 4
+            if num_sampled >= self._num_tokens:
+                self._tally.write_text(str(num_sampled))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def measure(job: KillJob) -> Killed:
+    """Boots one engine, which takes over from every victim."""
+    config = load_config(Path(job.run_file))
+    engine = await EndlessEngine.start(config, seed=1)
+    off = replace(config, producers=replace(config.producers, progress_s=0.0))
+    ways = _Ways(job, engine, {"with": config, "without": off})
+    try:
+        return Killed(
+            progress_s=config.producers.progress_s,
+            tokens_per_s=await ways.in_turns(job.rates, ways.rate),
+            kills=await ways.in_turns(job.kills, ways.kill),
+        )
+    finally:
+        await engine.close()
+
+
+T = TypeVar("T")
+
+
+class _Ways:
+    """Runs of a few prompts each, with progress and without."""
+
+    def __init__(self, job: KillJob, engine: VllmEngine, configs: dict[str, RunConfig]) -> None:
+        self._job = job
+        self._engine = engine
+        self._configs = configs
+        self._numbers = itertools.count()
+        config = configs["with"]
+        self._environments = open_environments(config)
+        self._tokenizer = load_tokenizer(config)
+
+    async def in_turns(self, rounds: int, measure: Callable[[RunConfig], Awaitable[T]]) -> dict[str, list[T]]:
+        found: dict[str, list[T]] = {name: [] for name in self._configs}
+        for n in range(rounds):
+            for name in list(self._configs)[:: -1 if n % 2 else 1]:
+                found[name].append(await measure(replace(self._configs[name], name=f"kills-{next(self._numbers)}")))
+        return found
+
+    async def rate(self, config: RunConfig) -> float:
+        """Tokens per second, from the first request to the end of the last."""
+        meter = Meter(self._engine)
+        async with self._released(config) as client, self._served(config, meter):
+            await self._arrived(config, client)
+        began, ended, tokens = zip(*meter.requests, strict=True)
+        return sum(tokens) / (max(ended) - min(began))
+
+    async def kill(self, config: RunConfig) -> Kill:
+        folder = config.folder(Path(self._job.runs))
+        folder.mkdir(parents=True)
+        run_file, tally = folder / "run.toml", folder / "tally"
+        run_file.write_text(resolved_toml(config))
+        async with self._released(config) as client:
+            command = [sys.executable, "-m", "bench.pipeline.kill_part", "--victim", str(run_file), str(tally)]
+            victim = Child("victim", command, log=folder / "victim.log")
+            await until(lambda: victim.poll() is not None)
+            killed_s = time.monotonic()
+            if (status := victim.poll()) != -signal.SIGKILL:
+                raise BenchError(f"the victim ended with status {status}; its log ends:\n{victim.last_lines()}")
+            meter = Meter(self._engine)
+            async with self._served(config, meter):
+                await self._arrived(config, client)
+                arrival_s = time.monotonic() - killed_s
+            entries: Any = client.xrange(Keys(config.name).rollouts)
+        groups = [decode_group(fields[Field.PAYLOAD]) for _, fields in entries]
+        total = sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+        num_sampled, num_kept = int(tally.read_text()), total - sum(tokens for _, _, tokens in meter.requests)
+        return Kill(num_sampled=num_sampled, num_lost=num_sampled - num_kept, arrival_s=arrival_s)
+
+    @asynccontextmanager
+    async def _released(self, config: RunConfig) -> AsyncIterator[Any]:
+        """Stands in for the trainer: policy 0, and as many prompts as groups are to be in flight."""
+        connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
+        scripts = Scripts(connection.client, keys)
+        try:
+            scripts.open_epoch(0, uuid.uuid4().hex)
+            weights = Path(config.model.path) / "model.safetensors"
+            manifest = make_manifest(weights, RedisChunks(connection.call, keys))
+            scripts.announce(0, 0, msgspec.json.encode(manifest), b"", 0, None)
+            (name,) = config.every_environment
+            scripts.release(0, 0, [ReleasedTask(name, n) for n in range(1, GROUPS + 1)], 0)
+            yield connection.client
+        finally:
+            connection.client.flushdb()
+            connection.close()
+
+    @asynccontextmanager
+    async def _served(self, config: RunConfig, meter: Meter) -> AsyncIterator[None]:
+        metrics = ProducerMetrics()
+        connection = ProducerConnection.open(os.environ["REDIS_URL"], outage_s=10.0, metrics=metrics)
+        try:
+            context = ProducerContext(
+                config, runs=Path(self._job.runs), producer_id="other", connection=connection, metrics=metrics
+            )
+            producer = Producer(context, meter, self._environments, self._tokenizer)
+            await producer.open()
+            async with asyncio.TaskGroup() as serving:
+                serving.create_task(producer.serve())
+                yield
+                producer.stop.set()
+        finally:
+            await connection.close()
+
+    async def _arrived(self, config: RunConfig, client: Any) -> None:
+        await until(lambda: client.xlen(Keys(config.name).rollouts) == GROUPS)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Raises TimeoutError after `LIMIT_S`."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(TICK_S)
+
+
+def be_the_victim(run_file: Path, tally: Path) -> int:
+    """A producer that is killed when its rollouts are half sampled."""
+    config = load_config(run_file)
+    half = GROUPS * config.group_size * config.sampling.max_tokens // 2
+
+    async def start(config: RunConfig, *, seed: int) -> Victim:
+        return Victim(await EndlessEngine.start(config, seed=seed), tally, half)
+
+    return producer_entry.main(config, runs=tally.parent, producer_id="victim", engine_factory=start)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[0] == "--victim":
+        return be_the_victim(*map(Path, arguments[1:]))
+    job_file, result_file = map(Path, arguments)
+    found = asyncio.run(measure(msgspec.json.decode(job_file.read_bytes(), type=KillJob)))
+    result_file.write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
