@@ -13,6 +13,9 @@ import redis
 
 from penstock.deploy.launch.server_binary import bundled_server
 
+START_S = 60.0
+"""On a busy machine, with a file of appended commands to read."""
+
 
 def installed_servers() -> dict[str, Path]:
     """The server binaries installed here, by name."""
@@ -42,14 +45,15 @@ class RealServer:
     def start(self) -> None:
         with (self._folder / "redis.log").open("ab") as output:
             self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environment)
-        for _ in range(400):
+        deadline = time.monotonic() + START_S
+        while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 if self.client.ping():
                     return
             except redis.AuthenticationError:
                 return
             except redis.ConnectionError:
-                time.sleep(0.025)
+                time.sleep(0.01)
         self.stop()
         raise RuntimeError((self._folder / "redis.log").read_text())
 

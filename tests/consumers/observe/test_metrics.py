@@ -251,7 +251,7 @@ def test_a_trainer_that_ends_takes_its_address_away_and_leaves_its_successors(
     metrics.close()
     assert not file.exists()
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
     predecessor = TrainerMetrics()
     predecessor.serve(MetricsConfig(port=0), tmp_path)
     file.write_text("of the successor")
@@ -261,7 +261,7 @@ def test_a_trainer_that_ends_takes_its_address_away_and_leaves_its_successors(
 
 def test_every_metric_of_the_trainer_is_served(metrics: TrainerMetrics, tmp_path: Path) -> None:
     port = metrics.serve(MetricsConfig(port=0), tmp_path)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         text = reply.read().decode()
     declared = [value for value in vars(TrainerMetric).values() if isinstance(value, Metric)]
     by_label = (*TRAINER_GAUGES_BY_LAG.values(), *TRAINER_GAUGES_BY_ENVIRONMENT.values())

@@ -6,7 +6,7 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -63,18 +63,23 @@ def with_large_policy(trainer):
     return trainer
 
 
-def fill_from(trainer, step: int, until: int, stack: contextlib.ExitStack) -> None:
-    """The disk is full from one optimizer step to another."""
+def fill_from(
+    trainer, step: int, until: int, stack: contextlib.ExitStack, later: Callable[[], object] = lambda: None
+) -> threading.Timer:
+    """The disk is full from one optimizer step to another; `later` is called a second after the first."""
+    timer = threading.Timer(1.0, later)
     train = trainer.learner.step
 
     def fill_and_train(batch):
         if trainer.learner.num_steps == step:
             stack.enter_context(full_disk())
+            timer.start()
         if trainer.learner.num_steps == until:
             stack.close()
         return train(batch)
 
     trainer.learner.step = fill_and_train
+    return timer
 
 
 def checkpoint_names(bench) -> list[str]:
@@ -132,9 +137,7 @@ def test_weights_that_cannot_be_written_hold_the_training_until_they_can(bench, 
     bench.hardy_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        timer = threading.Timer(2.0, stack.close)
-        timer.start()
+        timer = fill_from(trainer, 5, 99, stack, later=stack.close)
         assert trainer.run()
         timer.join()
     assert_settled_once(bench, redis_client)
@@ -150,8 +153,7 @@ def test_a_trainer_that_waits_for_room_for_its_weights_can_be_stopped(bench, red
     bench.hardy_producer()
     trainer = with_large_policy(bench.trainer())
     with contextlib.ExitStack() as stack:
-        fill_from(trainer, 5, 99, stack)
-        threading.Timer(1.5, trainer.stop).start()
+        fill_from(trainer, 5, 99, stack, later=trainer.stop)
         with pytest.raises(OSError, match=r"policy [56] cannot be written: .*File too large"):
             trainer.run()
     second = bench.trainer(resume=True)

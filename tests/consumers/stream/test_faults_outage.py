@@ -14,6 +14,7 @@ from penstock.consumers.stream.connection import TrainerConnection
 from penstock.schemas.config import ConfigError
 from penstock.schemas.process.outage import RedisGoneError
 from trainer_bench import assert_settled_once, at_step, tracebacks
+from waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -55,7 +56,12 @@ def test_a_read_that_blocks_for_longer_than_the_socket_waits_is_no_outage_withou
     assert penstock.consumers.stream.connection.BLOCK_S > 0.3
     trainer = bench.trainer()
     assert trainer.leadership.connection.client.connection_pool.connection_kwargs["socket_timeout"] == 0.3
-    threading.Timer(3.0, bench.hardy_producer).start()
+
+    def feed() -> None:
+        wait_for(lambda: trainer.leadership.connection.num_outages)
+        bench.hardy_producer()
+
+    threading.Thread(target=feed, daemon=True).start()
     assert trainer.run()
     assert trainer.leadership.connection.num_outages >= 1
     assert_settled_once(bench, redis_client)
@@ -95,8 +101,12 @@ def test_a_signal_ends_a_trainer_whose_redis_is_frozen(bench, start_server):
     bench.url = server.url
     bench.hardy_producer()
     trainer = bench.trainer()
-    threading.Timer(3.0, trainer.stop).start()
-    at_step(trainer, 5, server.freeze)
+
+    def freeze() -> None:
+        server.freeze()
+        threading.Timer(1.0, trainer.stop).start()
+
+    at_step(trainer, 5, freeze)
     began_s = time.monotonic()
     with pytest.raises(RedisGoneError, match="stopped while Redis is away"):
         trainer.run()

@@ -192,7 +192,7 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
     assert [thread.outcome for thread in waiting].count(True) == 1, "one of them takes over, the others wait on"
     redis_client.hset(bench.keys.commit, "finished", 1)
     for thread in waiting:
-        thread.join(10)
+        thread.join(60)
     assert sorted(thread.outcome for thread in waiting) == [False, False, True]
 
 
@@ -201,7 +201,7 @@ def test_a_standby_waits_for_a_run_that_has_not_begun(leadership, redis_client, 
     time.sleep(2.5)
     assert waiting.outcome is None and not redis_client.exists(bench.keys.lease)
     redis_client.hset(bench.keys.commit, "finished", 1)
-    waiting.join(10)
+    waiting.join(60)
     assert waiting.outcome is False
 
 
@@ -218,7 +218,7 @@ def test_a_standby_lets_a_live_trainer_renew_its_lease_after_redis_was_emptied(l
     holder.check()  # restores the epoch
     assert redis_client.hget(bench.keys.commit, "epoch") == b"0"
     redis_client.hset(bench.keys.commit, "finished", 1)
-    waiting.join(10)
+    waiting.join(60)
 
 
 def epoch(client: redis.Redis, bench: TrainerBench) -> int:

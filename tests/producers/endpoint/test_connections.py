@@ -98,7 +98,7 @@ async def test_half_open_connections_by_the_hundred_stall_neither_agents_nor_wei
 
 async def closed(reader: asyncio.StreamReader) -> bytes:
     """What is received until the other side closes."""
-    return await asyncio.wait_for(reader.read(), 20)
+    return await asyncio.wait_for(reader.read(), 60)
 
 
 async def test_a_request_that_does_not_come_to_its_end_is_timed_out(serve, monkeypatch) -> None:
@@ -115,7 +115,7 @@ async def test_a_request_that_does_not_come_to_its_end_is_timed_out(serve, monke
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(sent)
         if answer:
-            received = await asyncio.wait_for(reader.readuntil(answer), 20)
+            received = await asyncio.wait_for(reader.readuntil(answer), 60)
             assert received.startswith(b"HTTP/1.1 408") and b"request_timeout" in await closed(reader)
         else:
             assert await closed(reader) == b""
@@ -146,7 +146,7 @@ async def test_connections_that_are_being_answered_stay_and_only_more_of_their_p
     host, _, port = one.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
     writer.write(f"GET /r/{rollout['id']}/v1/models HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+    assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 200")
     writer.close()
     calls[0].cancel()
     await until(lambda: one.engine.num_active == len(calls) - 1)

@@ -203,7 +203,7 @@ async def test_an_engine_that_dies_ends_the_producer_whatever_the_environment_ma
     else:
         one.trainer.release(1, 1)
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 20)
+        await asyncio.wait_for(one.task, 60)
     assert caught.group_contains(EngineError)
     assert one.server.client.xlen(KEYS.rollouts) == one.server.client.xlen(KEYS.evaluation_results) == 0
 
@@ -381,7 +381,7 @@ async def test_a_producer_that_stops_hands_its_conversations_back(serve, monkeyp
     one.trainer.release(1, 2)
     await until(lambda: engine.num_active == 4)
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     assert sorted(fields[Field.INDEX] for _, fields in one.server.client.xrange(KEYS.prompts)) == [b"1", b"2"]
     assert engine.num_active == 0
 
@@ -390,7 +390,7 @@ async def test_an_engine_that_dies_under_a_conversation_ends_the_producer(serve)
     one = await serve(ScriptedEngine(die_after=0, max_model_len=4096), environment=ToolCaller())
     one.trainer.release(1, 1)
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 20)
+        await asyncio.wait_for(one.task, 60)
     assert caught.group_contains(EngineError)
 
 
@@ -437,7 +437,7 @@ async def test_prompts_of_one_turn_take_no_more_room_than_there_is_and_are_hande
     await asyncio.sleep(0.3)
     assert len(one.producer.table) == 2
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     left = one.server.client.xrange(KEYS.prompts)
     assert sorted(int(fields[Field.INDEX]) for _, fields in left) == list(range(1, 9))
     assert engine.num_active == 0

@@ -470,7 +470,7 @@ async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_t
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     (group,) = await one.groups(1)
     assert group.index == 1 and len(group.rollouts) == 2
     assert one.server.client.xlen(KEYS.prompts) == 1
@@ -491,7 +491,7 @@ async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve)
     for rollout in rollouts:
         await one.client.converse(rollout, 1)
         await one.client.finish(rollout, 1.0)
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     assert len((await one.groups(1))[0].rollouts) == 2
 
 
@@ -502,7 +502,7 @@ async def test_an_engine_that_dies_under_an_agent_ends_the_producer(serve) -> No
     status, body = await one.client.request("POST", f"/r/{rollout['id']}/v1/chat/completions", {"messages": ASKED})
     assert (status, body["error"]["code"]) == (503, "producer_failed")
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 20)
+        await asyncio.wait_for(one.task, 60)
     assert caught.group_contains(EngineError)
 
 
@@ -667,7 +667,7 @@ async def test_a_claim_that_loses_its_cancellation_is_cancelled_again(serve) -> 
     agents.claims.take = take
     opening = asyncio.create_task(one.client.request("POST", "/r"))
     await until(lambda: agents._claiming is not None)
-    await asyncio.wait_for(agents.close(append=False), 20)
+    await asyncio.wait_for(agents.close(append=False), 60)
     assert (await opening)[0] in (429, 503)
 
 
@@ -688,5 +688,5 @@ async def test_an_engine_that_dies_when_a_client_hangs_up_ends_the_producer(serv
     calling.cancel()
     await hasty.close()
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(one.task, 20)
+        await asyncio.wait_for(one.task, 60)
     assert caught.group_contains(EngineError)

@@ -386,5 +386,5 @@ async def test_answers_under_way_go_out_before_what_makes_them_is_closed(serve, 
     monkeypatch.setattr(Calls, "close", end)
     one = await serve()
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     assert order[:2] == ["server", "calls"]

@@ -81,7 +81,7 @@ async def test_a_producer_that_stops_while_its_teacher_hangs_hands_the_prompt_ba
     await finished(one)
     await asked.wait()
     one.producer.stop.set()
-    await asyncio.wait_for(one.task, 20)
+    await asyncio.wait_for(one.task, 60)
     ((_, fields),) = one.server.client.xrange(KEYS.prompts)
     assert (fields[Field.INDEX], one.server.client.xlen(KEYS.rollouts)) == (b"1", 0)
     assert given_up.is_set()

@@ -14,7 +14,7 @@ from penstock.schemas.metrics import Metric, ProducerMetric
 
 
 def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         return reply.read().decode()
 
 

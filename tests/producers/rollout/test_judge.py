@@ -93,7 +93,7 @@ async def test_no_more_calls_are_made_at_once_than_the_run_file_allows(judge: Ju
 
 
 async def test_a_pause_before_a_retry_holds_no_place_of_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "RETRY_PAUSE_S", 60.0)
+    monkeypatch.setattr(scoring, "RETRY_PAUSE_S", 600.0)
     others = asyncio.Event()
 
     async def reward(prompt: Prompt, completion: str) -> float:
@@ -104,7 +104,7 @@ async def test_a_pause_before_a_retry_holds_no_place_of_another_call(monkeypatch
 
     scorer = RewardScorer([component(reward)], RewardConfig(concurrency=1, retries=1))
     scoring_both = asyncio.create_task(scorer.score(PROMPT, ["bad", "good"]))
-    await asyncio.wait_for(others.wait(), 5)
+    await asyncio.wait_for(others.wait(), 60)
     scoring_both.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring_both

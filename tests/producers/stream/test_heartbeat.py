@@ -58,7 +58,7 @@ async def test_the_end_of_the_run_is_heard_with_the_heartbeat(streams) -> None:
     await asyncio.sleep(0.1)
     assert not finished.is_set()
     streams.client.hset(KEYS.commit, Commit.FINISHED, b"1")
-    await asyncio.wait_for(finished.wait(), 5)
+    await asyncio.wait_for(finished.wait(), 60)
     running.cancel()
 
 
@@ -78,24 +78,24 @@ async def test_the_heartbeat_of_a_process_that_died_on_this_host_does_not_count(
     await process.wait()
     left = described(host=socket.gethostname(), pid=process.pid)
     streams.client.set(KEY, encode_heartbeat(left))
-    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 10)
 
 
 async def test_a_restarted_container_is_not_taken_for_its_own_rival(streams) -> None:
     streams.client.set(KEY, encode_heartbeat(described(host=socket.gethostname(), pid=os.getpid())))
-    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 10)
 
 
 async def test_a_heartbeat_that_is_not_renewed_is_waited_out(streams) -> None:
     streams.client.set(KEY, encode_heartbeat(described()), px=300)
     started = time.monotonic()
-    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 5)
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 60)
     assert time.monotonic() - started >= 0.2
 
 
 async def test_a_key_that_holds_no_heartbeat_is_taken_over(streams) -> None:
     streams.client.set(KEY, b"something")
-    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 1)
+    await asyncio.wait_for(check_id_is_free(streams.connection, KEYS, "a"), 10)
 
 
 @pytest.mark.redis

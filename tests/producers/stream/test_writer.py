@@ -86,7 +86,7 @@ def desk(streams, metrics) -> Desk:
 
 async def written(desk: Desk) -> None:
     running = asyncio.create_task(desk.writer.run())
-    await asyncio.wait_for(desk.writer.drain(), 10)
+    await asyncio.wait_for(desk.writer.drain(), 60)
     running.cancel()
 
 
@@ -226,7 +226,7 @@ async def test_while_one_append_is_under_way_the_next_goes_out(desk: Desk, monke
     assert [int(fields[Field.INDEX]) for fields in desk.rollouts()] == [MAX_APPEND_GROUPS + 1]
     assert len(desk.table) >= MAX_APPEND_GROUPS and not draining.done()
     answered.set()
-    await asyncio.wait_for(draining, 10)
+    await asyncio.wait_for(draining, 60)
     running.cancel()
     assert len(desk.rollouts()) == MAX_APPEND_GROUPS + 1 and desk.num_open() == (0, 0)
 
@@ -260,7 +260,7 @@ async def test_at_the_memory_limit_nothing_is_dropped_and_nothing_half_done(redi
     await asyncio.sleep(0.3)
     assert len(desk.table) == 3 and desk.num_open() == (3, 3)
     server.client.config_set("maxmemory", 0)
-    await asyncio.wait_for(desk.writer.drain(), 10)
+    await asyncio.wait_for(desk.writer.drain(), 60)
     assert len(desk.rollouts()) == 3 and desk.num_open() == (0, 0) and len(desk.table) == 0
     running.cancel()
 

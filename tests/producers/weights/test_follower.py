@@ -254,7 +254,7 @@ async def test_work_waits_for_weights_within_its_bound(pickup) -> None:
     await asyncio.sleep(0.05)
     assert not strict.done()
     made.trainer.announce(1)
-    await asyncio.wait_for(strict, 5)
+    await asyncio.wait_for(strict, 60)
 
 
 async def test_a_resumed_trainers_weights_replace_those_of_the_lost_line(pickup) -> None:
@@ -267,7 +267,7 @@ async def test_a_resumed_trainers_weights_replace_those_of_the_lost_line(pickup)
     await asyncio.sleep(0.05)
     assert not waiting.done()
     made.trainer.announce(resumed)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
     assert made.engine.loaded_versions == [60, resumed]
 
 
