@@ -24,6 +24,7 @@ from bench.ablation.runner import remove_run, run_cell
 from bench.experiments.command import main
 from bench.experiments.experiment import CellFailedError, read_result, write_result
 from bench.experiments.page import markers
+from forked_programs import start_run
 from objective_cases import packed_inputs
 from penstock.consumers.learning.objectives.gspo import Gspo
 from penstock.deploy.demo.make_model import ModelRecipe, build_tokenizer, make_model
@@ -66,6 +67,20 @@ name = "workload"
 path = "nothing-here"
 [environment]
 path = "penstock.producers.environments.arithmetic:Arithmetic"
+"""
+
+
+RUN_A_CELL = """
+import sys
+from pathlib import Path
+from bench.ablation.plan import AblationCell, load_plan
+from bench.ablation.runner import run_cell
+from bench.experiments.experiment import write_result
+
+file = Path(sys.argv[1])
+cell = AblationCell(arm="other", seed=1)
+found = run_cell(load_plan(file), cell, file.parent / "runs", gpu=False, on_update=lambda n: print("update", n))
+write_result(found, file.parent)
 """
 
 
@@ -398,13 +413,12 @@ def test_only_what_a_cell_depends_on_makes_its_result_stale(plan_file: Path, add
 @pytest.mark.redis
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: Path):
     model = tmp_path / "model"
     # A random model is rewarded for hardly anything else; without variance no update would train.
     (tmp_path / "by_parity.py").write_text(
         "def score(prompt, completion):\n    return float(sum(map(ord, completion)) % 2)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     make_model(model, ModelRecipe(train=False, hidden_size=64, num_heads=2, num_kv_heads=1), progress=lambda _: None)
     (plan_file.parent / "run.toml").write_text(RUN.replace("nothing-here", str(model)))
     common = (
@@ -420,11 +434,15 @@ def test_a_cell_is_a_real_run_with_the_arms_settings(tmp_path: Path, plan_file: 
             '\'engine={logprobs_mode="raw_logprobs", head_dtype="model", update="drained"}\'',
         )
     )
-    plan = load_plan(plan_file)
-    seen: list[int] = []
-    found = run_cell(plan, AblationCell(arm="other", seed=1), tmp_path / "runs", gpu=False, on_update=seen.append)
+    folders = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = start_run(
+        RUN_A_CELL, [str(plan_file)], os.environ | {"PYTHONPATH": os.pathsep.join(folders)}, tmp_path / "output"
+    )
+    assert process.wait(390) == 0, (tmp_path / "output").read_text()
+    found = read_result(AblationCell(arm="other", seed=1), tmp_path, AblationResult)
+    assert found is not None
     assert len(found.curves["reward"]) == 3
-    assert seen[-1] == 3
+    assert (tmp_path / "output").read_text().splitlines()[-1] == "update 3"
     assert set(found.engine_lag) == {"producer-0"}
     run = read_telemetry(tmp_path / "runs" / "other-seed1")
     [started] = [event for event in run.producers["producer-0"] if hasattr(event, "fingerprint")]

@@ -1,5 +1,6 @@
 """The demo's own run file, run by its name from a project of a user's."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from forked_programs import ForkedProgram, start_penstock, start_run
 from waiting import wait_for
 
 BOOT_S = 240.0
@@ -23,6 +25,8 @@ class DemoRun:
     """`penstock run demo --name NAME --runs FOLDER/runs`, with `settings` of the run file changed.
 
     It is started in a folder whose own packages have the names of Penstock's rooms and fail when they are imported.
+
+    fresh_lines: what its fresh parts have logged.
     """
 
     def __init__(self, folder: Path, name: str, **settings: object) -> None:
@@ -36,19 +40,24 @@ class DemoRun:
         self.folder = self.runs / name
         self._output = folder / "output"
         self._settings = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProgram | None = None
+        self.fresh_lines: dict[str, list[str]] = {}
 
-    def start(self, *more: str) -> None:
-        self._start(self.command("run", "demo", "--name", self.name, *self._settings, *more))
+    def start(self, *, fresh: bool) -> None:
+        """A fresh run imports everything itself, as a user's does."""
+        command = self.command("run", "demo", "--name", self.name, *self._settings)
+        if fresh:
+            with self._output.open("ab") as output:
+                self.process = subprocess.Popen(command, cwd=self.project, env=VARIABLES, stdout=output, stderr=output)
+        else:
+            with contextlib.chdir(self.project):
+                self.process = start_penstock(command[3:], VARIABLES, self._output)
 
     def resume_from_python(self, **settings: object) -> None:
         """Has a program of the user's go on with the run; `settings` replace those that it was started with."""
         call = f"penstock.run('demo', name={self.name!r}, runs={str(self.runs)!r}, resume=True, set={settings!r})"
-        self._start([sys.executable, "-c", f"import penstock\nassert {call}.model.is_dir()"])
-
-    def _start(self, command: list[str]) -> None:
-        with self._output.open("ab") as output:
-            self.process = subprocess.Popen(command, cwd=self.project, env=VARIABLES, stdout=output, stderr=output)
+        with contextlib.chdir(self.project):
+            self.process = start_run(f"import penstock\nassert {call}.model.is_dir()", [], VARIABLES, self._output)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "penstock.deploy.cli", *arguments, "--runs", str(self.runs)]
@@ -76,6 +85,11 @@ class DemoRun:
         # The last line may be under way.
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def log_lines(self, name: str) -> list[str]:
+        """The lines of a part's log; the last one may be under way."""
+        lines = (self.folder / "logs" / f"{name}.log").read_text().splitlines(keepends=True)
+        return [line for line in lines if line.endswith("\n")]
 
     def read(self, name: str) -> dict:
         found: dict = json.loads((self.folder / name).read_text())

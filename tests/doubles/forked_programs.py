@@ -133,25 +133,26 @@ def fork_ranks() -> None:
     start.subprocess = SimpleNamespace(Popen=fork)  # type: ignore[assignment]
 
 
-PENSTOCK = """
-import sys
-from forked_programs import fork_parts
-from penstock.deploy.cli import main
+FORKING = "from forked_programs import fork_parts\nfork_parts()\n"
+PENSTOCK = "import sys\nfrom penstock.deploy.cli import main\nsys.exit(main())"
 
-fork_parts()
-sys.exit(main())
-"""
+
+def start_run(
+    text: str, arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
+) -> ForkedProgram:
+    """Starts a program that starts runs. Their parts are forked from it, and every engine from its server."""
+    return ForkedProgram(FORKING + text, arguments, environment, output, errors=errors, server=_server_of_runs)
 
 
 def start_penstock(
     arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path | None = None
 ) -> ForkedProgram:
-    """Starts `penstock ARGUMENTS`. The parts of a run are forked from it, and every engine from its server."""
-    return ForkedProgram(PENSTOCK, arguments, environment, output, errors=errors, server=_server_of_runs)
+    """Starts `penstock ARGUMENTS`, as `start_run` does."""
+    return start_run(PENSTOCK, arguments, environment, output, errors)
 
 
 class _ForkedPart(ForkProcess):
-    """A part of a run: a child of its launcher, like one that is executed anew, whose imports it shares."""
+    """A `penstock` that a program starts: its child, like one that is executed anew, whose imports it shares."""
 
     def __init__(
         self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], preexec_fn: Callable[[], None]
@@ -191,7 +192,7 @@ class _ForkedPart(ForkProcess):
 
 
 def fork_parts() -> None:
-    """In `penstock`: forks the parts of a run and the engines; other children are executed."""
+    """In a program: forks the runs that it starts, their parts and the engines; other children are executed."""
     from penstock.deploy.launch import child
 
     def start(command: Sequence[str], **options: Any) -> Any:

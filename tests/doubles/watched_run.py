@@ -26,7 +26,7 @@ class WatchedRun(DemoRun):
         self._cut_s = 0.0
         self._exporter: subprocess.Popen[bytes] | None = None
         self.prometheus: PrometheusServer | None = None
-        self.start()
+        self.start(fresh=False)
         if has_prometheus():
             self.wait_for(connection_file(self.folder).exists)
             self._watch()

@@ -12,7 +12,7 @@ from penstock.schemas.config import DEFAULT_OBJECTIVE
 from waiting import wait_for
 from watched_run import WatchedRun
 
-NUM_UPDATES = 60
+NUM_UPDATES = 40
 
 
 @pytest.fixture(scope="session")
@@ -42,22 +42,24 @@ def ended_run(live_run: WatchedRun) -> WatchedRun:
 
 @pytest.fixture(scope="session")
 def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
-    """A recorded run of the demo with two producers, killed behind a checkpoint and resumed from Python, to its
-    end, with one."""
+    """A recorded run of the demo with one producer, killed behind a checkpoint and resumed from Python, to its end,
+    with two."""
     settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 10, "record": "true"}
-    run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings, **{"metrics.port": 0})
+    settings |= {"metrics.port": 0, "producers.count": 1}
+    run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings)
     try:
-        run.start()
+        run.start(fresh=True)
         run.wait_for_update(23)
         trainer, producer = run.metrics("trainer"), run.metrics("producer-0")
         for name in ("penstock_token_lag_steps_bucket", "penstock_ess_fraction", "penstock_rollout_correction_kl"):
             assert name in trainer
         for name in ("penstock_tokens_generated_total", "penstock_weight_pause_seconds_bucket"):
             assert name in producer
+        run.fresh_lines = {name: run.log_lines(name) for name in ("trainer", "producer-0")}
         run.signal(signal.SIGKILL)
         run.wait()
         wait_for(run.living, lambda pids: pids == [], timeout_s=30)
-        run.resume_from_python(**{"producers.count": 1})
+        run.resume_from_python(**{"producers.count": 2})
         assert run.wait() == 0, run.output()
         assert run.living() == []
         yield run

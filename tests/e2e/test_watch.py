@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from demo_run import VARIABLES
+from demo_run import VARIABLES, DemoRun
 from terminal import Terminal
 from watched_run import WatchedRun
 
@@ -47,16 +47,16 @@ def test_a_run_is_seen_while_it_trains_and_after_its_end(live_run: WatchedRun, r
         terminal.close()
 
 
-def test_every_line_of_its_processes_is_a_record(ended_run: WatchedRun) -> None:
+def test_every_line_of_its_processes_is_a_record(ended_run: WatchedRun, resumed_run: DemoRun) -> None:
     for name in ("trainer", "producer-0"):
-        records = []
-        for line in (ended_run.folder / "logs" / f"{name}.log").read_text().splitlines():
-            assert line.startswith("{"), f"{name}: {line}"
-            records.append(json.loads(line))
-        assert {record["run"] for record in records} == {ended_run.name}
-        own = [record for record in records if record["role"] == name.partition("-")[0]]
-        assert own and any("policy_version" in record for record in own)
-        assert len(records) < 200, "no line per request or token"
-        if name == "producer-0":
-            assert {record["id"] for record in records} == {"producer-0"}
-            assert {record["role"] for record in records} <= {"producer", "engine"}
+        for run, lines in ((ended_run, ended_run.log_lines(name)), (resumed_run, resumed_run.fresh_lines[name])):
+            for line in lines:
+                assert line.startswith("{"), f"{name}: {line}"
+            records = [json.loads(line) for line in lines]
+            assert {record["run"] for record in records} == {run.name}
+            own = [record for record in records if record["role"] == name.partition("-")[0]]
+            assert own and any("policy_version" in record for record in own)
+            assert len(records) < 200, "no line per request or token"
+            if name == "producer-0":
+                assert {record["id"] for record in records} == {"producer-0"}
+                assert {record["role"] for record in records} <= {"producer", "engine"}
