@@ -62,7 +62,7 @@ def judge(storm: Storm) -> StormVerdict:
     verdict.num_epochs = len(list(storm.run_folder.glob("checkpoints/epoch-*")))
     try:
         tokens = _judge_policy(verdict, storm, folder, notes)
-        _judge_rollouts(verdict, storm, folder, tokens)
+        _judge_rollouts(verdict, storm, folder, tokens, sum(notes.scored.values()))
     except ChainError as error:
         verdict.problems.append(f"the saved policy has no history: {error}")
     verdict.num_loads, wrong = judge_labels(storm.labels)
@@ -103,10 +103,12 @@ def _judge_policy(verdict: StormVerdict, storm: Storm, folder: Path, notes: Note
     return chain.sampled(tip)
 
 
-def _judge_rollouts(verdict: StormVerdict, storm: Storm, folder: Path, tokens: Mapping[tuple[int, int], int]) -> None:
-    """The checkpoint's counts of rollouts close: each settled index has all of its siblings in them, and what was
-    trained is as long as it was in the tensors. Of long rollouts, what was sampled is there but for what a kill may
-    cost."""
+def _judge_rollouts(
+    verdict: StormVerdict, storm: Storm, folder: Path, tokens: Mapping[tuple[int, int], int], num_scored: int
+) -> None:
+    """The checkpoint's counts of rollouts close: each settled index has all of its siblings in them, what was trained
+    is as long as it was in the tensors, and none is counted that the environment has not scored. Of long rollouts,
+    what was sampled is there but for what a kill may cost."""
     ledger = json.loads((folder / "state.json").read_bytes())["ledger"]
     attrition, siblings = ledger["attrition"]["rollouts"], storm.config.group_size
     num, counted = (by_outcome(attrition, what) for what in ("num", "num_tokens"))
@@ -115,6 +117,8 @@ def _judge_rollouts(verdict: StormVerdict, storm: Storm, folder: Path, tokens: M
     for outcome, count in expected.items():
         if num[outcome] != count:
             verdict.problems.append(f"{num[outcome]} rollouts are counted as {outcome}, expected {count}")
+    if (num_counted := num["trained"] + num["skipped"] + num["stale"]) > num_scored:
+        verdict.problems.append(f"{num_counted} rollouts with a reward are counted, {num_scored} were scored")
     if counted["trained"] != sum(tokens.values()):
         verdict.problems.append(f"{counted['trained']} tokens are counted as trained, {sum(tokens.values())} were")
     if not storm.leg.with_long:
