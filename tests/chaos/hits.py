@@ -109,7 +109,8 @@ class Hits:
 def complaint(aim: Aim, status: int | None, endings: list[str], ended_s: float) -> str | None:
     """What is wrong with the end of a trainer of which a rank was hit: the status, the time, or the one line that has
     to name the rank, what it was doing, and why."""
-    doing = "(.+, checkpoint beside|checkpoint)" if aim.place == "checkpoint" else f"{aim.place}(, checkpoint beside)?"
+    beside = r"(, (checkpoint|publish))+ beside"
+    doing = rf"(?=.*checkpoint).+?({beside})?" if aim.place == "checkpoint" else f"{aim.place}({beside})?"
     expected = rf"rank {aim.rank} \({doing}\) has died or is frozen: not heard of for \d+ s"
     if status != 1 or len(endings) != 1 or not re.match(expected, endings[0]):
         return f"status {status} and {endings}, expected 1 and one line: {expected}"

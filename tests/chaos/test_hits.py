@@ -25,7 +25,9 @@ def test_the_error_that_ends_a_trainer_is_found_among_others():
     [
         (BACKWARD, LINE),
         (BACKWARD, f"rank 1 (backward, checkpoint beside) {SILENT}"),
+        (BACKWARD, f"rank 1 (backward, checkpoint, publish beside) {SILENT}"),
         (CHECKPOINT, f"rank 0 (step, checkpoint beside) {SILENT}"),
+        (CHECKPOINT, f"rank 0 (between steps, checkpoint, publish beside) {SILENT}"),
         (CHECKPOINT, f"rank 0 (checkpoint) {SILENT}"),
     ],
 )
@@ -44,6 +46,7 @@ def test_status_1_and_one_line_that_names_rank_phase_and_cause_are_as_they_must_
         pytest.param(BACKWARD, 1, [f"rank 1 (forward) {SILENT}"], 4.0, id="another phase"),
         pytest.param(BACKWARD, 1, ["the ranks have lost their connections to each other"], 4.0, id="no rank"),
         pytest.param(CHECKPOINT, 1, [f"rank 0 (step) {SILENT}"], 4.0, id="no checkpoint"),
+        pytest.param(CHECKPOINT, 1, [f"rank 0 (step, publish beside) {SILENT}"], 4.0, id="another phase beside"),
         pytest.param(BACKWARD, 1, [LINE], ENDED_WITHIN_S + 0.1, id="late"),
     ],
 )
