@@ -26,7 +26,7 @@ from bench.stream.references import (
     open_tcp_port,
 )
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, READ_BYTES
-from penstock.producers.stream.claims import SHARE
+from penstock.producers.stream.in_flight import SHARE
 from penstock.schemas.keys import Keys
 from penstock.schemas.rollout import RolloutGroup, encode_group
 

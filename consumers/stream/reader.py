@@ -140,7 +140,7 @@ class Reader:
         index = number_in(fields.get(Field.INDEX))
         if index is None:
             found = _shown(fields.get(Field.INDEX))
-            self._refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
+            self.refuse(Refused(None, f"poison: index field {found}", payload, entry_id))
             return
         if index in self._ledger.settled or index in self.ready or index in self._refused_indexes:
             self._drop_duplicate(entry_id, payload)
@@ -151,19 +151,19 @@ class Reader:
         if requeued is not None and entry_key(entry_id) <= entry_key(requeued.after.encode()):
             return  # read again after a resume: the entry that the index died of
         if not 1 <= index <= self._ledger.num_released:
-            self._refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
+            self.refuse(Refused(None, f"poison: index {index} was never released", payload, entry_id))
             return
         if fields.get(Field.KIND) == Kind.DEAD:
             names = {Field.REASON: b"unknown", Field.PRODUCER: b"", Field.TRACEBACK: b""}
             reason, producer, trace = (fields.get(*each).decode(errors="replace") for each in names.items())
             trace = trace[-MAX_TRACEBACK_CHARACTERS:]
-            self._refuse(Refused(index, reason, payload, entry_id, producer=one_line(producer), traceback=trace))
+            self.refuse(Refused(index, reason, payload, entry_id, producer=one_line(producer), traceback=trace))
             return
         try:
             self.ready[index] = ReadyGroup(entry_id, self._decode(payload, index, lag_of))
             self.num_received += 1
         except RecordError as error:
-            self._refuse(Refused(index, f"poison: {error}", payload, entry_id))
+            self.refuse(Refused(index, f"poison: {error}", payload, entry_id))
 
     def _drop_duplicate(self, entry_id: bytes, payload: bytes) -> None:
         """Counts it, unless it is read again. Its environment is believed only if the run has one of that name."""
@@ -185,7 +185,8 @@ class Reader:
         """Indexes refused and not taken yet."""
         return self._refused_indexes
 
-    def _refuse(self, record: Refused) -> None:
+    def refuse(self, record: Refused) -> None:
+        """Takes in a record that cannot be trained on."""
         if record.index is not None:
             self._refused_indexes.add(record.index)
         elif record.entry_id in self._refused_entries:

@@ -1,1 +1,2 @@
-"""`penstock watch`: a run in the terminal. Imported through `command`."""
+"""`penstock watch`: a run in the terminal. Imported through `command`; `penstock plan` has the rule of `flow` and its
+`text`."""

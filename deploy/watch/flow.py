@@ -175,16 +175,27 @@ def bottleneck(seen: RunSnapshot) -> tuple[str, str]:
     shares = seen.shares
     if shares is None:
         return "start", "no batch has been trained yet"
-    waits, credit, ready = shares["wait"], seen.credit, seen.num_ready
+    paused = [pauses.share for pauses in seen.pauses.values() if pauses.share is not None]
+    in_turns = seen.config is not None and seen.config.mode == "synchronous"
+    return waited_for(shares["wait"], fmean(paused or [0.0]), seen.num_ready, seen.credit, in_turns=in_turns)
+
+
+def waited_for(
+    waits: float, paused: float, ready: float | None, credit: float | None, *, in_turns: bool
+) -> tuple[str, str]:
+    """What a run that trains waits for, and why.
+
+    waits: share of its time that the trainer waits. paused: that producers are paused. ready: groups that wait to be
+    trained. in_turns: the run is synchronous.
+    """
     if waits >= WAITING:
-        paused = [pauses.share for pauses in seen.pauses.values() if pauses.share is not None]
-        if paused and fmean(paused) >= PAUSED:
-            return "weight updates", f"the trainer waits {waits:.0%} of its time, they pause for {fmean(paused):.0%}"
-        if seen.config is not None and seen.config.mode == "synchronous":
+        if paused >= PAUSED:
+            return "weight updates", f"the trainer waits {waits:.0%} of its time, they pause for {paused:.0%}"
+        if in_turns:
             return "producers", f"the trainer waits {waits:.0%} of its time; synchronous: in turns"
         return "producers", f"the trainer waits {waits:.0%} of its time for groups"
     if credit and ready is not None and ready >= FULL * credit:
-        return "trainer", f"busy {1 - waits:.0%} of its time, {ready} of {credit} groups wait"
+        return "trainer", f"busy {1 - waits:.0%} of its time, {ready:.0f} of {credit:.0f} groups wait"
     return "nobody", f"the trainer is busy {1 - waits:.0%} of its time, producers have work"
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from functools import partial
 from typing import Any
@@ -20,8 +19,6 @@ log = logging.getLogger(__name__)
 
 Fields = dict[bytes, bytes]
 
-SHARE = 4
-"""A read claims at most one in so many of the free groups, so that several idle producers share the prompts."""
 IDS_PER_COMMAND = 512
 SHOWN_BYTES = 50
 """The part of an invalid field that a message quotes; whoever may append can make it any size."""
@@ -142,11 +139,11 @@ class Claims:
 
     async def _read_new(self) -> None:
         table, streams = self._table, self._streams
-        num_prompts = 1 if self._one_at_a_time else max(1, math.ceil(table.groups_free / SHARE))
+        num_prompts = 1 if self._one_at_a_time else table.most_prompts
         counts = [num_prompts for _ in streams]
         if self._more_waiting or self._one_at_a_time:
             if self._keys.evaluations in streams:
-                counts[streams.index(self._keys.evaluations)] = max(1, table.evaluations_free)
+                counts[streams.index(self._keys.evaluations)] = table.most_evaluations
             pipeline = self._connection.commands.pipeline(transaction=False)
             for stream, count in zip(streams, counts, strict=True):
                 pipeline.execute_command(*self._group_read(), "COUNT", count, "STREAMS", stream, ">")

@@ -1,12 +1,16 @@
 """The in-flight table: every claim from its claiming to its append, and the room they leave."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.schemas.rollout import RolloutGroup
+
+SHARE = 4
+"""A read claims at most one in so many of the free groups, so that several idle producers share the prompts."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -116,6 +120,16 @@ class InFlightTable:
     @property
     def groups_free(self) -> int:
         return self.sequences_free // self._group_size
+
+    @property
+    def most_prompts(self) -> int:
+        """The most prompts that one read claims."""
+        return max(1, math.ceil(self.groups_free / SHARE))
+
+    @property
+    def most_evaluations(self) -> int:
+        """The most held-out prompts that one read claims."""
+        return max(1, self.evaluations_free)
 
     def add(self, claim: Claim) -> None:
         self._claims[claim.stream, claim.entry_id] = claim

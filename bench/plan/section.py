@@ -1,0 +1,134 @@
+"""The plan section: runs in real time, each planned from its own record, and each from the record of another one."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.plan.part import PartPace
+from bench.result import Breakdown, Figure, Goal, compare
+from bench.section import Bench, BenchSection, make_model
+from penstock.deploy.launch.launcher import Launcher, part_command
+from penstock.deploy.launch.live_view import View
+from penstock.deploy.launch.placement import Placement
+from penstock.deploy.launch.run_folder import RunFolder
+from penstock.deploy.plan.planning import Plan, plan
+from penstock.schemas.config import RunConfig, load_config
+
+WITHIN = {"updates_per_s": 1.10, "lag_mean": 1.15}
+"""The factor by which a planned figure may differ from the recorded one, either way."""
+NAMES = {"updates_per_s": ("updates per second", "/s"), "lag_mean": ("mean lag", "steps")}
+PACE = PartPace(base_s=0.03, sequence_s=0.001, median=30.0, sigma=0.8, pause_s=0.1, update_s=1.5)
+SHARED = (
+    "group_size=4",
+    "groups_per_batch=8",
+    "sampling.max_tokens=200",
+    "producers.groups_in_flight=16",
+    "producers.progress_s=0",
+    'environment.path="bench.plan.part:Tossed"',
+    "evaluation.num_prompts=0",
+    "parity.gate=off",
+    "record=true",
+    "checkpoint.every=1000",
+    "metrics.port=0",
+)
+
+
+class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults take about seven minutes, most of them asleep."""
+
+    num_updates: int = 40
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    producers: int
+    max_lag: int
+    overrides: tuple[str, ...] = ()
+
+
+SCENARIOS = {
+    "one producer": Scenario(producers=1, max_lag=2),
+    "three producers": Scenario(producers=3, max_lag=2),
+    "one producer, max_lag = 6": Scenario(producers=1, max_lag=6),
+    "three producers, max_lag = 0": Scenario(producers=3, max_lag=0),
+}
+
+
+class _Quiet(View):
+    """Shows nothing but deaths."""
+
+    def note(self, text: str) -> None:
+        if "died" in text:
+            print(f"    {text}", flush=True)
+
+    def draw(self) -> None:
+        """There is no frame."""
+
+
+def measure_plans(bench: Bench) -> list[Figure | Breakdown]:
+    """Each scenario in real time; then planned from its own record, and from that of the first one."""
+    model, runs = bench.folder / "model", bench.folder / "runs"
+    make_model(model, train=False)
+    configs = {}
+    for n, (name, scenario) in enumerate(SCENARIOS.items()):
+        print(f"  {name} ...", flush=True)
+        own = (f"producers.count={scenario.producers}", f"max_lag={scenario.max_lag}", *scenario.overrides)
+        sizes = (f"name=plan-{n}", f'model.path="{model}"', f"num_updates={bench.settings.num_updates}")
+        configs[name] = load_config(bench.run_file, [*SHARED, *sizes, *own])
+        run_paced(configs[name], runs)
+    figures: list[Figure | Breakdown] = []
+    first = next(iter(configs.values()))
+    for name, config in configs.items():
+        figures += plan_figures(f"{name}, by its own record", plan(config.folder(runs)))
+        if config is not first:
+            changed = [f"max_lag={config.max_lag}"]
+            found = plan(first.folder(runs), producers=config.producers.count, set=changed)
+            recorded = plan(config.folder(runs)).recorded
+            figures += plan_figures(
+                f"{name}, by the record of {next(iter(configs))}", msgspec.structs.replace(found, recorded=recorded)
+            )
+    return figures
+
+
+def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
+    """The planned figures against those recorded."""
+    figures = []
+    for key, within in WITHIN.items():
+        planned, recorded = found.planned[key], (found.recorded or {})[key]
+        name, unit = NAMES[key]
+        factor = max(planned / recorded, recorded / planned) if planned and recorded else 1.0 + abs(planned - recorded)
+        figures.append(
+            compare(
+                f"{name}, {what}",
+                unit=unit,
+                measured=planned,
+                reference=recorded,
+                reference_is="recorded",
+                goal=Goal(at_most=within),
+                ratio=factor,
+                details={"planned": found.planned, "recorded": found.recorded},
+            )
+        )
+    return figures
+
+
+def run_paced(config: RunConfig, runs: Path) -> None:
+    """Runs `config` to its end at `PACE`. Raises PartDied, ServerError, ConfigError as the launcher does."""
+
+    def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
+        command = part_command(part, config, runs, resume)
+        arguments = command[command.index("penstock.deploy.cli") + 1 :]
+        return [sys.executable, "-m", "bench.plan.part", msgspec.json.encode(PACE).decode(), *arguments]
+
+    with RunFolder(config, runs, resume=False) as folder:
+        folder.save(config)
+        with _Quiet(config, runs) as view:
+            launcher = Launcher(
+                config, runs, Placement(), resume=False, view=view, lock=folder.lock, command_for=command_for
+            )
+            if launcher.run():
+                raise KeyboardInterrupt
+
+
+PLAN = BenchSection("plan", {"plans": measure_plans}, PlanSettings(), PlanSettings(num_updates=6), uses_run_file=True)

@@ -1,0 +1,128 @@
+"""The command `penstock plan`."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.deploy.launch.command_line import Command, add_runs, standard_output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.deploy.plan.planning import Plan
+
+_BAR = 24
+_NUMBERS = {
+    "--producers": (int, "N", "how many producers (default: those of the run file, or of the run)"),
+    "--tokens-per-s": (float, "X", "sampled by one producer with all its seats taken"),
+    "--alone-per-s": (float, "X", "sampled by one producer with a single sequence (default: 4 times a seat's share)"),
+    "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch by the seconds that its update takes"),
+    "--weights-s": (float, "S", "from the end of an update until engines sample with its policy (default: 1)"),
+    "--flat": (float, "SHARE", "of tasks whose rewards do not differ (default: 0)"),
+}
+_ROWS = (
+    ("updates/s", "updates_per_s"),
+    ("tokens/s trained", "tokens_per_s"),
+    ("trainer waits", "trainer_waits"),
+    ("seats taken", "seats_taken"),
+    ("engines paused", "engines_paused"),
+    ("groups ready", "groups_ready"),
+    ("read and left", "queue"),
+    ("credit", "credit"),
+    ("lag, mean", "lag_mean"),
+    ("tokens masked for lag", "masked"),
+    ("groups stale", "stale"),
+    ("groups skipped", "skipped"),
+    ("groups dead", "dead"),
+)
+_SHARES = {"trainer_waits", "seats_taken", "engines_paused", "masked", "stale", "skipped", "dead"}
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        metavar="RUN.toml|RUN",
+        help="a run file, or a run with record = true (its name or folder): its pace, and what it came to beside it",
+    )
+    for option, (kind, metavar, help) in _NUMBERS.items():
+        parser.add_argument(option, type=kind, metavar=metavar, help=help)
+    parser.add_argument(
+        "--lengths",
+        metavar="FILE|NAME",
+        help="of completions: a file with a number of tokens a line, a distribution such as log-normal:800:1.2, or a "
+        "recorded run",
+    )
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON for a machine")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override a field, as in max_lag=4"
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Status 1 if the planned run would fail."""
+    from penstock.deploy.plan.planning import plan
+
+    numbers = {option.strip("-").replace("-", "_") for option in _NUMBERS}
+    given = {name: getattr(arguments, name) for name in (*numbers, "lengths", "set", "runs")}
+    found = plan(arguments.run, **given)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        _print(found)
+    return 1 if found.planned["failure"] else 0
+
+
+def _print(found: "Plan") -> None:
+    console, pace = standard_output(), found.pace
+    console.print(
+        f"{found.name}: {found.num_producers} producers of {pace['tokens_per_s']:,.0f} tokens/s with all "
+        f"{pace['seats']:,.0f} seats taken and {pace['alone_per_s']:,.0f} alone; the trainer takes "
+        f"{pace['trainer_tokens_per_s']:,.0f} tokens/s; a policy is in the engines after "
+        f"{pace['announce_s'] + pace['load_s']:.2g} s"
+    )
+    console.print(_table(found))
+    console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")
+    for lag, share in found.planned["lags"].items():
+        console.print(f"  {lag:>3}  {_share(share):>6}  {_bar(share)}")
+    if found.planned["failure"]:
+        console.print(f"the run fails: {found.planned['failure']}", markup=False)
+    else:
+        console.print(f"waited for: {found.planned['waited_for']}: {found.planned['why']}")
+
+
+def _table(found: "Plan") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    columns = {"recorded": found.recorded, "simulated": found.as_recorded, "planned": found.planned}
+    shown = {name: figures for name, figures in columns.items() if figures is not None}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, key in _ROWS:
+        table.add_row(label, *(_cell(key, figures[key]) for figures in shown.values()))
+    return table
+
+
+def _cell(key: str, value: Any) -> str:
+    from penstock.deploy.watch.text import number
+
+    return _share(value) if key in _SHARES else number(value)
+
+
+def _share(value: float | None) -> str:
+    from penstock.deploy.watch.text import percent
+
+    return percent(value)
+
+
+def _bar(share: float) -> str:
+    from penstock.deploy.watch.text import bar
+
+    return bar(share, _BAR)
+
+
+COMMAND = Command("plan", "say what a run will come to: speed, lag and bottleneck", _add_arguments, _plan)

@@ -1,0 +1,213 @@
+"""What a run will come to before anyone rents a machine, and what another run would have come to."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, shipped_run_files
+from penstock.deploy.launch.run_folder import RUN_FILE, find_run_folder
+from penstock.deploy.plan.producer import EngineSpeed, seats
+from penstock.deploy.plan.recorded import PacedRun, read_run
+from penstock.deploy.plan.simulation import Course, RunPace, Simulation
+from penstock.deploy.plan.workload import Lengths, lengths_of, of_groups
+from penstock.deploy.watch.flow import waited_for
+from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
+
+MOST_UPDATES = 200
+"""Simulated at most; rates and shares change little after."""
+ALONE = 4.0
+"""A sequence that has an engine for itself is taken to be so many times as fast as with all seats taken."""
+WEIGHTS_S = 1.0
+_ABOVE_ZERO = ("tokens-per-s", "alone-per-s", "trainer-tokens-per-s")
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned, by the name of a figure (`figures_of`).
+
+    pace: by the names of `plan`'s arguments; the seats of one producer, and the parts of `weights_s`.
+    recorded: of the run whose pace it has. as_recorded: of that run in simulated time, where other things are planned.
+    """
+
+    name: str
+    num_producers: int
+    pace: dict[str, float]
+    planned: dict[str, Any]
+    recorded: dict[str, Any] | None = None
+    as_recorded: dict[str, Any] | None = None
+
+
+def plan(
+    run: str | Path,
+    *,
+    producers: int | None = None,
+    tokens_per_s: float | None = None,
+    alone_per_s: float | None = None,
+    lengths: str | Path | None = None,
+    trainer_tokens_per_s: float | None = None,
+    weights_s: float | None = None,
+    flat: float | None = None,
+    set: Overrides = (),
+    runs: str | Path = DEFAULT_RUNS,
+) -> Plan:
+    """A run in simulated time, by the rules of the real one: release, credit, claims, lag, staleness, batches.
+
+    run: a run file, the name of a shipped one, or a run with `record = true`, which says how fast everything is and
+        how long completions are, as far as the arguments do not.
+    producers: how many; by default those of the run file, or of the recorded run.
+    tokens_per_s: sampled by one producer with all its seats taken; a seat is for one sequence, and there are
+        `engine.max_num_seqs` of them or as many as `producers.groups_in_flight` groups have, if these are fewer.
+    alone_per_s: by one whose engine has a single sequence. By default 4 times what a seat has where all are taken.
+    lengths: a file with a number of tokens, or an array of those of siblings, a line; a distribution as
+        `log-normal:800:1.2`; or a recorded run.
+    trainer_tokens_per_s: sampled tokens of a batch by the seconds that its update takes.
+    weights_s: from the end of an update until engines sample with its policy; by default 1.
+    flat: share of tasks whose rewards do not differ.
+    set: fields of the run file to change.
+
+    Raises:
+        ConfigError: something is missing or wrong; the message names it, its value and what was expected.
+        TelemetryError: a run's file cannot be read.
+    """
+    runs = Path(runs)
+    found = _recorded(run, runs)
+    config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
+    numbers = {
+        "tokens-per-s": tokens_per_s,
+        "alone-per-s": alone_per_s,
+        "trainer-tokens-per-s": trainer_tokens_per_s,
+        "weights-s": weights_s,
+        "flat": flat,
+    }
+    _check(producers, numbers)
+    pace = _pace(config, found, numbers)
+    if lengths is not None:
+        draw = _lengths(str(lengths), runs)
+    elif found is not None:
+        draw = of_groups(found.groups)
+    else:
+        raise ConfigError(f"--lengths is not given: expected it with {run}, which has no record of completions")
+    num_producers = producers or (found.num_producers if found else config.producers.count)
+    num_updates = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
+    planned = Simulation(config, num_producers, pace, draw, num_updates).run()
+    recorded = as_recorded = None
+    if found is not None:
+        recorded = figures_of(found.course, found.config)
+        if (config, num_producers, pace) != (found.config, found.num_producers, found.pace) or lengths is not None:
+            own = Simulation(found.config, found.num_producers, found.pace, of_groups(found.groups), num_updates)
+            as_recorded = figures_of(own.run(), found.config)
+    return Plan(
+        name=config.name,
+        num_producers=num_producers,
+        pace=_shown(pace, seats(config)),
+        planned=figures_of(planned, config),
+        recorded=recorded,
+        as_recorded=as_recorded,
+    )
+
+
+def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
+    """The figures of a course by name: rates a second, shares from 0 to 1, means over tokens, updates or time; None
+    where one is not known."""
+    num_lags = sum(course.lags.values())
+    num_taken = course.num_trained + course.num_skipped
+    num_arrived = num_taken + course.num_stale + course.num_dead
+    rate = 1 / course.seconds if course.seconds else 0.0
+    ready = course.num_ready if course.num_ready is not None else course.queue
+    part, why = waited_for(
+        course.waits, course.paused or 0.0, ready, course.credit, in_turns=config.mode == "synchronous"
+    )
+    return {
+        "num_updates": course.num_updates,
+        "updates_per_s": max(0, course.num_updates - 1) * rate,
+        "tokens_per_s": course.num_tokens * rate,
+        "trainer_waits": course.waits,
+        "engines_paused": course.paused,
+        "seats_taken": course.seats_taken,
+        "groups_ready": course.num_ready,
+        "queue": course.queue,
+        "credit": course.credit,
+        "lag_mean": sum(lag * num for lag, num in course.lags.items()) / num_lags if num_lags else None,
+        "lags": {lag: num / num_lags for lag, num in sorted(course.lags.items())},
+        "masked": course.num_masked / num_lags if num_lags else None,
+        "stale": course.num_stale / num_arrived if num_arrived else None,
+        "skipped": course.num_skipped / num_taken if num_taken else None,
+        "dead": course.num_dead / num_arrived if num_arrived else None,
+        "waited_for": part,
+        "why": why,
+        "failure": course.failure,
+    }
+
+
+def _shown(pace: RunPace, num_seats: int) -> dict[str, float]:
+    names = ("trainer_tokens_per_s", "announce_s", "load_s", "pause_s", "flat")
+    speed = pace.speed.tokens_per_s
+    own: dict[str, float] = {
+        "seats": num_seats, "tokens_per_s": num_seats * speed(num_seats), "alone_per_s": speed(1)
+    }  # fmt: skip
+    return own | {name: getattr(pace, name) for name in names}
+
+
+def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
+    """The run of this name, if it is one and no run file."""
+    given = Path(run)
+    if given.is_dir() or (runs / given).is_dir():
+        return read_run(find_run_folder(str(run), runs))
+    names = [*shipped_run_files(), *(folder.name for folder in runs.glob("*") if folder.is_dir())]
+    if given.is_file() or given.suffix == ".toml" or str(run) in names:
+        return None
+    similar = difflib.get_close_matches(str(run), names, n=1)
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    raise ConfigError(f"{run}: neither a run file, nor the name of a shipped one, nor a run in {runs}{meant}")
+
+
+def _lengths(given: str, runs: Path) -> Lengths:
+    if not Path(given).is_file() and (Path(given).is_dir() or (runs / given).is_dir()):
+        return of_groups(read_run(find_run_folder(given, runs)).groups)
+    return lengths_of(given)
+
+
+def _check(producers: int | None, numbers: Mapping[str, float | None]) -> None:
+    if producers is not None and producers < 1:
+        raise ConfigError(f"--producers {producers}: expected 1 or more")
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        if not 0 <= value < math.inf or (name == "flat" and value > 1) or (name in _ABOVE_ZERO and not value):
+            expected = "a share from 0 to 1" if name == "flat" else "a number of 0 or more"
+            expected = "a number above 0" if name in _ABOVE_ZERO else expected
+            raise ConfigError(f"--{name} {value:g}: expected {expected}")
+
+
+def _pace(config: RunConfig, found: PacedRun | None, numbers: Mapping[str, float | None]) -> RunPace:
+    given = {name.replace("-", "_"): value for name, value in numbers.items() if value is not None}
+    needed = ("tokens-per-s", "trainer-tokens-per-s") if found is None else ()
+    if missing := [f"--{name}" for name in needed if numbers[name] is None]:
+        raise ConfigError(f"{', '.join(missing)}: missing; a run file does not say how fast the parts of a run are")
+    full, alone = given.pop("tokens_per_s", None), given.pop("alone_per_s", None)
+    fields: dict[str, Any] = given
+    if full or alone:
+        fields["speed"] = _speed(seats(config), full, alone, found)
+    if (weights_s := given.pop("weights_s", None if found else WEIGHTS_S)) is not None:
+        fields |= {"announce_s": 0.0, "load_s": weights_s}
+    return RunPace(**fields) if found is None else msgspec.structs.replace(found.pace, **fields)
+
+
+def _speed(num_seats: int, full: float | None, alone: float | None, found: PacedRun | None) -> EngineSpeed:
+    """Where one of the two is not given, it keeps its ratio to the other, in the recorded run or by `ALONE`."""
+    ratio = ALONE / num_seats
+    if found is not None:
+        own = found.pace.speed.tokens_per_s
+        ratio = own(1) / (num_seats * own(num_seats))
+        full = full or num_seats * own(num_seats)
+    assert full is not None
+    alone = alone or full * min(1.0, ratio)
+    if not full / num_seats <= alone <= full:
+        raise ConfigError(
+            f"--alone-per-s {alone:g}: expected {full / num_seats:g} to {full:g}: a sequence is as fast by itself as "
+            f"among {num_seats} or faster, and no faster than all of them together (--tokens-per-s)"
+        )
+    return EngineSpeed.of(full, alone, num_seats)

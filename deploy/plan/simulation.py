@@ -1,0 +1,326 @@
+"""A run in simulated time: the trainer's own intake, around engines that only count tokens."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from penstock.consumers.learning.lag import LagTable, known_lags, span_lags
+from penstock.consumers.learning.step_report import NOTHING_TO_TRAIN, StepReport
+from penstock.consumers.stream.checkpoints import CheckpointState
+from penstock.consumers.stream.intake import Intake
+from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
+from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.reader import ENTRIES_PER_READ, ReadyGroup, Refused
+from penstock.deploy.plan.producer import Clock, EngineJob, EngineSpeed, SimulatedProducer, seats
+from penstock.deploy.plan.workload import Lengths
+from penstock.producers.stream.in_flight import Claim
+from penstock.schemas.config import RunConfig
+from penstock.schemas.keys import Keys
+from penstock.schemas.prompt import Prompt, Reward
+from penstock.schemas.rollout import OVERDUE, EngineFingerprint, Rollout, RolloutGroup, SamplingSettings, Segment
+
+_PROMPT = Prompt(text="")
+_FINGERPRINT = EngineFingerprint(
+    engine="simulated", version="", model="", dtype="", head_dtype="", logprobs_mode="", prefix_caching=False,
+    async_scheduling=False,
+)  # fmt: skip
+_SAMPLING = SamplingSettings()
+
+
+class RunPace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast everything is, and what becomes of groups.
+
+    speed: of one producer's engine. start_s: from the claim of a prompt to its first step.
+    trainer_tokens_per_s: sampled tokens of a batch by the seconds between its arrival and the next wait for groups.
+    update_factors: what updates take beyond or below that, one after the other and over again.
+    announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
+    pause_s: the end of that time, in which the engine samples nothing.
+    reward_s: draws of the seconds from the last token of a group to its append.
+    flat: share of tasks whose rewards do not differ.
+    """
+
+    speed: EngineSpeed
+    start_s: float = 0.0
+    trainer_tokens_per_s: float
+    update_factors: tuple[float, ...] = (1.0,)
+    announce_s: float = 0.0
+    load_s: float = 0.0
+    pause_s: float = 0.0
+    reward_s: tuple[float, ...] = (0.0,)
+    flat: float = 0.0
+
+
+class Course(msgspec.Struct, kw_only=True):
+    """What a run has come to, in the record of one or in simulated time; None where it is not known.
+
+    seconds: between the first update and the last. num_tokens: sampled, of the batches after the first.
+    waits, paused, seats_taken: shares of time: of the trainer, of engines, of all engines' seats.
+    lags: tokens of batches by lag. num_ready: groups that waited to be trained, at each update. queue: those read by
+    the trainer and left after each.
+    num_trained, num_skipped, num_stale, num_dead: groups by what became of them; a stale one is sampled again.
+    failure: why the run has ended before its time.
+    """
+
+    num_updates: int = 0
+    seconds: float = 0.0
+    num_tokens: int = 0
+    waits: float = 0.0
+    paused: float | None = None
+    seats_taken: float | None = None
+    lags: dict[int, int] = {}
+    num_masked: int = 0
+    num_ready: float | None = None
+    queue: float | None = None
+    credit: float | None = None
+    num_trained: int = 0
+    num_skipped: int = 0
+    num_stale: int = 0
+    num_dead: int = 0
+    failure: str = ""
+
+
+class _Streams:
+    """Prompts out, groups in: what the trainer writes to Redis, in its scripts' place."""
+
+    def __init__(self) -> None:
+        self.prompts: deque[Claim] = deque()
+        self.evaluations: deque[Claim] = deque()
+        self.groups: deque[RolloutGroup | Refused] = deque()
+        self.num_entries = 0
+
+    def call(self, command: Any) -> Any:
+        return command(self)
+
+    def release(self, epoch: int, after: int, tasks: Sequence[ReleasedTask], policy_version: int) -> None:
+        self.release_again(epoch, policy_version, list(enumerate(tasks, start=after + 1)))
+
+    def release_again(self, epoch: int, version: int, tasks: Sequence[tuple[int, ReleasedTask]]) -> None:
+        for index, task in tasks:
+            self.prompts.append(self._claim("prompts", index, version, task))
+
+    def evaluate(self, version: int, tasks: Sequence[ReleasedTask]) -> None:
+        for n, task in enumerate(tasks, start=1):
+            self.evaluations.append(self._claim("evaluations", n, version, task, f"{version}-{n}"))
+
+    def dead_letter(self, *letter: Any) -> None:
+        """Nobody reads it."""
+
+    def _claim(self, stream: str, index: int, version: int, task: ReleasedTask, evaluation: str | None = None) -> Claim:
+        self.num_entries += 1
+        return Claim(
+            stream=stream,
+            entry_id=b"%d-0" % self.num_entries,
+            index=index,
+            version=version,
+            evaluation_id=evaluation,
+            environment=task.environment,
+            task=task.number,
+        )
+
+
+class Simulation:
+    """One run. Released, skipped, found stale and settled by `Intake`, claimed as by `Claims`; faults do not happen.
+
+    num_updates: ends after so many, as if the run had been stopped.
+    """
+
+    def __init__(
+        self, config: RunConfig, num_producers: int, pace: RunPace, lengths: Lengths, num_updates: int
+    ) -> None:
+        self._config = config = msgspec.structs.replace(config, record=False)
+        self._pace = pace
+        self._lengths = lengths
+        self._num_updates = num_updates
+        self._random = Random(f"plan {config.seed}")
+        self.clock = Clock()
+        self._streams = _Streams()
+        leadership: Any = SimpleNamespace(
+            connection=self._streams, scripts=self._streams, keys=Keys(config.name), epoch=0
+        )
+        self.ledger = Ledger()
+        self._lag_of = LagTable(0, {}, {})
+        self._progress = RunProgress(0, CheckpointState.new(0))
+        self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
+        how = config, pace.speed, pace.start_s, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
+        self.producers = deque(SimulatedProducer(self.clock, *how) for _ in range(num_producers))
+        self._held_out = [
+            ReleasedTask(name, n + 1) for name, how in config.held_out.items() for n in range(how.num_prompts or 0)
+        ]
+        self._factors = cycle(pace.update_factors)
+        self._is_training = False
+        self._idle_since_s = self._waited_s = self._announced_s = self._began_s = 0.0
+        self._ready: list[int] = []
+        self._queue: list[int] = []
+        self._credit: list[int] = []
+        self.course = Course()
+
+    def run(self) -> Course:
+        """Raises ConfigError as `penstock.consumers.stream.tasks.TaskPlan` and the advantage function do."""
+        course = self.course
+        self._streams.evaluate(0, self._held_out)
+        try:
+            self.intake.release()
+            self._claim()
+            while course.num_updates < self._num_updates and self.clock.step():
+                pass
+        except RunFailedError as error:
+            course.failure = str(error)
+        course.seconds = self._idle_since_s - self._began_s
+        engines, num_seats = [producer.engine for producer in self.producers], seats(self._config)
+        if self.clock.now_s:
+            whole_s = len(engines) * self.clock.now_s
+            course.paused = sum(engine.paused_s for engine in engines) / whole_s
+            course.seats_taken = sum(engine.seats_s for engine in engines) / whole_s / num_seats
+        course.waits = self._waited_s / course.seconds if course.seconds else 0.0
+        course.num_ready, course.queue, course.credit = map(_mean, (self._ready, self._queue, self._credit))
+        course.num_trained, course.num_skipped = (self.ledger.count(name) for name in ("trained", "skipped"))
+        course.num_dead, course.num_stale = self.ledger.count("dead"), self.ledger.released_again["stale"]
+        return course
+
+    def _drawn(self, claim: Claim) -> list[int]:
+        """The lengths of a claim's siblings, as the engine cuts them."""
+        config, name = self._config, claim.environment
+        if claim.evaluation_id is None:
+            num, most = config.group_size, config.every_environment[name].max_tokens or config.sampling.max_tokens
+        else:
+            how = config.held_out[name]
+            num, most = how.num_samples or 1, how.max_tokens or config.sampling.max_tokens
+        return [max(1, min(most, round(length))) for length in self._lengths(self._random, num)]
+
+    def _finish(self, producer: SimulatedProducer, job: EngineJob) -> None:
+        delay_s = 0.0 if job.is_given_up else self._random.choice(self._pace.reward_s)
+        self.clock.after(delay_s, lambda: self._append(producer, job))
+
+    def _append(self, producer: SimulatedProducer, job: EngineJob) -> None:
+        producer.table.remove(job.claim)
+        claim = job.claim
+        if claim.evaluation_id is None:
+            deadline_s = self._config.producers.generation_deadline_s
+            overdue = Refused(claim.index, f"{OVERDUE}: not finished after {deadline_s:g} s", b"")
+            self._streams.groups.append(overdue if job.is_given_up else self._group(job))
+        self._look()
+
+    def _group(self, job: EngineJob) -> RolloutGroup:
+        claim = job.claim
+        is_flat = Random(f"{self._config.seed} {claim.environment} {claim.task}").random() < self._pace.flat
+        rollouts = []
+        for sibling, length in enumerate(job.lengths):
+            segment = Segment(
+                token_ids=b"",
+                behavior_logprobs=bytes(4 * length),
+                loss_mask=((0, length),),
+                version_spans=job.spans[sibling],
+            )
+            rollouts.append(Rollout(segments=(segment,), reward=Reward(value=float(sibling == 0 and not is_flat))))
+        return RolloutGroup(
+            index=claim.index,
+            prompt=_PROMPT,
+            rollouts=tuple(rollouts),
+            producer_id="",
+            fingerprint=_FINGERPRINT,
+            sampling=_SAMPLING,
+            environment=claim.environment,
+            task=claim.task,
+        )
+
+    def _claim(self) -> None:
+        """Producers read in turn, until none gets anything."""
+        streams, num_empty = self._streams, 0
+        while num_empty < len(self.producers) and (streams.prompts or streams.evaluations):
+            num_empty = 0 if self.producers[0].take(streams.evaluations, streams.prompts) else num_empty + 1
+            self.producers.rotate(-1)
+
+    def _read(self) -> int:
+        """What `Reader.read` takes in: groups that were sampled for released, unsettled indexes, each once."""
+        reader, groups = self.intake.reader, self._streams.groups
+        num_read = min(ENTRIES_PER_READ, len(groups))
+        for _ in range(num_read):
+            self._streams.num_entries += 1
+            entry_id, found = b"%d-0" % self._streams.num_entries, groups.popleft()
+            if isinstance(found, Refused):
+                reader.refuse(replace(found, entry_id=entry_id, num_received=reader.num_received))
+            else:
+                reader.ready[found.index] = ReadyGroup(entry_id, found)
+                reader.num_received += 1
+        return num_read
+
+    def _look(self) -> None:
+        """The trainer looks for a batch, as `Trainer._take` does, unless it is training."""
+        num_groups = self._config.groups_per_batch
+        while not self._is_training:
+            num_read = self._read() if self.intake.is_short(num_groups) else 0
+            groups = self.intake.batch(num_groups)
+            if groups is not None:
+                self._train(groups)
+            elif not num_read:
+                break
+        self._claim()
+
+    def _train(self, groups: list[RolloutGroup]) -> None:
+        lag, bound = known_lags(self._lag_of), self._config.lag_bound
+        self._is_training = True
+        waited_s = self.clock.now_s - self._idle_since_s
+        lags: Counter[int] = Counter()
+        for segment in (segment for group in groups for rollout in group.rollouts for segment in rollout.segments):
+            for span, d in zip(segment.version_spans, span_lags(segment, lag, bound), strict=True):
+                lags[d] += span.end - span.start
+        num_tokens, num_masked = lags.total(), sum(num for d, num in lags.items() if d > bound)
+        num_streamed = sum(isinstance(found, RolloutGroup) for found in self._streams.groups)
+        self._ready.append(self.intake.num_ready + num_streamed)
+        takes_s = num_tokens / self._pace.trainer_tokens_per_s * next(self._factors)
+        report = StepReport(
+            metrics={},
+            lag_histogram=dict(lags),
+            num_tokens_trained=num_tokens - num_masked,
+            num_tokens_masked_lag=num_masked,
+            advantages={group.index: tuple(rollout.reward.value for rollout in group.rollouts) for group in groups},
+            has_teacher=self._config.teacher is not None,
+            num_optimizer_steps=self._config.steps_per_batch,
+            skipped_reason=None if num_masked < num_tokens else NOTHING_TO_TRAIN,
+        )
+        self.clock.after(takes_s, lambda: self._publish(groups, report, waited_s))
+
+    def _publish(self, groups: list[RolloutGroup], report: StepReport, waited_s: float) -> None:
+        """Waits until the policy before is announced."""
+        if self.clock.now_s < self._announced_s:
+            self.clock.after(self._announced_s - self.clock.now_s, lambda: self._publish(groups, report, waited_s))
+            return
+        course = self.course
+        for d, num in report.lag_histogram.items():
+            course.lags[d] = course.lags.get(d, 0) + num
+        course.num_masked += report.num_tokens_masked_lag
+        if course.num_updates:
+            self._waited_s += waited_s
+            course.num_tokens += sum(report.lag_histogram.values())
+        self.intake.settle(groups, report)
+        if report.skipped_reason is None:
+            version = self._lag_of.current + self._config.steps_per_batch
+            self._lag_of.advance(version)
+            self._announced_s = self.clock.now_s + self._pace.announce_s
+            self.clock.after(self._pace.announce_s, lambda: self._announce(version))
+        self.intake.release()
+        self._progress.take_passed()
+        self._queue.append(self.intake.num_ready)
+        self._credit.append(self.intake.credit)
+        course.num_updates += 1
+        self._began_s = self._began_s or self.clock.now_s
+        self._idle_since_s = self.clock.now_s
+        if course.num_updates % self._config.evaluation.every == 0:
+            self._streams.evaluate(self._lag_of.current, self._held_out)
+        self._is_training = False
+        self._look()
+
+    def _announce(self, version: int) -> None:
+        for producer in self.producers:
+            producer.announce(version)
+        self._claim()
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,94 @@
+"""A simulated run that leaves a run's folder behind: telemetry and a record, as real parts would have written them."""
+
+import msgspec
+
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.observe.record_files import RecordFiles
+from penstock.deploy.launch.run_folder import save_run_file
+from penstock.deploy.plan.producer import EngineJob, SimulatedProducer
+from penstock.deploy.plan.simulation import Course, Simulation
+from penstock.schemas.config import RunConfig
+from penstock.schemas.process.json_lines import JsonLines
+from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, RecordHeader, encode_batch
+from penstock.schemas.rollout import RolloutGroup, Timings, encode_group
+
+
+class WrittenSimulation(Simulation):
+    """Written to `runs` by `write`."""
+
+    def __init__(self, config: RunConfig, *arguments) -> None:
+        super().__init__(config, *arguments)
+        self._claimed_s: dict[int, float] = {}
+        self._sampled: dict[int, tuple[str, float]] = {}
+        self._batches: list[list[RolloutGroup]] = []
+        self._lines: list[dict] = []
+
+    def _drawn(self, claim):
+        self._claimed_s[claim.index] = self.clock.now_s
+        return super()._drawn(claim)
+
+    def _finish(self, producer: SimulatedProducer, job: EngineJob) -> None:
+        self._sampled[job.claim.index] = f"producer-{id(producer)}", self.clock.now_s
+        super()._finish(producer, job)
+
+    def _publish(self, groups: list[RolloutGroup], report: StepReport, waited_s: float) -> None:
+        before = self.course.num_updates
+        super()._publish(groups, report, waited_s)
+        if self.course.num_updates == before:
+            return
+        self._batches.append([self._timed(group) for group in groups])
+        self._lines.append(
+            {
+                "update": before + 1,
+                "policy_version": before + 1,
+                "time_s": 1 + self._idle_since_s,
+                "lag_histogram": report.lag_histogram,
+                "num_tokens_trained": report.num_tokens_trained,
+                "num_tokens_masked_lag": report.num_tokens_masked_lag,
+                "num_groups_trained": len(groups),
+                "num_groups_skipped": 0,
+                "queue_depth": self._queue[-1],
+                "wait_s": waited_s,
+            }
+        )
+
+    def _timed(self, group: RolloutGroup) -> RolloutGroup:
+        name, generated_s = self._sampled[group.index]
+        claimed_s = 1 + self._claimed_s[group.index]
+        timings = Timings(claimed_s=claimed_s, generated_s=1 + generated_s, appended_s=1 + generated_s)
+        return msgspec.structs.replace(group, producer_id=name, timings=timings)
+
+    def write(self, runs) -> Course:
+        config, course = self._config, self.run()
+        folder = config.folder(runs)
+        save_run_file(msgspec.structs.replace(config, record=True), folder)
+        lines = JsonLines(folder / "updates.jsonl")
+        for line in self._lines:
+            lines.write(**line)
+        lines.close()
+        files = RecordFiles(folder / FOLDER, RecordHeader(run=config.name, epoch=0), config.recording)
+        for position, groups in enumerate(self._batches):
+            entries = tuple(
+                GroupEntry(index=group.index, outcome="trained", advantages=(1.0, -1.0)) for group in groups
+            )
+            head = BatchHead(
+                position=position, update=position + 1, policy_version=position, counts=True, groups=entries
+            )
+            files.append(encode_batch(head, [RecordedGroup(_encoded(group), ()) for group in groups]))
+        files.close()
+        return course
+
+
+def _encoded(group: RolloutGroup) -> bytes:
+    """With as many token ids as tokens, which a simulation does without."""
+    rollouts = tuple(
+        msgspec.structs.replace(
+            rollout,
+            segments=tuple(
+                msgspec.structs.replace(segment, token_ids=bytes(len(segment.behavior_logprobs)))
+                for segment in rollout.segments
+            ),
+        )
+        for rollout in group.rollouts
+    )
+    return encode_group(msgspec.structs.replace(group, rollouts=rollouts))
