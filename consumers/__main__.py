@@ -19,6 +19,7 @@ from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.parity.watch import ProducerWatch
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointError, Checkpoints, CheckpointState, restore_rng
@@ -273,6 +274,7 @@ def _assemble(
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),
+        watch=ProducerWatch(config, learner.ranks),
         recorder=recorder,
         record_aside=record_aside,
         run_log=run_log,

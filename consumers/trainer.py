@@ -10,7 +10,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
-                 parity/gate.py, the first batch of new weights
+                 parity/gate.py, the first batch of new weights; each
+                 producer from then on: parity/watch.py
     batch        lag, advantages, packed tensors                       -
                  learning/packing.py
     step         loss, backward, optimizer: per epoch and mini-batch   -
@@ -53,6 +54,7 @@ from penstock.consumers.learning.learner import Learner
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate
+from penstock.consumers.parity.watch import ProducerWatch
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointWriteError
 from penstock.consumers.stream.evaluation import Evaluator
@@ -87,6 +89,7 @@ class Trainer:
     commits: Commits
     recovery: Recovery
     gate: Gate
+    watch: ProducerWatch
     recorder: RolloutRecorder | None
     record_aside: Callable[[], None]
     run_log: RunLog
@@ -145,6 +148,7 @@ class Trainer:
                 return False
             if self.gate.is_pending:
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
+            self.watch.examine(groups, self.learner, self.policy.version, lag_of)
             took_s = time.monotonic()
             batch = self.learner.pack(groups, lag_of)
             report = self.learner.step(batch)
@@ -171,6 +175,9 @@ class Trainer:
                 publish_s=time.monotonic() - stepped_s,
                 publish_blocked_s=self.policy.take_blocked_s(),
             )
+            for instance, found in self.watch.observe_batch(groups, report).items():
+                self.intake.quarantine.add(instance, found)
+            self._note_producers()
             self._evaluate()
             self._commit_if_due(busy=True)
         self._finish()
@@ -189,6 +196,7 @@ class Trainer:
             if self.intake.is_short(num_groups):
                 if not self.intake.read():
                     self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
+                    self._note_producers()
                     self._commit_if_due(busy=False)
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S
@@ -203,6 +211,10 @@ class Trainer:
                 return groups
             self._collect_evaluations()
         return None
+
+    def _note_producers(self) -> None:
+        self.intake.quarantine.note(self.watch.table())
+        self.run_log.metrics.watch_producers(self.intake.quarantine.alive)
 
     def _evaluate(self) -> None:
         num_batches = self.progress.num_batches

@@ -22,6 +22,7 @@ from penstock.producers.weights.follower import LoadReport, WeightFollower
 from penstock.producers.weights.host_copy import HostCopy
 from penstock.schemas.heartbeat import Heartbeat, InFlight
 from penstock.schemas.process.cancellation import cancel_and_wait
+from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.weights.reading import WeightReader
 
 log = logging.getLogger(__name__)
@@ -97,13 +98,18 @@ class Producer:
             engine=engine,
             teacher=context.teacher,
         )
-        self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id)
-        self._progress = RolloutProgress(connection, keys, self.table, context.metrics, config.producers)
-        self._heartbeat = HeartbeatSender(connection, keys, context.producer_id, self._describe, self._on_finished)
+        self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id, context.instance)
+        self._progress = RolloutProgress(
+            connection, keys, self.table, context.metrics, config.producers, context.instance
+        )
+        self._heartbeat = HeartbeatSender(
+            connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
+        )
         self._running: set[asyncio.Task[None]] = set()
         self._passed_on: asyncio.Queue[Claim] = asyncio.Queue()
         """Claimed by `endpoint`, which does not converse about them."""
         self._run_is_finished = False
+        self._quarantined = asyncio.Event()
         self._tokens_per_s = 0.0
         self.endpoint = None
         if config.endpoint is not None:
@@ -172,8 +178,9 @@ class Producer:
         async with asyncio.TaskGroup() as groups:
             claiming = [groups.create_task(self._claim(groups)), groups.create_task(self._take_passed_on(groups))]
             serving = groups.create_task(self._serve_agents())
+            idling = groups.create_task(self._sit_out(claiming))
             await self.stop.wait()
-            await cancel_and_wait(claiming)
+            await cancel_and_wait([*claiming, idling])
             await self._save_progress()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if self._run_is_finished else GRACE_S):
@@ -184,6 +191,18 @@ class Producer:
             await cancel_and_wait([*self._running, serving])
             if self.endpoint is not None:
                 await self.endpoint.close(append=not self._run_is_finished)
+
+    async def _sit_out(self, claiming: list[asyncio.Task[None]]) -> None:
+        """Waits for the trainer's quarantine of this instance. Then nothing is claimed any more, and what runs is left
+        to others, to begin anew; agents' rollouts that are open go on to their end, which unblocks it."""
+        await self._quarantined.wait()
+        await cancel_and_wait(claiming)
+        await cancel_and_wait([*self._running])
+        await self._progress.drop()
+        if self.endpoint is not None:
+            await self.endpoint.drain()
+        await self.writer.drain()
+        log.info("quarantined: %d unfinished claims handed back", await self._claims.hand_back())
 
     async def _save_progress(self) -> None:
         """Leaves what is sampled to those who take the claims over; nobody does once the run is finished."""
@@ -279,6 +298,14 @@ class Producer:
         self._run_is_finished = True
         self.stop.set()
 
+    def _on_quarantined(self, found: ProducerParity) -> None:
+        if not self._quarantined.is_set():
+            log.error(
+                "this producer is quarantined, it samples nothing more: %s. Mend its engine and start it again",
+                found.says,
+            )
+        self._quarantined.set()
+
     def _record_load(self, report: LoadReport) -> None:
         self._context.events.write(
             "weights",
@@ -322,6 +349,7 @@ class Producer:
             sent_s=time.time(),
             last_error=self.weights.last_error,
             endpoint="" if self.endpoint is None else self.endpoint.url,
+            instance=self._context.instance,
         )
 
     @property

@@ -12,10 +12,11 @@ import msgspec
 from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.rollout import MAX_REWARD, RolloutGroup
 
-OUTCOMES = ("trained", "skipped", "stale", "dead", "missing", "duplicate")
-"""Of a rollout: that of its group, stale where every token of the group was beyond the lag bound, so that its index was
-sampled again, duplicate where another group of its index came first; `missing` for one that ended without a reward,
-while its group went on without it. All but the stale and the duplicate ones belong to a settled index."""
+OUTCOMES = ("trained", "skipped", "stale", "quarantined", "dead", "missing", "duplicate")
+"""Of a rollout: that of its group, `stale` where every token of the group was beyond the lag bound, `quarantined` where
+a quarantined producer sampled it: the index of either was sampled again; `duplicate` where another group of its index
+came first; `missing` for one that ended without a reward, while its group went on without it. All but the stale, the
+quarantined and the duplicate ones belong to a settled index."""
 UNKNOWN = "unknown"
 """The length of a rollout that is in no record."""
 BEYOND = 1 << 31
@@ -136,7 +137,7 @@ class Attrition(msgspec.Struct):
             return
         if group is not None:
             self.num_tries_lost += max(0, group.num_tries_lost)
-        if lengths or is_overdue:
+        if (lengths or is_overdue) and outcome != "quarantined":
             is_lost = outcome in ("stale", "dead") or 2 * sum(num_masked) > sum(lengths)
             self._test(max(lengths, default=BEYOND), is_lost)
 

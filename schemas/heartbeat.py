@@ -29,6 +29,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     endpoint: str = ""
     """URL at which agents reach this producer; empty without an endpoint."""
+    instance: str = ""
+    """Another one for each start of a producer: what `RolloutGroup.sampled_by` names. Empty before this release."""
 
 
 encode_heartbeat = msgspec.json.Encoder().encode

@@ -58,6 +58,8 @@ class Keys:
         `producer`, `reason`, `traceback`). Their groups do without them; no index is settled by them."""
         self.requeued = f"{tag}:requeued"
         """Hash: index to the dead-letter entry id that an operator wants released again. Fields are never removed."""
+        self.parity = f"{tag}:parity"
+        """Hash: instance of a producer to what the trainer has found of its rows (schemas/producer_parity.py)."""
         self._producer_prefix = f"{tag}:producers:"
         self._progress_prefix = f"{tag}:progress:"
 

@@ -184,7 +184,7 @@ class TrainerMetric:
         "penstock_groups_released_again_total",
         "Indexes released again, by reason",
         ("reason",),
-        values=("lost", "stale", "requeued"),
+        values=("lost", "stale", "quarantined", "requeued"),
         unit="groups",
     )
     CREDIT = Metric("penstock_credit_groups", "The most groups that may be released and not settled")
@@ -263,12 +263,24 @@ class TrainerMetric:
         "Gap between engine and trainer at lag 0, mean over the last 8 batches with one",
     )
     MISMATCH_BAND = Metric("penstock_mismatch_lag0_band_nats", "The largest such mean without the alert")
+    PRODUCER_MISMATCH = Metric(
+        "penstock_producer_mismatch_lag0_mean_nats",
+        "Gap between a producer's engine and the trainer at lag 0, mean over its last 8 groups with such rows; of "
+        "producers that are alive",
+        ("producer",),
+    )
+    PRODUCER_QUARANTINED = Metric(
+        "penstock_producer_quarantined",
+        "1 for a producer that is alive and whose groups are not trained, by what the parity check says is wrong",
+        ("producer", "cause"),
+        unit="none",
+    )
     ROLLOUT_TOKENS = Metric(
         "penstock_rollout_tokens",
         "Sampled tokens of a rollout, by what became of it",
         ("outcome",),
         LENGTH_BUCKETS,
-        values=("trained", "skipped", "stale", "dead", "duplicate"),
+        values=("trained", "skipped", "stale", "quarantined", "dead", "duplicate"),
         unit="tokens",
     )
     ROLLOUTS_UNMEASURED = Metric(

@@ -207,6 +207,20 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     num_tries_lost: int = 0
     """Earlier tries at the prompt that ended with their producer, killed or stopped, and with what they had sampled:
     one that was gone on from is not lost."""
+    sampled_by: tuple[str, ...] = ()
+    """The instances of producers (`Heartbeat.instance`) that sampled parts of it: the one that finished it last, before
+    it those that it went on from. Empty in records of earlier releases."""
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """`sampled_by`; of a record without it the producer's id."""
+        return self.sampled_by or (self.producer_id,)
+
+    def finished_by(self, instance: str) -> "RolloutGroup":
+        """The group with `instance` as the last of those that sampled it."""
+        if instance in self.sampled_by[-1:]:
+            return self
+        return msgspec.structs.replace(self, sampled_by=(*self.sampled_by, instance))
 
 
 _ORDINARY_HIGH_BYTES = bytes([*range(0x00, 0x3A), *range(0x80, 0xFF)])

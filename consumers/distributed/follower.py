@@ -29,9 +29,9 @@ def follow(config: RunConfig, ranks: Ranks, watch: Watch, url: Callable[[], str]
     def open_learner(config: RunConfig) -> None:
         learner = Learner(config, ranks)
 
-        def gate(groups: Sequence[RolloutGroup], version: int) -> None:
+        def gate(groups: Sequence[RolloutGroup], version: int, max_tokens: int) -> None:
             with suppress(ParityError):  # the lead tells of it
-                measured(groups, config, learner.model, version)
+                measured(groups, config, learner.model, version, max_tokens)
 
         orders.update(learner.orders, gate=gate)
         if url is not None:

@@ -120,7 +120,7 @@ class Learner:
         return batch if size == 1 else batch.of_rank(0, size)
 
     def _step(self, batch: Batch) -> StepReport:
-        tally = BatchTally(self.config, self.ranks, batch.environments.to(self.device), len(batch.lag_mean))
+        tally = BatchTally(self.config, self.ranks, batch, self.device)
         rate = learning_rate(self.config, self.num_steps)
         self.ranks.phase = "forward"
         batch, constants = self.scorer.step_constants(batch)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
 from penstock.consumers.learning.diagnostics import Level, MismatchSums
+from penstock.consumers.learning.fresh_rows import RowGap, fresh_sums, gaps_of
 from penstock.consumers.learning.ranks import Ranks
 from penstock.consumers.learning.scoring import Scored
 from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
@@ -64,6 +66,7 @@ class StepReport:
         started them, and the phase that waits is charged.
     findings: in a run with `record`, by mini-batch and micro-batch, on CPU.
     environments: by environment the mean lag of its tokens, `lag_mean`, and `MismatchSums.by_environment`.
+    fresh: of each group with rows of lag 0 throughout, by its index, their gap.
     """
 
     metrics: dict[str, float]
@@ -81,6 +84,7 @@ class StepReport:
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
+    fresh: dict[int, RowGap] = field(default_factory=dict)
 
     @property
     def num_groups_skipped(self) -> int:
@@ -101,13 +105,17 @@ class StepReport:
 class BatchTally:
     """Adds up the optimizer steps of one batch, and makes its report.
 
-    environments: [R] int64, the number of each rollout's environment, below `num_environments`.
+    device: of the micro-batches.
     """
 
-    def __init__(self, config: RunConfig, ranks: Ranks, environments: Tensor, num_environments: int) -> None:
+    def __init__(self, config: RunConfig, ranks: Ranks, batch: Batch, device: torch.device) -> None:
         self._ranks = ranks
-        self._environments = environments
-        self._num_environments = num_environments
+        self._environments = batch.environments.to(device)
+        self._num_environments = len(batch.lag_mean)
+        indexes, groups = np.unique(batch.rewards.indexes, return_inverse=True)
+        self._indexes: list[int] = indexes.tolist()
+        self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
+        self._fresh = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
         self.failed: dict[int, str] = {}
         """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
         self._failed_groups: dict[int, str] = {}
@@ -133,12 +141,11 @@ class BatchTally:
 
     def diagnose(self, place: int, microbatch: MicroBatch, scored: Scored, scale: float | None) -> None:
         """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device. scale: as in `metric_sums`."""
-        correction = scored.correction
+        correction, rollouts = scored.correction, microbatch.rollouts[microbatch.row_ids]
+        tokens = scored.proximal_logprobs, microbatch.behavior_logprobs, microbatch.loss_mask, microbatch.row_ids
+        self._fresh += fresh_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
         found = MismatchSums.of_packed(
-            scored.proximal_logprobs,
-            microbatch.behavior_logprobs,
-            microbatch.loss_mask,
-            microbatch.row_ids,
+            *tokens,
             weights=correction.weights,
             keep_mask=correction.keep_mask,
             corrected_mask=correction.corrected_mask,
@@ -147,7 +154,7 @@ class BatchTally:
             threshold=self._config.correction.threshold,
             advantages=scored.advantages,
             level=_judged_level(self._config.correction),
-            environments=self._environments[microbatch.rollouts[microbatch.row_ids]],
+            environments=self._environments[rollouts],
             num_environments=self._num_environments,
         )
         if scale is not None:
@@ -213,7 +220,7 @@ class BatchTally:
         """
         metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
         fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
-        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings)
+        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
         found = _merged(self._ranks.gather(own.cpu()))
         sums = found.sums
         num_tokens = sums.pop("num_tokens", 0)
@@ -244,6 +251,9 @@ class BatchTally:
             environments={
                 name: {"lag_mean": lag, **own} for (name, lag), own in zip(lag_means, by_environment, strict=True)
             },
+            fresh={
+                index: gap for index, gap in zip(self._indexes, gaps_of(found.fresh), strict=True) if gap.num_tokens
+            },
         )
 
     def _means(self) -> dict[str, float]:
@@ -260,10 +270,12 @@ class _Found:
     sums: dict[str, float]
     mismatch: MismatchSums | None
     findings: dict[int, list[TokenFindings]]
+    fresh: Tensor
 
     def cpu(self) -> "_Found":
         findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
-        return _Found(self.sums, None if self.mismatch is None else self.mismatch.cpu(), findings)
+        mismatch = None if self.mismatch is None else self.mismatch.cpu()
+        return _Found(self.sums, mismatch, findings, self.fresh.cpu())
 
 
 def _merged(by_rank: Sequence[_Found]) -> _Found:
@@ -284,7 +296,7 @@ def _merged(by_rank: Sequence[_Found]) -> _Found:
         ]
         for place in places
     }
-    return _Found(sums, mismatch, findings)
+    return _Found(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
 
 
 def metric_sums(

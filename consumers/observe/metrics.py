@@ -23,6 +23,7 @@ from penstock.schemas.metrics import (
 )
 from penstock.schemas.metrics import TrainerMetric as M
 from penstock.schemas.process.prometheus import LabelledRegistry
+from penstock.schemas.producer_parity import ProducerParity
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class TrainerMetrics:
         self.mismatch_band = make(Gauge, M.MISMATCH_BAND)
         self.mismatch_mean = make(Gauge, M.MISMATCH_MEAN)
         self.mismatch_mean.set(math.nan)
+        self._producer_mismatch = make(Gauge, M.PRODUCER_MISMATCH)
+        self._producer_quarantined = make(Gauge, M.PRODUCER_QUARANTINED)
         self.checkpoint_seconds = make(Histogram, M.CHECKPOINT_SECONDS)
         self.stream_errors = make(Counter, M.STREAM_ERRORS)
         self.sink_errors = make(Counter, M.SINK_ERRORS)
@@ -170,6 +173,14 @@ class TrainerMetrics:
                 self._environment_groups.labels(name, outcome).inc(found[f"num_groups_{outcome}"])
         for phase in _SECONDS:
             self._seconds.labels(phase.removesuffix("_s")).observe(line[phase])
+
+    def watch_producers(self, found: Mapping[str, ProducerParity]) -> None:
+        """Sets what is known of the producers that are alive, by id; of others nothing is left."""
+        _set_labelled(self._producer_mismatch, {name: each.gap for name, each in found.items() if each.gap is not None})
+        self._producer_quarantined.clear()
+        for name, each in found.items():
+            if each.quarantined_s:
+                self._producer_quarantined.labels(name, each.cause).set(1)
 
     def _set_gauges(self, line: dict[str, Any]) -> None:
         for key, gauge in self._gauges.items():

@@ -75,11 +75,11 @@ class Gate:
         """
         if not self.is_pending:
             return
-        fresh = [group for each in groups if (group := _at_lag_0(each, version, lag_of)) is not None]
+        fresh = [group for each in groups if (group := at_lag_0(each, version, lag_of)) is not None]
         if not fresh:
             self._say("no rollouts of the newest policy in this batch: parity is checked with the first that has some")
             return
-        self._ranks.order("gate", lambda _: (fresh, version))
+        self._ranks.order("gate", lambda _: (fresh, version, MAX_TOKENS))
         self._ranks.phase = "gate"
         try:
             found = measured(fresh, self._config, model, version)
@@ -160,7 +160,9 @@ class Alert:
             log.info("parity alert over: mean |engine - trainer| at lag 0 is %.1e nats", gap)
 
 
-def measured(groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int) -> ParityReport:
+def measured(
+    groups: Sequence[RolloutGroup], config: RunConfig, model: PackedModel, version: int, max_tokens: int = MAX_TOKENS
+) -> ParityReport:
     """What the gate finds in groups that `model` has sampled as `version`.
 
     If several ranks share the model, each of them has to do it.
@@ -169,7 +171,7 @@ def measured(groups: Sequence[RolloutGroup], config: RunConfig, model: PackedMod
         ParityError: why it finds nothing, on all of them.
     """
     return check_parity(
-        groups, config=config, weights=lambda _: None, max_tokens=MAX_TOKENS, loaded=LoadedPolicy(version, model)
+        groups, config=config, weights=lambda _: None, max_tokens=max_tokens, loaded=LoadedPolicy(version, model)
     )
 
 
@@ -190,7 +192,7 @@ def _not_comparable(groups: Sequence[RolloutGroup], config: RunConfig, why: str)
     )
 
 
-def _at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:
+def at_lag_0(group: RolloutGroup, version: int, lag_of: LagOf) -> RolloutGroup | None:
     """The rollouts whose every token was sampled by the trainer's current weights, labelled `version`.
 
     After a resume the checkpoint's version names the same weights as the new one; the model in memory is known by the

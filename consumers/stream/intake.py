@@ -9,6 +9,7 @@ from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.stream.leadership import Leadership
 from penstock.consumers.stream.ledger import Ledger
 from penstock.consumers.stream.progress import RunProgress
+from penstock.consumers.stream.quarantine import Quarantine
 from penstock.consumers.stream.reader import Reader, ReadyGroup, Refused, entry_key, readable
 from penstock.consumers.stream.release import Releaser
 from penstock.consumers.stream.settlement import Settlement
@@ -38,6 +39,7 @@ class Intake:
         self.reader = Reader(connection, keys, ledger, config.group_size, check)
         self.died: list[Refused] = []
         """Groups that died before they could be trained or were skipped, for the record, if the run keeps one."""
+        self.quarantine = Quarantine(leadership)
         self._config = config
         self._keeps_record = config.record
         self._lag_bound = config.lag_bound
@@ -86,6 +88,7 @@ class Intake:
             RunFailedError: see `Settlement.settle_refused`.
         """
         self._settle_refused()
+        self._withhold()
         self._pass_over()
         if self.num_ready >= num_groups:
             self._postpone_stale()
@@ -175,12 +178,20 @@ class Intake:
             if self._keeps_record:
                 self.died.append(Refused(index, PASSED_OVER, encode_group(group), producer=group.producer_id))
 
+    def _withhold(self) -> None:
+        """A group that a quarantined producer has sampled is sampled again."""
+        ready = self.reader.ready
+        held = [index for index, each in ready.items() if self.quarantine.holds(each.group)]
+        for index in held:
+            self._count_again(ready.pop(index), "quarantined")
+        self._releaser.postpone(held, "quarantined")
+
     def _postpone_stale(self) -> None:
         """A group with nothing but tokens beyond the lag bound would be trained fully masked: it is sampled again."""
         ready = self.reader.ready
         stale = [index for index, each in ready.items() if is_stale(each.group, self.lag_of, self._lag_bound)]
         for index in stale:
-            self._count_stale(ready.pop(index))
+            self._count_again(ready.pop(index), "stale")
         self._releaser.postpone(stale, "stale")
 
     def _count(self, outcome: str, *groups: RolloutGroup) -> None:
@@ -189,12 +200,12 @@ class Intake:
             masked = masked_tokens(group, lag, self._lag_bound) if outcome in ("trained", "skipped") else ()
             self.ledger.attrition.add(group.environment, outcome, group, self._config.group_size, masked)
 
-    def _count_stale(self, ready: ReadyGroup) -> None:
+    def _count_again(self, ready: ReadyGroup, outcome: str) -> None:
         """Counts a group once, however often a resume or a restarted Redis has it read again."""
         counted = self.ledger.stale.get(ready.group.index)
         if counted is None or entry_key(counted.encode()) < entry_key(ready.entry_id):
             self.ledger.stale[ready.group.index] = ready.entry_id.decode()
-            self._count("stale", ready.group)
+            self._count(outcome, ready.group)
 
     def _count_refused(self, record: Refused) -> None:
         if record.index is None:

@@ -153,7 +153,7 @@ class Ledger:
         """By environment, what became of its tasks."""
         self.attrition = Attrition()
         self.stale: dict[int, str] = {}
-        """Of open indexes, the last entry that was counted as stale: a resume reads it again."""
+        """Of open indexes, the last entry that was counted as stale or quarantined: a resume reads it again."""
 
     def release(self, task: ReleasedTask) -> None:
         """Books the next index as released."""

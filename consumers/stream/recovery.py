@@ -44,9 +44,11 @@ class Recovery:
             self._intake.reader.rewind()
             self._evaluator.request_again()
             self._intake.reconcile()
+            self._intake.quarantine.note_again()
 
     def look_around(self, waited_s: float) -> None:
         """Has done again what was lost without a sign: by a Redis that is the same process as before, or by a chunk
         store. To be called now and then while nothing arrives, as for `waited_s` by now."""
         self._announce_again(thoroughly=waited_s >= SUSPICIOUS_S)
         self._intake.reconcile()
+        self._intake.quarantine.look_around()

@@ -145,6 +145,22 @@ return epoch
 """
 )
 
+# ARGV: epoch, field, value, field, value... Other fields are removed.
+_NOTE_PARITY = (
+    _FENCE
+    + """
+local kept = {}
+for i = 2, #ARGV, 2 do
+  kept[ARGV[i]] = true
+  redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+end
+for _, field in ipairs(redis.call('HKEYS', KEYS[2])) do
+  if not kept[field] then redis.call('HDEL', KEYS[2], field) end
+end
+return epoch
+"""
+)
+
 # ARGV: epoch, policy version, manifest or '' (announced already), whole manifest or '', oldest version kept, parent
 # version of the epoch's first policy or ''. What is there already (after a lost reply) is not added.
 _ANNOUNCE = (
@@ -249,6 +265,7 @@ class Scripts:
                 "restore": _RESTORE,
                 "check": _CHECK,
                 "describe": _DESCRIBE,
+                "note_parity": _NOTE_PARITY,
                 "hold_lease": _HOLD_LEASE,
                 "leave_lease": _LEAVE_LEASE,
                 "release": _RELEASE,
@@ -288,6 +305,11 @@ class Scripts:
         """Notes the tasks of released indexes, as their releases did: Redis may have lost them."""
         flat = [part for index, task in tasks.items() for part in (index, f"{task.number} {task.environment}")]
         self._run("describe", [self._keys.commit, self._keys.tasks], epoch, *flat)
+
+    def note_parity(self, epoch: int, fields: Mapping[str, bytes]) -> None:
+        """Writes what was found of the producers' rows, by instance, in place of what was there."""
+        flat = [part for field in fields.items() for part in field]
+        self._run("note_parity", [self._keys.commit, self._keys.parity], epoch, *flat)
 
     def hold_lease(self, owner: str, lease_s: float) -> bool:
         """Takes a free lease, or renews `owner`'s; False if another holds it."""

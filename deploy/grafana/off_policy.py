@@ -88,6 +88,26 @@ WHOLE = [
         dashed=["band"],
     ),
 ]
+BY_PRODUCER = [
+    timeseries(
+        "Mismatch at lag 0 by producer",
+        "Mean gap of each producer's last 8 groups with rows of lag 0, in nats. One that leaves the others behind has "
+        "another engine than they, or other weights.",
+        {"{{producer}}": last("penstock_producer_mismatch_lag0_mean_nats", by="producer")},
+        unit="sci",
+        minimum=None,
+        log_scale=True,
+        width=12,
+    ),
+    timeseries(
+        "Producers in quarantine",
+        "Alive, and nothing of them is trained, with what the parity check says is wrong.",
+        {"{{producer}}: {{cause}}": last("penstock_producer_quarantined", by="producer, cause")},
+        unit="short",
+        limits={1: "red"},
+        width=12,
+    ),
+]
 BY_LAG = [
     by_lag(
         "Effective sample size by lag",
@@ -164,6 +184,7 @@ DASHBOARD = dashboard(
         "How old the tokens are": LAG,
         "What is lost": LOST,
         "The whole batch": WHOLE,
+        "By producer": BY_PRODUCER,
         "By lag: bucket 0 is the engine, what grows from there is drift": BY_LAG,
     },
 )

@@ -1,5 +1,7 @@
 """`penstock producers`: the producers of a run, their policies, and claims whose producer is gone."""
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ from penstock.deploy.operate.run_access import OpenRun
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat
 from penstock.schemas.keys import Commit, Keys
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError, lag
+from penstock.schemas.producer_parity import ProducerParity, decode_parity
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +39,10 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     """URL at which it serves agents; empty without an endpoint."""
     last_error: str
+    mismatch: float | None = None
+    """What the trainer has found of its rows: |engine - trainer| at lag 0, in nats; None before the first."""
+    quarantine: str = ""
+    """Why the trainer trains nothing of it; empty if it does."""
 
 
 class Orphaned(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +77,7 @@ def list_producers(run: OpenRun) -> Producers:
     claims = {stream: pending(client, stream) for stream in (keys.prompts, keys.evaluations)}
     heartbeats = _heartbeats(client, keys)
     commit: Any = client.hgetall(keys.commit)
+    parity = read_parity(client, keys)
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
     num_claims: dict[str, int] = {}
     for rows in claims.values():
@@ -81,7 +89,7 @@ def list_producers(run: OpenRun) -> Producers:
         newest_version=newest,
         finished=commit.get(Commit.FINISHED) == b"1",
         alive=tuple(
-            _alive(heartbeat, age_s, num_claims.get(producer_id, 0), newest, commit)
+            _alive(heartbeat, age_s, num_claims.get(producer_id, 0), newest, commit, parity)
             for producer_id, (heartbeat, age_s) in sorted(heartbeats.items(), key=lambda item: (len(item[0]), item[0]))
             if heartbeat is not None
         ),
@@ -115,9 +123,25 @@ def _heartbeats(client: redis.Redis, keys: Keys) -> dict[str, tuple[Heartbeat | 
     return found
 
 
+def read_parity(client: redis.Redis, keys: Keys) -> dict[str, ProducerParity]:
+    """What the trainer has found of the producers' rows, by instance."""
+    found: dict[str, ProducerParity] = {}
+    fields: Any = client.hgetall(keys.parity)
+    for instance, value in fields.items():
+        with contextlib.suppress(msgspec.DecodeError):
+            found[_shown(instance)] = decode_parity(value)
+    return found
+
+
 def _alive(
-    heartbeat: Heartbeat, age_s: float, num_claims: int, newest: int | None, commit: dict[bytes, bytes]
+    heartbeat: Heartbeat,
+    age_s: float,
+    num_claims: int,
+    newest: int | None,
+    commit: dict[bytes, bytes],
+    parity: Mapping[str, ProducerParity],
 ) -> Alive:
+    found = parity.get(heartbeat.instance or heartbeat.producer_id)
     # Up to the heartbeat by the producer's clock, after it by Redis': no two clocks are compared.
     ages = [heartbeat.sent_s - claim.claimed_s + age_s for claim in heartbeat.in_flight]
     return Alive(
@@ -138,6 +162,8 @@ def _alive(
         engine=f"{heartbeat.fingerprint.engine} {heartbeat.fingerprint.version}",
         endpoint=heartbeat.endpoint,
         last_error=heartbeat.last_error,
+        mismatch=None if found is None else found.gap,
+        quarantine=found.says if found is not None and found.quarantined_s else "",
     )
 
 

@@ -213,7 +213,7 @@ def print_producers(producers: Producers, console: Console | None = None) -> Non
     state = ", finished" if producers.finished else ""
     _say(console, f"Run {producers.run}{state}: {newest}, {len(producers.alive)} producers alive")
     if producers.alive:
-        names = ("producer", "policy", "lag", "in flight", "tokens/s", "bad loads", "seen", "host:pid")
+        names = ("producer", "policy", "lag", "in flight", "tokens/s", "mismatch", "bad loads", "seen", "host:pid")
         table = _bare_table(*names)
         for alive in producers.alive:
             table.add_row(*(escape(safe(cell)) for cell in _alive_cells(alive)))
@@ -221,6 +221,8 @@ def print_producers(producers: Producers, console: Console | None = None) -> Non
     for alive in producers.alive:
         if alive.endpoint:
             _say(console, f"{safe(alive.producer_id)}: agents are served at {safe(alive.endpoint)}")
+        if alive.quarantine:
+            _say(console, f"{safe(alive.producer_id)}: quarantined, nothing of it is trained: {safe(alive.quarantine)}")
         if alive.last_error:
             _say(console, f"{safe(alive.producer_id)}: last error: {safe(alive.last_error)}")
     for producer_id in producers.unreadable:
@@ -237,6 +239,7 @@ def _alive_cells(alive: Alive) -> tuple[str, ...]:
         str(alive.lag) if alive.lag is not None else "unknown",
         str(alive.num_in_flight) + (f" ({oldest_s:.1f} s)" if oldest_s is not None else ""),
         f"{alive.tokens_per_s:,.0f}",
+        "-" if alive.mismatch is None else f"{alive.mismatch:.1e}",
         str(alive.num_weight_loads_failed),
         f"{alive.last_seen_s:.1f} s",
         f"{alive.host}:{alive.pid}",

@@ -31,7 +31,8 @@ _PRODUCER = (
     Right("prompts rollouts evaluation_results dead_rollouts", "xadd"),
     Right("policy", "xread xrevrange xrange", read_only=True),
     Right("anchors run", "hgetall", read_only=True),
-    Right("chunks commit", "hget", read_only=True),
+    Right("chunks commit parity", "hget", read_only=True),
+    Right("parity", "hmget", read_only=True),
     Right("producers:* progress:*", "get set del"),
 )
 
@@ -40,7 +41,7 @@ _TRAINER = (
     Right("*", _READING, read_only=True),
     Right("*", "evalsha"),
     # Whoever may write what a run says of itself names the modules that its producers import.
-    Right("commit dead_index run anchors chunks tasks", "hset hdel"),
+    Right("commit dead_index run anchors chunks tasks parity", "hset hdel"),
     Right("prompts evaluations policy dead", "xadd"),
     Right("rollouts evaluation_results policy", "xtrim"),
     Right("lease", "set del"),

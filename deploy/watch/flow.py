@@ -125,10 +125,11 @@ def _weights(seen: RunSnapshot) -> list[RenderableType]:
 def _producers(seen: RunSnapshot, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("producer", overflow="fold", min_width=len("producer-0"))
-    for name in ("policy", "lag", "tokens/s", "in flight", "pauses", "p50", "longest", "paused"):
+    for name in ("policy", "lag", "tokens/s", "in flight", "mismatch", "pauses", "p50", "longest", "paused"):
         table.add_column(name, justify="right", no_wrap=True)
     heartbeats = seen.redis.heartbeats if seen.redis is not None else {}
     lags = seen.redis.lags if seen.redis is not None else {}
+    parity = seen.redis.parity if seen.redis is not None else {}
     for producer in sorted({*seen.producers, *heartbeats}, key=lambda name: (len(name), name)):
         heartbeat, pauses = heartbeats.get(producer), seen.pauses.get(producer, Pauses())
         paused = [str(len(pauses.seen)), milliseconds(pauses.median_s), milliseconds(pauses.longest_s)]
@@ -137,20 +138,27 @@ def _producers(seen: RunSnapshot, width: int) -> RenderableType:
             state = "starting" if is_starting else "gone" if seen.redis is not None else "unknown"
             state, style = ("ended", "dim") if seen.is_over else (state, "yellow" if is_starting else "red")
             style = style if seen.is_running else "dim"
-            table.add_row(safe(producer, _NAME), state, "", "", "", *paused, percent(pauses.share), style=style)
+            table.add_row(safe(producer, _NAME), state, "", "", "", "", *paused, percent(pauses.share), style=style)
             continue
-        lag = lags.get(producer)
+        lag, found = lags.get(producer), parity.get(producer)
         table.add_row(
             safe(producer, _NAME),
             shown_version(heartbeat.policy_version),
             NOTHING if lag is None else str(lag),
             f"{heartbeat.tokens_per_s:,.0f}",
             str(len(heartbeat.in_flight)),
+            NOTHING if found is None or found.gap is None else f"{found.gap:.1e}",
             *paused,
             percent(pauses.share),
+            style="red" if found is not None and found.quarantined_s else None,
         )
     last_errors = {name: heartbeat.last_error for name, heartbeat in sorted(heartbeats.items()) if heartbeat.last_error}
     errors = [Text(f"{safe(name, 24)}: {safe(error)}", style="red") for name, error in last_errors.items()]
+    errors += [
+        Text(f"{safe(name, 24)}: quarantined ({safe(found.cause, 24)}): {safe(found.says)}", style="red")
+        for name, found in sorted(parity.items())
+        if found.quarantined_s
+    ]
     if not table.row_count:
         table.add_row("none")
     total = Text()

@@ -18,7 +18,7 @@ from penstock.deploy.launch.endpoints import MetricsEndpoint, scrape, targets
 from penstock.deploy.launch.producer_pool import read_heartbeats
 from penstock.deploy.launch.progress import RunLines
 from penstock.deploy.launch.redis_server import connect
-from penstock.deploy.operate.producer_list import lag_by_commit
+from penstock.deploy.operate.producer_list import lag_by_commit, read_parity
 from penstock.deploy.operate.run_access import own_url
 from penstock.deploy.report.telemetry import EvaluationPoint, Update, current_line, place_evaluations
 from penstock.deploy.watch.scraped import Scraped
@@ -146,6 +146,7 @@ def look(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> Redi
     commit, num_prompts, num_entries, has_lease = answers
     newest = int(commit[Commit.VERSION]) if Commit.VERSION in commit else None
     heartbeats = read_heartbeats(client, keys)
+    parity = read_parity(client, keys)
     _add_times(client, keys, {heartbeat.policy_version for heartbeat in heartbeats.values()}, announced_s)
     return RedisSeen(
         heartbeats=heartbeats,
@@ -161,6 +162,11 @@ def look(client: redis.Redis, keys: Keys, announced_s: dict[int, float]) -> Redi
             producer: announced_s[heartbeat.policy_version]
             for producer, heartbeat in heartbeats.items()
             if heartbeat.policy_version in announced_s
+        },
+        parity={
+            producer: parity[instance]
+            for producer, heartbeat in heartbeats.items()
+            if (instance := heartbeat.instance or heartbeat.producer_id) in parity
         },
         finished=commit.get(Commit.FINISHED) == b"1",
         has_trainer=bool(has_lease),

@@ -10,6 +10,7 @@ from penstock.deploy.launch.endpoints import Samples
 from penstock.deploy.report.telemetry import EvaluationPoint, Update
 from penstock.schemas.config import RunConfig
 from penstock.schemas.heartbeat import Heartbeat
+from penstock.schemas.producer_parity import ProducerParity
 
 RECENT = 20
 """Batches over which shares, rates and lag are taken."""
@@ -23,6 +24,7 @@ class RedisSeen:
     """The state of a run in Redis.
 
     heartbeats: by producer id. num_prompts: released and not appended; num_claimed: those of them that producers hold.
+    parity: by producer id, what the trainer has found of its rows.
     announced_s: by producer id, the unix time of its policy, where that is known.
     has_trainer: a trainer holds the lease.
     """
@@ -36,6 +38,7 @@ class RedisSeen:
     announced_s: Mapping[str, float]
     finished: bool
     has_trainer: bool
+    parity: Mapping[str, ProducerParity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

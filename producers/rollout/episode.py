@@ -114,7 +114,8 @@ class Episodes:
                     return Dead(f"engine: {type(error).__name__}: {error}", None, group)
                 generated_s, context = time.time(), pack_ids(prompt_ids)
                 rollouts = tuple(rollout_of(context, one, UNSCORED) for one in completions)
-                group = replace(group, rollouts=rollouts, num_tries_lost=claim.num_tries_lost)
+                lost, samplers = claim.num_tries_lost, _samplers(claim)
+                group = replace(group, rollouts=rollouts, num_tries_lost=lost, sampled_by=samplers)
                 for n, completion in enumerate(completions):
                     if completion.finish_reason == "error":
                         return Dead(f"engine: completion {n} finished with 'error'", None, group)
@@ -157,7 +158,7 @@ class Episodes:
         )
 
         claim.num_lost_before = claim.found.num_tries_lost if before and claim.found else None
-        group = replace(group, num_tries_lost=claim.num_tries_lost)
+        group = replace(group, num_tries_lost=claim.num_tries_lost, sampled_by=_samplers(claim))
 
         def so_far() -> RolloutGroup | None:
             found = siblings.so_far()
@@ -205,6 +206,11 @@ class Episodes:
             skip_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
+
+
+def _samplers(claim: Claim) -> tuple[str, ...]:
+    """The instances of producers whose tokens this one goes on from."""
+    return () if claim.found is None or claim.num_lost_before is None else claim.found.samplers
 
 
 def _num_tokens(completions: list[Completion]) -> int:

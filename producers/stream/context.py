@@ -1,5 +1,6 @@
 """The state that all parts of one producer share."""
 
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ Teacher = Callable[[RolloutGroup], Awaitable[RolloutGroup]]
 
 class ProducerContext:
     """One producer of one run: its settings and its id, its connection to Redis, and where it reports to.
+
+    instance: of this start of the producer, see `penstock.schemas.heartbeat.Heartbeat`.
 
     runs: the folder of all runs' folders; this run's may be missing on this host.
     metrics_port: of this process; 0 if nothing serves its metrics.
@@ -35,6 +38,7 @@ class ProducerContext:
     ) -> None:
         self.config = config
         self.producer_id = producer_id
+        self.instance = uuid.uuid4().hex[:12]
         self.keys = Keys(config.name)
         self.connection = connection
         self.metrics = metrics

@@ -14,6 +14,7 @@ from redis.exceptions import OutOfMemoryError
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.schemas.heartbeat import HEARTBEAT_TTL_S, Heartbeat, decode_heartbeat, encode_heartbeat
 from penstock.schemas.keys import Commit, Keys
+from penstock.schemas.producer_parity import ProducerParity, quarantine_in
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ def _is_dead(heartbeat: Heartbeat) -> bool:
 
 
 class HeartbeatSender:
-    """Sends the heartbeat that `describe` returns every `HEARTBEAT_S`, and reads whether the run is finished.
+    """Sends the heartbeat that `describe` returns every `HEARTBEAT_S`, and reads whether the run is finished and
+    whether this producer is quarantined.
 
     Of two producers that start under one id at the same moment, or after one was suspended for longer than a heartbeat
     lives, the one that finds the other's heartbeat in place of its own ends; the one that wrote last goes on.
@@ -94,6 +96,7 @@ class HeartbeatSender:
         producer_id: str,
         describe: Callable[[], Heartbeat],
         on_finished: Callable[[], None],
+        on_quarantined: Callable[[ProducerParity], None] = lambda found: None,
     ) -> None:
         self._connection = connection
         self._keys = keys
@@ -101,6 +104,7 @@ class HeartbeatSender:
         self._producer_id = producer_id
         self._describe = describe
         self._on_finished = on_finished
+        self._on_quarantined = on_quarantined
         self._left_by_another: bytes | None = None
         self._epoch = -1
         """The newest trainer epoch seen."""
@@ -143,8 +147,11 @@ class HeartbeatSender:
         pipeline.hget(self._keys.commit, Commit.FINISHED)
         pipeline.hget(self._keys.commit, Commit.EPOCH)
         pipeline.get(self._key)
-        finished, epoch, held = await pipeline.execute()
         own = self._describe()
+        pipeline.hget(self._keys.parity, own.instance)
+        finished, epoch, held, parity = await pipeline.execute()
+        if (quarantine := quarantine_in(parity)) is not None:
+            self._on_quarantined(quarantine)
         if held is not None and held != self._left_by_another:
             self._check_own(held, own)
         await self._connection.commands.set(self._key, encode_heartbeat(own), ex=HEARTBEAT_TTL_S)

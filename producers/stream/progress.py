@@ -14,6 +14,7 @@ from penstock.producers.stream.connection import ANSWER_S, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
 from penstock.schemas.keys import Keys
+from penstock.schemas.producer_parity import quarantine_in
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ class RolloutProgress:
         table: InFlightTable,
         metrics: ProducerMetrics,
         config: ProducersConfig,
+        instance: str,
     ) -> None:
         self._connection = connection
         self._keys = keys
         self._table = table
         self._metrics = metrics
         self._config = config
+        self._instance = instance
         self._ttl_s = int(max(SHORTEST_TTL_S, 2 * config.generation_deadline_s))
         self._saved: dict[Claim, tuple[int, int]] = {}
         """Tokens and bytes of the progress that Redis has of this table's claims."""
@@ -108,8 +111,8 @@ class RolloutProgress:
         """
         if not self._config.progress_s or claim.evaluation_id is not None:
             return None
-        key = self._keys.progress(claim.index)
-        payload: Any = await self._tried(lambda: self._connection.commands.get(key))
+        commands, key = self._connection.commands, self._keys.progress(claim.index)
+        payload: Any = await self._tried(lambda: commands.get(key))
         if payload is None:
             return None
         claim.has_progress = True
@@ -124,6 +127,11 @@ class RolloutProgress:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s begins anew, its progress cannot be read: %s", claim, error)
             return None
+        samplers = list(found.samplers)
+        told: Any = await self._tried(lambda: commands.hmget(self._keys.parity, samplers))
+        if any(map(quarantine_in, told or ())):
+            log.warning("%s begins anew, its progress is of a quarantined producer: %s", claim, found.producer_id)
+            return None
         return found
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
@@ -136,7 +144,7 @@ class RolloutProgress:
         if num_tokens <= tokens_before:
             return None
         try:
-            payload = encode_group(group, dead=True)
+            payload = encode_group(group.finished_by(self._instance), dead=True)
         except (RecordError, UnicodeEncodeError) as error:
             self._fail("size", "%s: %s", claim, error)
             return None

@@ -51,12 +51,14 @@ class Writer:
         table: InFlightTable,
         metrics: ProducerMetrics,
         producer_id: str,
+        instance: str,
     ) -> None:
         self._connection = connection
         self._keys = keys
         self._table = table
         self._metrics = metrics
         self._producer_id = producer_id
+        self._instance = instance
         self._waiting: dict[int, _Entry] = {}
         """Everything that Redis does not have yet, numbered in order of arrival."""
         self._unsent: deque[int] = deque()
@@ -72,7 +74,7 @@ class Writer:
         Returns whether it is appended as a group."""
         if isinstance(outcome, RolloutGroup):
             try:
-                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encode_group(outcome))))
+                self._put(_Entry(claim, Kind.GROUP, (Field.PAYLOAD, encode_group(outcome.finished_by(self._instance)))))
                 return True
             except (RecordError, UnicodeEncodeError) as error:
                 outcome = Dead(f"record: {error}", group=outcome)

@@ -158,9 +158,9 @@ def check_gate(
     learner = Learner(config, ranks)
     if not ranks.is_lead:
 
-        def gate(groups: list[RolloutGroup], version: int) -> None:
+        def gate(groups: list[RolloutGroup], version: int, max_tokens: int) -> None:
             with suppress(ParityError):
-                measured(groups, config, learner.model, version)
+                measured(groups, config, learner.model, version, max_tokens)
 
         follow_to_the_end(ranks, {"gate": gate})
         return None

@@ -9,8 +9,11 @@ import pytest
 
 from penstock.producers import loop as module
 from penstock.producers.interfaces import EngineError
+from penstock.producers.stream import heartbeat
 from penstock.schemas.config import ProducersConfig
+from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
+from penstock.schemas.producer_parity import ProducerParity, encode_parity
 from penstock.schemas.rollout import decode_group, unpack_ids
 from producer_run import KEYS, QUICK, ids
 from scripted_engine import ScriptedEngine
@@ -249,6 +252,7 @@ def check_continued(fields, before: list[list[int]], engine: ScriptedEngine) -> 
     assert len(sampled(group.rollouts[0])) == 2  # it was finished, and nothing of it is sampled again
     assert all(len(sampled(each)) > len(tokens) for each, tokens in zip(group.rollouts[1:], before[1:], strict=True))
     assert len(engine.requests) == 3  # one for each that was not
+    assert len(group.sampled_by) == 2, "both starts are named"
     assert [each.max_tokens for each in engine.samplings] == [256 - len(tokens) for tokens in before[1:]]
 
 
@@ -358,3 +362,52 @@ async def test_a_finished_run_leaves_no_progress(run) -> None:
     one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
     await asyncio.wait_for(task, 2 * module.HEARTBEAT_S + 2)
     assert saved(one) == []
+
+
+def quarantine(one, producer) -> None:
+    """As the trainer does."""
+    found = ProducerParity(producer_id="a", quarantined_s=1.0, cause="temperature", says="another temperature")
+    one.client.hset(KEYS.parity, producer._context.instance, encode_parity(found))
+
+
+async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_started_again(run, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    one = run(producers=SAVING)
+    slow = ScriptedEngine(token_s=0.05, script=lambda prompt, sibling: [9] * 200)
+    producer, task = await one.producer(slow, "a")
+    one.trainer.release(1, 2)
+    await until(lambda: saved(one, 1) and saved(one, 2))
+    quarantine(one, producer)
+    await until(lambda: "quarantined: 2 unfinished claims handed back" in caplog.text)
+    assert len(slow.cancelled) == 2 and saved(one, 1) == saved(one, 2) == [] and one.num_claimed() == 0
+    said = [line for line in caplog.messages if "this producer is quarantined" in line]
+    assert said == [
+        "this producer is quarantined, it samples nothing more: another temperature. Mend its engine and start it again"
+    ]
+    one.trainer.release(3, 3)
+    one.trainer.evaluate(0, 1)
+    await asyncio.sleep(0.3)
+    assert one.num_claimed() == 0 and slow.num_active == 0, "it is alive and idle"
+    assert decode_heartbeat(one.client.get(KEYS.producer("a"))).instance == producer._context.instance
+    producer.stop.set()
+    await asyncio.wait_for(task, 10)
+    again, _ = await one.producer(ScriptedEngine(), "a")
+    groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(3)]
+    assert {group.index for group in groups} == {1, 2, 3}
+    assert {group.sampled_by for group in groups} == {(again._context.instance,)}
+
+
+async def test_nobody_goes_on_from_what_a_quarantined_producer_has_sampled(run, caplog):
+    one = run(producers=SAVING)
+    producer, task = await one.producer(ScriptedEngine(token_s=0.02, script=uneven), "a")
+    one.trainer.release(1, 1)
+    await until(lambda: len(saved(one)) == 4)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    quarantine(one, producer)
+    second, _ = await one.producer(ScriptedEngine(), "b")
+    group = decode_group((await one.read(1))[0][Field.PAYLOAD])
+    assert all(len(sampled(rollout)) == 5 for rollout in group.rollouts)
+    assert group.sampled_by == (second._context.instance,)
+    assert "group 1 begins anew, its progress is of a quarantined producer: a" in caplog.text

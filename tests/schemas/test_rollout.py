@@ -45,25 +45,26 @@ def test_a_group_survives_the_round_trip():
     assert decode_group(encode_group(group)) == group
 
 
-@pytest.mark.parametrize("name", ["", "_penalties", "_missing", "_task", "_tries"])
+@pytest.mark.parametrize("name", ["", "_penalties", "_missing", "_task", "_tries", "_samplers"])
 def test_payloads_of_schema_version_1_still_decode(name):
     assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.group()
 
 
-@pytest.mark.parametrize("name", ["_teacher", "_tries_teacher"])
+@pytest.mark.parametrize("name", ["_teacher", "_tries_teacher", "_samplers_teacher"])
 def test_payloads_with_a_teachers_logprobs_still_decode(name):
     assert decode_group((WIRE / f"group_v1{name}.msgpack").read_bytes()) == wire_examples.taught_group()
 
 
 def test_today_s_encoder_writes_the_golden_payload():
-    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_tries.msgpack").read_bytes()
-    assert encode_group(wire_examples.taught_group()) == (WIRE / "group_v1_tries_teacher.msgpack").read_bytes()
+    assert encode_group(wire_examples.group()) == (WIRE / "group_v1_samplers.msgpack").read_bytes()
+    assert encode_group(wire_examples.taught_group()) == (WIRE / "group_v1_samplers_teacher.msgpack").read_bytes()
 
 
 def test_today_s_encoder_writes_the_golden_progress():
-    golden, group = (WIRE / "group_v1_tries_in_flight.msgpack").read_bytes(), wire_examples.group_in_flight()
+    golden, group = (WIRE / "group_v1_samplers_in_flight.msgpack").read_bytes(), wire_examples.group_in_flight()
     assert encode_group(group, dead=True) == golden and decode_group(golden, dead=True) == group
-    assert decode_group((WIRE / "group_v1_in_flight.msgpack").read_bytes(), dead=True) == group
+    for name in ("in_flight", "tries_in_flight"):
+        assert decode_group((WIRE / f"group_v1_{name}.msgpack").read_bytes(), dead=True) == group
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ class Desk:
         self.client = client
         self.metrics = metrics
         self.connection = connection
-        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings))
-        self.writer = Writer(connection, KEYS, self.table, metrics, "a")
+        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings), "i1")
+        self.writer = Writer(connection, KEYS, self.table, metrics, "a", "i1")
 
     def claim(self, index: int, num_tokens: int | None = None, attempt: int = 1) -> Claim:
         claim = Claim(stream=KEYS.prompts, entry_id=b"%d-1" % index, index=index, version=0, attempt=attempt)

@@ -61,7 +61,7 @@ class Desk:
         self.client = client
         self.table = InFlightTable(num_groups=200, group_size=1)
         self.claims = Claims(connection, KEYS, "a", self.table, ProducersConfig())
-        self.writer = Writer(connection, KEYS, self.table, metrics, "p1")
+        self.writer = Writer(connection, KEYS, self.table, metrics, "p1", "i1")
 
     async def claim(self, num_prompts: int):
         await self.claims.open()
@@ -278,7 +278,7 @@ async def append_over(link: SlowLink, server, connect, metrics, *sizes: int) -> 
     claims = await desk.claim(len(sizes))
     with CuttingProxy(server.url, slow=link) as proxy:
         connection = connect(proxy)
-        desk.writer = Writer(connection, KEYS, desk.table, metrics, "p1")
+        desk.writer = Writer(connection, KEYS, desk.table, metrics, "p1", "i1")
         for claim, size in zip(claims, sizes, strict=True):
             desk.writer.put(claim, a_group(claim.index, num_tokens=size))
         running = asyncio.create_task(desk.writer.run())
@@ -330,7 +330,7 @@ async def test_an_append_that_the_link_cannot_carry_in_the_time_of_an_outage_end
     (claim,) = await desk.claim(1)
     with CuttingProxy(server.url, slow=SlowLink(100_000)) as proxy:
         connection = connect(proxy, outage_s=3.0)
-        writer = Writer(connection, KEYS, desk.table, metrics, "p1")
+        writer = Writer(connection, KEYS, desk.table, metrics, "p1", "i1")
         writer.put(claim, a_group(1, num_tokens=100_000))
         running = asyncio.create_task(writer.run())
         async with asyncio.timeout(30):

@@ -1,0 +1,186 @@
+"""Each producer, watched for the band that the gate proved: a sequential test on its groups' gaps.
+
+The unit is a group: siblings share a prompt, a moment and a batch of the engine, so that they are no independent
+evidence. What a group shows is the gap of its rows that were recomputed under the very policy that sampled them; fewer
+than `MIN_TOKENS` tokens wait for the producer's next group. A unit is out if `is_within` denies it.
+
+The test is a CUSUM (E. S. Page, Continuous Inspection Schemes, 1954). A unit that is out adds `OUT` to the score, one
+that is not takes `WITHIN` off it, down to 0: the ratio of log-likelihoods of a producer half of whose units are out and
+of one with 1 in 100, in small integers. The instance is found at `LIMIT`. One whose units are all out is found by the
+fourth, one of whose units half are by the ninth in the mean, and one with 1 in 100, each by itself, after 2.6 million.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.learning.learner import Learner
+from penstock.consumers.learning.model import PackedModel
+from penstock.consumers.learning.ranks import Ranks
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.parity.gate import LagOf, at_lag_0, measured
+from penstock.consumers.parity.report import TOLERANCES, ParityError, Tolerance, Verdict
+from penstock.consumers.parity.verdict import MIN_TOKENS
+from penstock.schemas.config import RunConfig
+from penstock.schemas.producer_parity import ProducerParity
+from penstock.schemas.rollout import RolloutGroup, one_line
+
+log = logging.getLogger(__name__)
+
+OUT, WITHIN, LIMIT = 6, 1, 20
+RECENT = 8
+"""Groups whose mean gap is shown."""
+MAX_TOKENS = 2000
+"""Sampled tokens of one producer that the check looks at for a cause: a tenth of a second or so."""
+
+_UNEXPLAINED = (
+    "`penstock parity` on the run tries the weights of other policies too, on the run file it names the layer"
+)
+
+
+def is_within(gap: RowGap, tolerance: Tolerance) -> bool:
+    """Whether the gap of a few groups is one that the gate allows: in the mean and, where chi-square has a bound, in
+    k3, which is half of it while both are small."""
+    return gap.mean <= tolerance.mean and (tolerance.chi2 is None or gap.k3 <= tolerance.chi2 / 2)
+
+
+@dataclass
+class WatchedProducer:
+    """One instance. waiting: groups too small to be a unit by themselves. score: S, above."""
+
+    producer_id: str
+    waiting: RowGap = field(default_factory=RowGap)
+    recent: deque[RowGap] = field(default_factory=lambda: deque(maxlen=RECENT))
+    num_rows: int = 0
+    score: int = 0
+    is_found: bool = False
+    verdict: Verdict | None = None
+    """Of the check of its first groups, or of those after one that was out."""
+
+    @property
+    def gap(self) -> RowGap:
+        """Over its last groups."""
+        total = RowGap()
+        for each in self.recent:
+            total = total.plus(each)
+        return total
+
+
+class ProducerWatch:
+    """Judges every instance of a producer. `parity.gate` = "off" shows gaps and judges nobody.
+
+    ranks: those that share the model.
+    """
+
+    def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
+        self._config = config
+        self._ranks = Ranks() if ranks is None else ranks
+        self._tolerance = TOLERANCES[config.model.dtype]
+        self._watched: dict[str, WatchedProducer] = {}
+
+    def examine(self, groups: Sequence[RolloutGroup], learner: Learner, version: int, lag_of: LagOf) -> None:
+        """Has the parity check name what is wrong with producers in this batch, before it is trained: of each instance
+        once, and again while its last groups were out. It decides nothing.
+
+        learner: with the weights of `version`. Its model is not changed.
+        """
+        if self._config.parity.gate == "off":
+            return
+        by_instance: dict[str, list[RolloutGroup]] = {}
+        for group in groups:
+            if len(group.samplers) == 1 and self._wants_verdict(group.samplers[0]):
+                by_instance.setdefault(group.samplers[0], []).append(group)
+        for instance, own in by_instance.items():
+            fresh = [kept for group in own if (kept := at_lag_0(group, version, lag_of)) is not None]
+            if not fresh:
+                continue
+            verdict = self._examined(fresh, learner.model, version)
+            if verdict.status == "unclear":
+                continue
+            self._of(instance, own[0].producer_id).verdict = verdict
+            if verdict.status == "mismatch":
+                log.warning("producer %s: %s", one_line(own[0].producer_id), verdict.sentence)
+
+    def _examined(self, fresh: Sequence[RolloutGroup], model: PackedModel, version: int) -> Verdict:
+        self._ranks.order("gate", lambda _: (fresh, version, MAX_TOKENS))
+        self._ranks.phase = "gate"
+        try:
+            return measured(fresh, self._config, model, version, MAX_TOKENS).verdict
+        except ParityError as error:
+            return Verdict(status="mismatch", cause="unexplained", sentence=f"parity cannot be checked: {error}")
+
+    def _wants_verdict(self, instance: str) -> bool:
+        known = self._watched.get(instance)
+        if known is None or known.verdict is None:
+            return True
+        return known.score > 0 and known.verdict.status != "mismatch"
+
+    def observe_batch(self, groups: Iterable[RolloutGroup], report: StepReport) -> dict[str, ProducerParity]:
+        """Takes the rows of lag 0 of a batch that was trained; returns the instances that are to be quarantined.
+
+        A group that several instances sampled is evidence against none of them.
+        """
+        found = {}
+        for group in groups:
+            gap = report.fresh.get(group.index)
+            if gap is None or len(group.samplers) > 1:
+                continue
+            if self.observe(group.samplers[0], group.producer_id, gap):
+                found[group.samplers[0]] = self.found(group.samplers[0])
+        if self._config.parity.gate == "refuse":
+            return found
+        for each in found.values():
+            log.warning('%s is trained all the same (parity.gate = "warn"): %s', each.producer_id, each.says)
+        return {}
+
+    def observe(self, instance: str, producer_id: str, gap: RowGap) -> bool:
+        """Takes a group's rows, each recomputed under the policies that its labels name. Returns whether the instance
+        is found by them: True once."""
+        if not math.isfinite(gap.abs_sum):
+            return False  # the trainer's own logprobs: those of a record are finite
+        producer = self._of(instance, producer_id)
+        producer.num_rows += gap.num_rows
+        producer.waiting = producer.waiting.plus(gap)
+        if producer.waiting.num_tokens < MIN_TOKENS:
+            return False
+        unit, producer.waiting = producer.waiting, RowGap()
+        producer.recent.append(unit)
+        is_out = not is_within(unit, self._tolerance)
+        producer.score = max(0, producer.score + (OUT if is_out else -WITHIN))
+        if producer.is_found or self._config.parity.gate == "off" or producer.score < LIMIT:
+            return False
+        producer.is_found = True
+        return True
+
+    def table(self) -> dict[str, ProducerParity]:
+        """Every instance watched, none of them quarantined."""
+        return {
+            instance: ProducerParity(
+                producer_id=each.producer_id,
+                gap=each.gap.mean if each.recent else None,
+                num_rows=each.num_rows,
+            )
+            for instance, each in self._watched.items()
+        }
+
+    def forget(self, instances: Iterable[str]) -> None:
+        for instance in instances:
+            self._watched.pop(instance, None)
+
+    def _of(self, instance: str, producer_id: str) -> WatchedProducer:
+        return self._watched.setdefault(instance, WatchedProducer(producer_id))
+
+    def found(self, instance: str) -> ProducerParity:
+        """What a quarantine of this instance says."""
+        producer, allowed = self._watched[instance], self._tolerance.mean
+        cause, says = "unexplained", _UNEXPLAINED
+        if (verdict := producer.verdict) is not None and verdict.status == "mismatch":
+            cause, says = verdict.cause, verdict.sentence
+        gap = f"mean |engine - trainer| of its last groups is {producer.gap.mean:.1e} nats, {allowed:.0e} is allowed"
+        return replace(self.table()[instance], quarantined_s=time.time(), cause=cause, says=f"{gap}; {says}")

@@ -1,0 +1,102 @@
+"""Quarantine: instances of producers whose groups are not trained, kept in Redis for them and for the next trainer."""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.consumers.stream.leadership import Leadership
+from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
+from penstock.schemas.rollout import RolloutGroup, one_line
+
+log = logging.getLogger(__name__)
+
+NOTE_S = 2.0
+"""How often Redis is told what was found of the producers; of a quarantine at once."""
+MOST_KEPT = 1000
+"""Quarantines remembered, the newest ones: groups of an instance that is gone may still stand on the stream."""
+
+
+class Quarantine:
+    """Begins with the quarantines of the trainers before this one.
+
+    alive: by producer id what was found of the producers that send heartbeats, as of the last `note`.
+    """
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        fields = leadership.connection.call(lambda client: client.hgetall(leadership.keys.parity))
+        found = {name.decode(errors="replace"): quarantine_in(value) for name, value in fields.items()}
+        self._held = {name: each for name, each in found.items() if each is not None}
+        self._watched: Mapping[str, ProducerParity] = {}
+        self._noted_at = 0.0
+        self.alive: dict[str, ProducerParity] = {}
+
+    def holds(self, group: RolloutGroup) -> bool:
+        """Whether a quarantined instance has sampled a part of the group."""
+        return not self._held.keys().isdisjoint(group.samplers)
+
+    def add(self, instance: str, found: ProducerParity) -> None:
+        """Trains nothing more of an instance."""
+        self._held[instance] = found
+        while len(self._held) > MOST_KEPT:
+            del self._held[next(iter(self._held))]
+        log.error(
+            "producer %s is quarantined, its groups are released again and not trained until it is started again: %s",
+            one_line(found.producer_id),
+            found.says,
+        )
+        self.note_again()
+        self.look_around()
+
+    def note(self, watched: Mapping[str, ProducerParity]) -> None:
+        """Tells Redis what was found, at most every `NOTE_S`. watched: by instance, quarantined or not."""
+        self._watched = watched
+        if time.monotonic() - self._noted_at >= NOTE_S:
+            self.note_again()
+
+    def note_again(self) -> None:
+        """Tells Redis what was found: it may have lost it."""
+        watched = self._watched
+        self._noted_at = time.monotonic()
+        connection, keys, scripts = self._leadership.connection, self._leadership.keys, self._leadership.scripts
+        every = {**watched, **self._held}
+        ids = list(dict.fromkeys(each.producer_id for each in every.values()))
+        beats: Any = connection.call(lambda client: client.mget([keys.producer(each) for each in ids])) if ids else ()
+        alive = _instances(beats)
+        self.alive = {each.producer_id: each for instance, each in every.items() if instance in alive}
+        kept = {name: encode_parity(each) for name, each in every.items() if name in alive or name in self._held}
+        if kept or watched:
+            connection.call(lambda _: scripts.note_parity(self._leadership.epoch, kept))
+
+    def look_around(self) -> None:
+        """Says so if the run has producers and all of them are quarantined."""
+        if not self._held:
+            return
+        connection, pattern = self._leadership.connection, self._leadership.keys.producer_pattern
+        names: Any = connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
+        beats: Any = connection.call(lambda client: client.mget(names)) if names else ()
+        alive = _instances(beats)
+        if alive and alive <= self._held.keys():
+            held = [self._held[instance] for instance in alive]
+            says = ", ".join(sorted(f"{one_line(each.producer_id)}: {each.cause}" for each in held))
+            log.error(
+                "every producer that is alive is quarantined, so that nothing is sampled for this run (%s). Mend them "
+                "and start them again; if they are sound, look at the trainer: ask `penstock parity`",
+                says,
+            )
+
+
+def _instances(heartbeats: Iterable[bytes | None]) -> set[str]:
+    """Those that send them; of a producer of an earlier release its id."""
+    found = set()
+    for value in heartbeats:
+        try:
+            heartbeat = decode_heartbeat(value or b"")
+        except msgspec.DecodeError:
+            continue
+        found.add(heartbeat.instance or heartbeat.producer_id)
+    return found

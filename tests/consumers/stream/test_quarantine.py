@@ -1,0 +1,193 @@
+"""A quarantined producer trains nobody: its groups are sampled again, each index is settled once, the others go on."""
+
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from mini_producer import make_group
+from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.parity.watch import LIMIT, OUT
+from penstock.consumers.stream import quarantine
+from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.keys import Field, Kind
+from penstock.schemas.producer_parity import ProducerParity, decode_parity
+from penstock.schemas.rollout import encode_group
+from scripted_learner import KilledError
+from trainer_bench import assert_balanced, assert_settled_once
+from wire_examples import FINGERPRINT
+
+pytestmark = pytest.mark.redis
+
+GAPS = {"good": 1e-7, "fine": 1e-7, "bad": 1.0}
+"""By producer, of its rows of lag 0."""
+
+
+class Producers:
+    """Instances of the three producers in turn, whatever the trainer says of them; groups packed, by producer."""
+
+    def __init__(self, *instances: str) -> None:
+        self.instances = instances
+        self.num_answered = 0
+        self.batches: list[list[str]] = []
+
+    def answer(self, index: int, version: int) -> dict:
+        instance = self.instances[self.num_answered % len(self.instances)]
+        self.num_answered += 1
+        group = make_group(index, version)
+        group = msgspec.structs.replace(group, producer_id=instance.partition("-")[0], sampled_by=(instance,))
+        return {Field.INDEX: str(index), Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
+
+    def watched(self, trainer):
+        """The trainer, with a learner that measures each producer's gap."""
+        trainer.gate.is_pending = False
+        trainer.watch.examine = lambda *_: None  # without a model there is nothing to examine
+        pack, step = trainer.learner.pack, trainer.learner.step
+        taken: list = []
+
+        def note_and_pack(groups, lag_of):
+            self.batches.append([group.sampled_by[0] for group in groups])
+            taken[:] = groups
+            return pack(groups, lag_of)
+
+        def measure_and_step(batch):
+            fresh = {group.index: RowGap(2, 40, 40 * GAPS[group.producer_id], 0.0) for group in taken}
+            return replace(step(batch), fresh=fresh)
+
+        trainer.learner.pack, trainer.learner.step = note_and_pack, measure_and_step
+        return trainer
+
+
+def num_of_bad(batches: list[list[str]]) -> int:
+    return sum(name.startswith("bad") for batch in batches for name in batch)
+
+
+@pytest.fixture
+def gated(bench):
+    bench.overrides = ["parity.gate=refuse"]
+    return bench
+
+
+@pytest.fixture
+def beat(redis_client, gated):
+    """Sends the heartbeat of an instance, which lives for the test."""
+
+    def send(instance: str) -> None:
+        name = instance.partition("-")[0]
+        heartbeat = Heartbeat(
+            producer_id=name,
+            host="h",
+            pid=1,
+            policy_version=0,
+            in_flight=(),
+            tokens_per_s=1.0,
+            num_tokens_generated=1,
+            num_groups_appended=1,
+            num_weight_loads_failed=0,
+            metrics_port=0,
+            fingerprint=FINGERPRINT,
+            sent_s=1.0,
+            instance=instance,
+        )
+        redis_client.set(gated.keys.producer(name), encode_heartbeat(heartbeat))
+
+    return send
+
+
+def test_nothing_of_it_is_trained_from_then_on_and_nothing_is_lost(gated, redis_client):
+    own = Producers("good-1", "bad-1", "fine-1")
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    assert trainer.run()
+    assert_settled_once(gated, redis_client)
+    assert_balanced(gated, trainer)
+    needed = -(-LIMIT // OUT)
+    found_in = next(n for n in range(1, 13) if num_of_bad(own.batches[:n]) >= needed)
+    assert num_of_bad(own.batches[found_in:]) == 0 and len(own.batches) == 12
+    of_others = Counter(name for batch in own.batches[found_in:] for name in batch)
+    assert of_others.keys() == {"good-1", "fine-1"}
+    again = gated.ledger()["num_groups_released_again"]["quarantined"]
+    (outcomes,) = gated.ledger()["attrition"]["rollouts"].values()
+    assert sum(each["num"] for each in outcomes["quarantined"].values()) == 2 * again > 0
+    told = {name.decode(): decode_parity(value) for name, value in redis_client.hgetall(gated.keys.parity).items()}
+    assert told["bad-1"].quarantined_s and told["bad-1"].producer_id == "bad"
+    assert "1.0e+00 nats, 1e-05 is allowed" in told["bad-1"].says
+
+
+def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_producer_ends_it(gated, redis_client):
+    own = Producers("good-1", "bad-1", "fine-1")
+    gated.producer(own.answer)
+    first = own.watched(gated.trainer())
+    first.learner.fail_at[6] = KilledError()
+    with pytest.raises(KilledError):
+        first.run()
+    own.batches.clear()
+    own.instances = "good-1", "bad-1", "bad-2"
+    second = own.watched(gated.trainer(resume=True))
+    second.watch.observe_batch = lambda groups, report: {}
+    assert second.run()
+    assert_settled_once(gated, redis_client)
+    names = Counter(name for batch in own.batches for name in batch)
+    assert names["bad-1"] == 0 and names["bad-2"] > 0
+
+
+def test_what_another_went_on_with_from_it_is_not_trained_either(gated, redis_client):
+    own = Producers("good-1")
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0))
+    group = msgspec.structs.replace(make_group(1, 0), sampled_by=("bad-1", "good-1"))
+    assert trainer.intake.quarantine.holds(group)
+    assert not trainer.intake.quarantine.holds(msgspec.structs.replace(group, sampled_by=("bad-2", "good-1")))
+    assert trainer.run()
+
+
+def test_a_run_all_of_whose_producers_are_quarantined_says_so_and_goes_on_with_the_next(gated, beat, caplog):
+    own = Producers("bad-1")
+    beat("bad-1")
+    trainer = own.watched(gated.trainer())
+    add = trainer.intake.quarantine.add
+
+    def add_and_restart(instance, found):
+        add(instance, found)
+        own.instances = ("good-1",)
+
+    trainer.intake.quarantine.add = add_and_restart
+    gated.producer(own.answer)
+    assert trainer.run()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "producer bad is quarantined" in said[0]
+    assert "every producer that is alive is quarantined, so that nothing is sampled for this run (bad: " in said[1]
+    assert num_of_bad(own.batches) <= 8, "no batch has more than four groups"
+
+
+def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat, redis_client, monkeypatch):
+    monkeypatch.setattr(quarantine, "NOTE_S", 0.0)
+    own = Producers("good-1", "bad-1", "fine-1")
+    for instance in ("good-1", "bad-1"):
+        beat(instance)
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    assert trainer.run()
+    registry = gated.metrics.registry
+
+    def gap_of(name: str) -> float | None:
+        return registry.get_sample_value("penstock_producer_mismatch_lag0_mean_nats", {"producer": name})
+
+    assert gap_of("good") == pytest.approx(1e-7) and gap_of("bad") == pytest.approx(1.0) and gap_of("fine") is None
+    labels = {"producer": "bad", "cause": "unexplained"}
+    assert registry.get_sample_value("penstock_producer_quarantined", labels) == 1
+    assert set(redis_client.hkeys(gated.keys.parity)) == {b"bad-1", b"good-1"}
+    beat("bad-2")
+    trainer._note_producers()
+    assert registry.get_sample_value("penstock_producer_quarantined", labels) is None and gap_of("bad") is None
+
+
+def test_a_gate_that_warns_names_the_producer_and_trains_it(gated, caplog):
+    gated.overrides = ["parity.gate=warn"]
+    own = Producers("good-1", "bad-1", "fine-1")
+    gated.producer(own.answer)
+    assert own.watched(gated.trainer()).run()
+    assert num_of_bad(own.batches) > 12
+    assert 'bad is trained all the same (parity.gate = "warn")' in caplog.text
