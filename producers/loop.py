@@ -198,7 +198,7 @@ class Producer:
         await self._quarantined.wait()
         await cancel_and_wait(claiming)
         await cancel_and_wait([*self._running])
-        await self._progress.drop()
+        await self._progress.end()
         if self.endpoint is not None:
             await self.endpoint.drain()
         await self.writer.drain()

@@ -12,5 +12,5 @@ Tensors in, tensors out, and into the files of a checkpoint; nothing here import
 - `penstock export` through `export`;
 - objectives through `interfaces`, and `rows` for the statistics of log-ratios;
 - the parity check through `packing.pack_segments`, `model.PackedModel`, `scoring.head_logprobs`, `head`, `attention`,
-  `lora.adapter_share` and `diagnostics.MismatchSums`.
+  `lora.adapter_share` and `diagnostics.MismatchSums`; its watch over producers through `fresh_rows.RowGap`.
 """
