@@ -195,7 +195,9 @@ async def test_a_producer_keeps_the_progress_of_its_rollouts(guarded: RealServer
     claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=41, version=0, so_far=wire_examples.group_in_flight)
     table.add(claim)
     await progress.save()
-    assert admin.exists(KEYS.progress(41)) and await progress.find(claim) == wire_examples.group_in_flight().finished_by("i1")
+    assert admin.exists(KEYS.progress(41)) and await progress.find(
+        claim
+    ) == wire_examples.group_in_flight().finished_by("i1")
     await progress.end()
     await connection.close()
     assert not admin.exists(KEYS.progress(41))
