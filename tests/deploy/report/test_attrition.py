@@ -86,7 +86,7 @@ def test_the_report_has_the_section_with_windows_of_updates(run_folder: Path) ->
     section = page[page.index("What was sampled and what was trained") :]
     assert "20 of the 64 longest groups" in section
     assert "1 groups are not settled" in section
-    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "0.0%", "505.0 → 10.0"])
+    cells = "</td><td>".join(["1 to 2", "2", "50.0%", "0.0%", "50.0%", "0.0%", "0.0%", "0.0%", "0.0%", "505.0 → 10.0"])
     assert cells in section
     assert "5 to 5</td><td>2</td><td>0.0%" in section
 
