@@ -92,11 +92,16 @@ BY_PRODUCER = [
     timeseries(
         "Mismatch at lag 0 by producer",
         "Mean gap of each producer's last 8 groups with rows of lag 0, in nats. One that leaves the others behind has "
-        "another engine than they, or other weights.",
-        {"{{producer}}": last("penstock_producer_mismatch_lag0_mean_nats", by="producer")},
+        "another engine than they, or other weights. The band is that of the alert for all of them together.",
+        {
+            "{{producer}}": last("penstock_producer_mismatch_lag0_mean_nats", by="producer"),
+            "band": last("penstock_mismatch_lag0_band_nats"),
+        },
         unit="sci",
         minimum=None,
         log_scale=True,
+        colours={"band": "red"},
+        dashed=["band"],
         width=12,
     ),
     timeseries(

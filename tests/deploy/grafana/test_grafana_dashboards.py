@@ -55,6 +55,7 @@ LIMIT_OF_THE_RUN = {
     ("flow.json", "Chunks in Redis"): ("limit", "penstock_weight_redis_limit_bytes"),
     ("off_policy.json", "Lag"): ("bound", "penstock_lag_bound_steps"),
     ("off_policy.json", "Mismatch at lag 0"): ("band", "penstock_mismatch_lag0_band_nats"),
+    ("off_policy.json", "Mismatch at lag 0 by producer"): ("band", "penstock_mismatch_lag0_band_nats"),
 }
 """Panels whose limit differs from run to run, and is drawn beside the values: its legend and metric."""
 WITHOUT_UNIT = {
@@ -78,6 +79,8 @@ WITHOUT_UNIT = {
     "Weight applied by lag": "short",
     # In nats, of any magnitude: the description says so.
     "Mismatch at lag 0": "sci",
+    "Mismatch at lag 0 by producer": "sci",
+    "Producers in quarantine": "short",
 }
 ALERTS_LIMITS = {
     "PenstockNoUpdate": (limits.NO_UPDATE_S, ("flow.json", "Since the last update")),
