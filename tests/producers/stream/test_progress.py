@@ -93,7 +93,7 @@ async def test_what_one_producer_has_saved_is_found_by_the_next(desk) -> None:
     await one.progress.save()
     assert one.saved() == [3] and one.tokens("saved") == 9
     found = await other.progress.find(other.claim(3, attempt=2))
-    assert encode_group(found, dead=True) == encode_group(so_far(3, 9), dead=True)
+    assert encode_group(found, dead=True) == encode_group(so_far(3, 9).finished_by("i1"), dead=True)
     assert await other.progress.find(other.claim(4)) is None
     assert 0 < one.client.ttl(KEYS.progress(3)) <= module.SHORTEST_TTL_S
 
@@ -305,7 +305,7 @@ async def test_a_replaced_reward_does_not_matter(desk) -> None:
     await one.progress.save()
     found = await one.progress.find(one.claim(1))
     assert found is not None and found.rollouts[0].reward.value != found.rollouts[0].reward.value
-    assert replace(found, rollouts=()) == replace(so_far(1, 5), rollouts=())
+    assert replace(found, rollouts=(), sampled_by=()) == replace(so_far(1, 5), rollouts=())
 
 
 async def test_groups_that_may_be_done_before_the_next_time_are_left_out_unless_it_is_the_last(desk) -> None:
