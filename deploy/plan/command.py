@@ -76,11 +76,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _print(found: "Plan") -> None:
     console, pace = standard_output(), found.pace
+    weights_s = pace["announce_s"] + pace["load_s"]
     console.print(
-        f"{found.name}: {found.num_producers} producers of {pace['tokens_per_s']:,.0f} tokens/s with all "
-        f"{pace['seats']:,.0f} seats taken and {pace['alone_per_s']:,.0f} alone; the trainer takes "
-        f"{pace['trainer_tokens_per_s']:,.0f} tokens/s; a policy is in the engines after "
-        f"{pace['announce_s'] + pace['load_s']:.2g} s"
+        f"{found.name}: {found.num_producers} x {pace['tokens_per_s']:,.0f} tokens/s with all {pace['seats']:,.0f} "
+        f"seats taken, {pace['alone_per_s']:,.0f} with one; the trainer takes {pace['trainer_tokens_per_s']:,.0f} "
+        f"tokens/s; a policy is in the engines after {weights_s:.2g} s"
     )
     console.print(_table(found))
     console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")

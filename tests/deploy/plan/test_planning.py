@@ -139,7 +139,7 @@ def test_a_run_without_a_record_says_what_was_expected(runs, tmp_path):
 def test_the_command_prints_what_is_planned_beside_what_was_recorded(runs, capsys):
     assert main(["plan", "small", "--runs", str(runs), "--producers", "1"]) == 0
     out = capsys.readouterr().out
-    assert "small: 1 producers of" in out
+    assert "small: 1 x " in out
     assert out.split("updates/s")[0].split()[-4:-1] == ["recorded", "simulated", "planned"]
     assert "waited for: producers: the trainer waits" in out and "█" in out
 
@@ -161,7 +161,8 @@ def test_a_plan_that_fails_says_why(run_file, capsys):
     assert "the run fails: trainer.max_dead_in_a_row = 4" in out and "not finished after 5 s" in out
 
 
-def test_the_page_s_example_prints_what_the_page_shows(capsys):
+def test_the_page_s_example_prints_what_the_page_shows(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
     command, shown = (block.strip("\n") for block in page.split("```")[1:4:2])
     assert main(shlex.split(command)[1:]) == 0
