@@ -142,7 +142,7 @@ def _num_left(prompt: list[int]) -> int:
     return LONGEST - 30 * (index % 5) - num_sampled
 
 
-async def _save_nothing(self: RolloutProgress) -> float:
+async def _save_nothing(self: RolloutProgress, min_age_s: float = 0.0) -> float:
     return 0.0
 
 
