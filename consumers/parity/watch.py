@@ -2,7 +2,7 @@
 
 The unit is a group: siblings share a prompt, a moment and a batch of the engine, so that they are no independent
 evidence. What a group shows is the gap of its rows that were recomputed under the very policy that sampled them; fewer
-than `MIN_TOKENS` tokens wait for the producer's next group. A unit is out if `is_within` denies it.
+than `UNIT_TOKENS` tokens wait for the producer's next group. A unit is out if `is_within` denies it.
 
 The test is a CUSUM (E. S. Page, Continuous Inspection Schemes, 1954). A unit that is out adds `OUT` to the score, one
 that is not takes `WITHIN` off it, down to 0: the ratio of log-likelihoods of a producer half of whose units are out and
@@ -34,6 +34,9 @@ from penstock.schemas.rollout import RolloutGroup, one_line
 log = logging.getLogger(__name__)
 
 OUT, WITHIN, LIMIT = 6, 1, 20
+UNIT_TOKENS = {"float32": MIN_TOKENS, "bfloat16": 256}
+"""By `model.dtype`. In bfloat16 one token in a thousand of a sound engine is off by several tenths of a nat: of a few
+tokens it would be too much."""
 RECENT = 8
 """Groups whose mean gap is shown."""
 MAX_TOKENS = 2000
@@ -147,7 +150,7 @@ class ProducerWatch:
         producer = self._of(instance, producer_id)
         producer.num_rows += gap.num_rows
         producer.waiting = producer.waiting.plus(gap)
-        if producer.waiting.num_tokens < MIN_TOKENS:
+        if producer.waiting.num_tokens < UNIT_TOKENS[self._config.model.dtype]:
             return False
         unit, producer.waiting = producer.waiting, RowGap()
         producer.recent.append(unit)

@@ -13,7 +13,7 @@ from penstock.consumers.parity.watch import LIMIT, OUT, WITHIN, ProducerWatch, i
 from penstock.schemas.config import ModelConfig, ParityConfig
 from training_groups import configuration
 
-GROUP = 40  # tokens
+GROUP = 256  # tokens
 
 
 def watch(tmp_path, dtype="float32", gate="refuse") -> ProducerWatch:
@@ -55,7 +55,7 @@ def test_a_bad_row_or_a_bad_group_now_and_then_finds_nobody(tmp_path, dtype):
 
 def test_a_few_tokens_that_are_far_off_count_in_bfloat16_where_the_mean_hides_them(tmp_path):
     """One token in a hundred from another text: 5 nats each."""
-    assert found_after(watch(tmp_path, "bfloat16"), *[gap(0.049, 100, k3=4 / 100)] * 4) == 4
+    assert found_after(watch(tmp_path, "bfloat16"), *[gap(0.049, 300, k3=4 / 100)] * 4) == 4
 
 
 def test_the_bound_on_k3_is_that_of_chi_square_for_small_ratios():
@@ -70,6 +70,14 @@ def test_the_bound_on_k3_is_that_of_chi_square_for_small_ratios():
 
 def test_groups_of_a_few_tokens_are_taken_together(tmp_path):
     assert found_after(watch(tmp_path), *[gap(1e-3, 5)] * 20) == 16
+    assert found_after(watch(tmp_path, "bfloat16"), *[gap(1.0, 100)] * 20) == 12
+
+
+def test_one_token_that_is_far_off_is_no_evidence_in_bfloat16(tmp_path):
+    """Half a nat in one token of every fourth group of 40, the others at the noise of a body."""
+    quiet, loud = gap(1e-2, 40, k3=1e-4), gap(2e-2, 40, k3=0.15 / 40)
+    assert not is_within(loud, TOLERANCES["bfloat16"])
+    assert found_after(watch(tmp_path, "bfloat16"), *[loud, quiet, quiet, quiet] * 200) is None
 
 
 def test_every_instance_is_judged_by_its_own_rows(tmp_path):

@@ -17,8 +17,10 @@ from penstock.schemas.config import ModelConfig, RunConfig, TrainerConfig
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids, unpack_ids
 from training_groups import configuration
 
-NUM_GROUPS, SIBLINGS, LENGTH = 4, 3, 10
+NUM_GROUPS, LENGTH = 4, 10
 PROMPTS = prompts(NUM_GROUPS, 20)
+SIBLINGS = {"float32": 3, "bfloat16": 26}
+"""A group is a unit of the test by itself."""
 AT_0 = LagTable(0, {}, {})
 
 
@@ -39,8 +41,10 @@ def learner(bench: ParityBench) -> Learner:
 
 @pytest.fixture(scope="module")
 def sound(bench: ParityBench) -> list[RolloutGroup]:
-    """Of two producers, 4 groups each."""
-    own = groups_of(bench.engine().generate(prompts(2 * NUM_GROUPS, 20, seed=1), SIBLINGS, LENGTH, sampling=COLD))
+    """Of two producers, 2 groups each."""
+    own = groups_of(
+        bench.engine().generate(prompts(NUM_GROUPS, 20, seed=1), SIBLINGS[bench.dtype], LENGTH, sampling=COLD)
+    )
     return [sampled_by(group, f"p{group.index % 2}", 100 + group.index) for group in own]
 
 
@@ -49,13 +53,15 @@ def sampled_by(group: RolloutGroup, name: str, index: int) -> RolloutGroup:
 
 
 def played(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
-    return groups_of(bench.engine().generate(PROMPTS, SIBLINGS, LENGTH, sampling=sampling, **settings), sampling)
+    return groups_of(
+        bench.engine().generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=sampling, **settings), sampling
+    )
 
 
 def raw(bench: ParityBench) -> list[RolloutGroup]:
     engine = bench.engine()
     engine.convention = lambda logits, sampling, drawn: logits.log_softmax(-1)
-    return groups_of(engine.generate(PROMPTS, SIBLINGS, LENGTH, sampling=COLD))
+    return groups_of(engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
 
 
 def another_temperature(bench: ParityBench) -> list[RolloutGroup]:
@@ -90,7 +96,7 @@ def swapped_siblings(bench: ParityBench) -> list[RolloutGroup]:
 def labels_only(bench: ParityBench) -> list[RolloutGroup]:
     """The engine has the policy of three versions on, and says that it is version 0."""
     engine = bench.engine()
-    answers = engine.generate(PROMPTS, SIBLINGS, LENGTH, version=3, sampling=COLD)
+    answers = engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, version=3, sampling=COLD)
     for answer in answers:
         for own in answer.siblings:
             own.versions = [0] * LENGTH
@@ -105,11 +111,11 @@ def another_layer(bench: ParityBench) -> list[RolloutGroup]:
     engine = bench.engine()
     for layer in engine._model.model.layers:
         layer.input_layernorm.variance_epsilon = 3.0
-    return groups_of(engine.generate(PROMPTS, SIBLINGS, LENGTH, sampling=COLD))
+    return groups_of(engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
 
 
 def bfloat16_head(bench: ParityBench) -> list[RolloutGroup]:
-    return groups_of(bench.engine(head="bfloat16").generate(PROMPTS, SIBLINGS, LENGTH, sampling=COLD))
+    return groups_of(bench.engine(head="bfloat16").generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
 
 
 FAULTS: dict[Callable[[ParityBench], list[RolloutGroup]], str] = {
@@ -142,14 +148,14 @@ def test_one_bad_producer_among_three_is_found_by_its_fourth_group(bench, learne
     assert set(found) == {"instance of bad"}
     assert found["instance of bad"].cause == FAULTS[fault]
     others = [each for name, each in watch.table().items() if name != "instance of bad"]
-    assert [each.num_rows for each in others] == [NUM_GROUPS * SIBLINGS] * 2
+    assert [each.num_rows for each in others] == [2 * SIBLINGS[bench.dtype]] * 2
     assert all(each.gap < found["instance of bad"].gap / 10 for each in others)
 
 
 def test_three_groups_of_it_do_not_suffice_and_the_first_two_are_within_one_batch(bench, learner, sound):
     watch, bad = ProducerWatch(config_of(bench)), [sampled_by(g, "bad", g.index) for g in another_temperature(bench)]
     for groups in (bad[:2], bad[2:3]):
-        batch = [*groups, *sound]
+        batch = [*groups, *sound[:2]]
         assert not watch.observe_batch(batch, learner.step(learner.pack(batch, AT_0)))
     assert watch.observe_batch(bad[3:], learner.step(learner.pack(bad[3:], AT_0)))
 
@@ -175,7 +181,9 @@ def test_a_label_that_moves_late_is_seen_in_rows_of_several_policies_that_are_re
         return groups_of(answers)
 
     def gaps(late: int) -> list[RowGap]:
-        answers = bench.engine().generate(PROMPTS, SIBLINGS, LENGTH, sampling=COLD, version=0, updates={5: 3})
+        answers = bench.engine().generate(
+            PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD, version=0, updates={5: 3}
+        )
         groups = moved(answers, late)
         found = []
         for group in groups:
