@@ -44,18 +44,19 @@ def ended_run(live_run: WatchedRun) -> WatchedRun:
 def resumed_run(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoRun]:
     """A recorded run of the demo with one producer, killed behind a checkpoint and resumed from Python, to its end,
     with two."""
-    settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 10, "record": "true"}
+    settings = {"model.path": demo_model, "num_updates": NUM_UPDATES, "checkpoint.every": 20, "record": "true"}
     settings |= {"metrics.port": 0, "producers.count": 1}
     run = DemoRun(tmp_path_factory.mktemp("resumed"), "resumed", **settings)
     try:
         run.start(fresh=True)
-        run.wait_for_update(23)
+        run.wait_for_update(10)
         trainer, producer = run.metrics("trainer"), run.metrics("producer-0")
         for name in ("penstock_token_lag_steps_bucket", "penstock_ess_fraction", "penstock_rollout_correction_kl"):
             assert name in trainer
         for name in ("penstock_tokens_generated_total", "penstock_weight_pause_seconds_bucket"):
             assert name in producer
         run.fresh_lines = {name: run.log_lines(name) for name in ("trainer", "producer-0")}
+        run.wait_for_update(23)  # between two checkpoints
         run.signal(signal.SIGKILL)
         run.wait()
         wait_for(run.living, lambda pids: pids == [], timeout_s=30)
