@@ -19,6 +19,7 @@ from penstock.consumers.observe.record import RolloutRecorder
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.observe.sinks.feeding import check_sinks
 from penstock.consumers.parity.gate import Gate, ParityRefusedError
+from penstock.consumers.parity.recheck import Recheck
 from penstock.consumers.parity.watch import ProducerWatch
 from penstock.consumers.stop_signals import StoppedError, StopSignals
 from penstock.consumers.stream.acknowledgement import Commits
@@ -163,6 +164,11 @@ def open_trainer(
     """
     if None in config.num_evaluation_prompts.values():
         raise ConfigError("evaluation.num_prompts is not set: the trainer alone cannot know what the environment has")
+    if config.parity.recheck and ranks is not None and ranks.size > 1:
+        raise ConfigError(
+            f"parity.recheck = {config.parity.recheck} with {ranks.size} ranks that share the model: one process "
+            "recomputes a group with a whole second model; expected 0, or a trainer of one process"
+        )
     keys = Keys(config.name)
     connection.restarted()  # from here on a restart of Redis is one
     checkpoints = Checkpoints(config.folder(runs) / "checkpoints", config.checkpoint.keep, Path(config.model.path))
@@ -275,6 +281,7 @@ def _assemble(
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
         gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),
         watch=ProducerWatch(config, learner.ranks),
+        recheck=Recheck(config, WeightReader(connection.call, leadership.keys), metrics.count_recheck),
         recorder=recorder,
         record_aside=record_aside,
         run_log=run_log,

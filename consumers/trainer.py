@@ -11,7 +11,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
                  parity/gate.py, the first batch of new weights; each
-                 producer from then on: parity/watch.py
+                 producer from then on: parity/watch.py,
+                 parity/recheck.py while batches are waited for
     batch        lag, advantages, packed tensors                       -
                  learning/packing.py
     step         loss, backward, optimizer: per epoch and mini-batch   -
@@ -47,13 +48,15 @@ stands. In both cases a best model that is being written is left to the next tra
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.observe.record import RolloutRecorder, Taken
 from penstock.consumers.observe.run_log import RunLog
 from penstock.consumers.parity.gate import Gate
+from penstock.consumers.parity.recheck import Recheck
 from penstock.consumers.parity.watch import ProducerWatch
 from penstock.consumers.stream.acknowledgement import Commits
 from penstock.consumers.stream.checkpoints import CheckpointWriteError
@@ -90,6 +93,7 @@ class Trainer:
     recovery: Recovery
     gate: Gate
     watch: ProducerWatch
+    recheck: Recheck
     recorder: RolloutRecorder | None
     record_aside: Callable[[], None]
     run_log: RunLog
@@ -132,6 +136,7 @@ class Trainer:
         self.leadership.end()
         if self.recorder is not None:
             self.recorder.close()
+        self.recheck.close()
         self.run_log.close()  # last: sinks may take their time
 
     def _train(self) -> bool:
@@ -175,9 +180,8 @@ class Trainer:
                 publish_s=time.monotonic() - stepped_s,
                 publish_blocked_s=self.policy.take_blocked_s(),
             )
-            for instance, found in self.watch.observe_batch(groups, report).items():
-                self.intake.quarantine.add(instance, found)
-            self._note_producers()
+            self._watch_producers(groups, report.fresh)
+            self.recheck.add(groups, report)
             self._evaluate()
             self._commit_if_due(busy=True)
         self._finish()
@@ -196,7 +200,7 @@ class Trainer:
             if self.intake.is_short(num_groups):
                 if not self.intake.read():
                     self.run_log.queue(self.intake.num_open_prompts(), self.intake.num_abandoned)
-                    self._note_producers()
+                    self._watch_producers(*self.recheck.one())
                     self._commit_if_due(busy=False)
                 if time.monotonic() > log_at:
                     log_at = time.monotonic() + WAITING_LOG_S
@@ -212,7 +216,9 @@ class Trainer:
             self._collect_evaluations()
         return None
 
-    def _note_producers(self) -> None:
+    def _watch_producers(self, groups: Sequence[RolloutGroup], gaps: Mapping[int, RowGap]) -> None:
+        for instance, found in self.watch.observe_groups(groups, gaps).items():
+            self.intake.quarantine.add(instance, found)
         self.intake.quarantine.note(self.watch.table())
         self.run_log.metrics.watch_producers(self.intake.quarantine.alive)
 

@@ -90,6 +90,8 @@ class TrainerMetrics:
         self.mismatch_mean.set(math.nan)
         self._producer_mismatch = make(Gauge, M.PRODUCER_MISMATCH)
         self._producer_quarantined = make(Gauge, M.PRODUCER_QUARANTINED)
+        self._rechecks = make(Counter, M.PARITY_RECHECKS)
+        self._recheck_tokens = make(Counter, M.PARITY_RECHECK_TOKENS)
         self.checkpoint_seconds = make(Histogram, M.CHECKPOINT_SECONDS)
         self.stream_errors = make(Counter, M.STREAM_ERRORS)
         self.sink_errors = make(Counter, M.SINK_ERRORS)
@@ -181,6 +183,11 @@ class TrainerMetrics:
         for name, each in found.items():
             if each.quarantined_s:
                 self._producer_quarantined.labels(name, each.cause).set(1)
+
+    def count_recheck(self, outcome: str, num_tokens: int) -> None:
+        """What became of a group that was drawn to be recomputed at a lag above 0."""
+        self._rechecks.labels(outcome).inc()
+        self._recheck_tokens.inc(num_tokens)
 
     def _set_gauges(self, line: dict[str, Any]) -> None:
         for key, gauge in self._gauges.items():

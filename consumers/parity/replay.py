@@ -63,6 +63,11 @@ class PolicyStore:
         """Whether the weights of `version` are there, as far as their file tells."""
         return version >= 0 and (self._is_loaded(version) or self._path(version) is not None)
 
+    def forget(self) -> None:
+        """To be called after files have come or gone: which are there is asked for anew."""
+        self._paths.clear()
+        self._cache = {path: state for path, state in self._cache.items() if path.exists()}
+
     @property
     def vocabulary(self) -> int:
         return (self._loaded.model if self._loaded is not None else self._base()).vocabulary

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -23,7 +23,6 @@ from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.learner import Learner
 from penstock.consumers.learning.model import PackedModel
 from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.parity.gate import LagOf, at_lag_0, measured
 from penstock.consumers.parity.report import TOLERANCES, ParityError, Tolerance, Verdict
 from penstock.consumers.parity.verdict import MIN_TOKENS
@@ -124,14 +123,14 @@ class ProducerWatch:
             return True
         return known.score > 0 and known.verdict.status != "mismatch"
 
-    def observe_batch(self, groups: Iterable[RolloutGroup], report: StepReport) -> dict[str, ProducerParity]:
-        """Takes the rows of lag 0 of a batch that was trained; returns the instances that are to be quarantined.
+    def observe_groups(self, groups: Iterable[RolloutGroup], gaps: Mapping[int, RowGap]) -> dict[str, ProducerParity]:
+        """Takes what was recomputed of these groups, by index; returns the instances that are to be quarantined.
 
         A group that several instances sampled is evidence against none of them.
         """
         found = {}
         for group in groups:
-            gap = report.fresh.get(group.index)
+            gap = gaps.get(group.index)
             if gap is None or len(group.samplers) > 1:
                 continue
             if self.observe(group.samplers[0], group.producer_id, gap):

@@ -202,8 +202,9 @@ def _open_probe(file: Path, arguments: argparse.Namespace, say: "Say", closing: 
 
 
 def _open_run(arguments: argparse.Namespace, say: "Say", closing: ExitStack) -> _Opened:
+    from penstock.consumers.parity.logged_versions import LoggedVersions
     from penstock.deploy.operate.run_access import open_run
-    from penstock.deploy.parity.inputs import LoggedVersions, from_run
+    from penstock.deploy.parity.inputs import from_run
     from penstock.schemas.weights.reading import WeightReader
 
     run = closing.enter_context(open_run(arguments.target, arguments.runs))

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.consumers.parity.logged_versions import WeightVersions
 from penstock.deploy.launch.engine_output import Say, output_in
-from penstock.deploy.parity.inputs import ParityInput, WeightVersions
+from penstock.deploy.parity.inputs import ParityInput
 from penstock.producers.engines.weight_files import BaseModel
 from penstock.producers.interfaces import CaptureError, EngineError
 from penstock.producers.rollout.episode import load_tokenizer

@@ -138,7 +138,7 @@ def test_one_bad_producer_among_three_is_found_by_its_fourth_group(bench, learne
     watch, batch = ProducerWatch(config_of(bench)), [*bad, *sound]
     watch.examine(batch, learner, 0, AT_0)
     report = learner.step(learner.pack(batch, AT_0))
-    found = watch.observe_batch(batch, report)
+    found = watch.observe_groups(batch, report.fresh)
     assert len(report.fresh) == len(batch)
     assert ("producer bad:" in caplog.text) and "producer p" not in caplog.text
     if (fault, bench.dtype) == (bfloat16_head, "bfloat16"):
@@ -156,15 +156,15 @@ def test_three_groups_of_it_do_not_suffice_and_the_first_two_are_within_one_batc
     watch, bad = ProducerWatch(config_of(bench)), [sampled_by(g, "bad", g.index) for g in another_temperature(bench)]
     for groups in (bad[:2], bad[2:3]):
         batch = [*groups, *sound[:2]]
-        assert not watch.observe_batch(batch, learner.step(learner.pack(batch, AT_0)))
-    assert watch.observe_batch(bad[3:], learner.step(learner.pack(bad[3:], AT_0)))
+        assert not watch.observe_groups(batch, learner.step(learner.pack(batch, AT_0)).fresh)
+    assert watch.observe_groups(bad[3:], learner.step(learner.pack(bad[3:], AT_0)).fresh)
 
 
 def test_a_group_that_two_instances_have_sampled_is_evidence_against_neither(bench, learner):
     watch = ProducerWatch(config_of(bench))
     bad = [msgspec.structs.replace(g, sampled_by=("lost", "heir")) for g in another_temperature(bench)]
     watch.examine(bad, learner, 0, AT_0)
-    assert not watch.observe_batch(bad, learner.step(learner.pack(bad, AT_0))) and not watch.table()
+    assert not watch.observe_groups(bad, learner.step(learner.pack(bad, AT_0)).fresh) and not watch.table()
 
 
 def test_a_label_that_moves_late_is_seen_in_rows_of_several_policies_that_are_replayed(bench):

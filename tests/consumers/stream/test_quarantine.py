@@ -2,19 +2,25 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+import penstock.consumers.__main__ as entry
 from mini_producer import make_group
 from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.observe.metrics import TrainerMetrics
 from penstock.consumers.parity.watch import LIMIT, OUT
 from penstock.consumers.stream import quarantine
+from penstock.consumers.stream.connection import TrainerConnection
+from penstock.schemas.config import ConfigError
 from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, decode_parity
 from penstock.schemas.rollout import encode_group
-from scripted_learner import KilledError
+from scripted_learner import KilledError, ScriptedLearner
 from trainer_bench import assert_balanced, assert_settled_once
 from wire_examples import FINGERPRINT
 
@@ -125,7 +131,7 @@ def test_the_trainer_that_goes_on_keeps_the_quarantine_and_a_restart_of_the_prod
     own.batches.clear()
     own.instances = "good-1", "bad-1", "bad-2"
     second = own.watched(gated.trainer(resume=True))
-    second.watch.observe_batch = lambda groups, report: {}
+    second.watch.observe_groups = lambda groups, gaps: {}
     assert second.run()
     assert_settled_once(gated, redis_client)
     names = Counter(name for batch in own.batches for name in batch)
@@ -180,7 +186,7 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     assert registry.get_sample_value("penstock_producer_quarantined", labels) == 1
     assert set(redis_client.hkeys(gated.keys.parity)) == {b"bad-1", b"good-1"}
     beat("bad-2")
-    trainer._note_producers()
+    trainer._watch_producers([], {})
     assert registry.get_sample_value("penstock_producer_quarantined", labels) is None and gap_of("bad") is None
 
 
@@ -191,3 +197,31 @@ def test_a_gate_that_warns_names_the_producer_and_trains_it(gated, caplog):
     assert own.watched(gated.trainer()).run()
     assert num_of_bad(own.batches) > 12
     assert 'bad is trained all the same (parity.gate = "warn")' in caplog.text
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_rechecks_are_made_while_rollouts_are_waited_for_and_quarantine_as_rows_of_lag_0_do(gated, share):
+    gated.overrides.append(f"parity.recheck={share}")
+    own = Producers("good-1", "bad-1")
+    gated.producer(own.answer)
+    trainer = own.watched(gated.trainer())
+    read = trainer.intake.read
+    trainer.learner.step = partial(ScriptedLearner.step, trainer.learner)  # no row has lag 0
+    trainer.recheck._gap = lambda group: RowGap(2, 40, 40 * GAPS[group.producer_id], 0.0)
+    trainer.intake.read = lambda: 0 if trainer.recheck._waiting else read()
+    assert trainer.run()
+    assert_balanced(gated, trainer)
+    assert ("bad" in {each.producer_id for each in trainer.intake.quarantine._held.values()}) == bool(share)
+    assert (num_of_bad(own.batches[-3:]) == 0) == bool(share)
+    count = partial(gated.metrics.registry.get_sample_value, labels={"outcome": "rechecked"})
+    assert bool(count("penstock_parity_rechecks_total")) == bool(share)
+
+
+def test_ranks_that_share_a_model_recheck_nothing(gated):
+    gated.overrides.append("parity.recheck=0.1")
+    connection = TrainerConnection(gated.url, outage_s=45)
+    gated.connections.append(connection)
+    with pytest.raises(ConfigError, match=r"parity\.recheck = 0\.1 with 2 ranks .* expected 0, or"):
+        entry.open_trainer(
+            gated.config, gated.runs, connection, TrainerMetrics(), resume=False, ranks=SimpleNamespace(size=2)
+        )

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.consumers.parity.logged_versions import LoggedVersions, WeightVersions
 from penstock.consumers.parity.report import ParityError
-from penstock.deploy.parity.inputs import LoggedVersions, WeightVersions, with_neighbours
+from penstock.deploy.parity.inputs import with_neighbours
 from penstock.deploy.parity.probe import CHANGE, make_policies, run_probe
 from penstock.producers.engines.weight_files import BaseModel, check
 from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig

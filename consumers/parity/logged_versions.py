@@ -1,0 +1,107 @@
+"""Files of published weights by version: those of a folder, and those written from a run's weight log."""
+
+import errno
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.consumers.parity.report import ParityError
+from penstock.schemas.config import ConfigError
+from penstock.schemas.policy import WeightManifest
+from penstock.schemas.process.files import replacing
+from penstock.schemas.weights.codec import ChunkError
+from penstock.schemas.weights.log import VersionGoneError
+from penstock.schemas.weights.reading import WeightReader
+from penstock.schemas.weights.stores import ChunkMissingError
+
+
+class WeightVersions:
+    """`weights(version)` is the file of a version's weights, or the base model's folder; None if they are gone.
+
+    Args:
+        base: folder of the base model, which is version 0 where no file is.
+        folder: with `v<version>.safetensors` files; None if there are none.
+    """
+
+    def __init__(self, base: Path, folder: Path | None) -> None:
+        self._base = base
+        self._folder = folder
+
+    def __call__(self, version: int) -> Path | None:
+        return self._file(version) or (self._base if version == 0 else None)
+
+    def copy(self, versions: Iterable[int], folder: Path) -> list[Path]:
+        """Copies the files of those among `versions` that are there, each whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        copies = []
+        for version in sorted(set(versions)):
+            if (file := self._file(version)) is not None:
+                copies.append(folder / file.name)
+                with replacing(copies[-1]) as partial:
+                    shutil.copyfile(file, partial)
+        return copies
+
+    def _file(self, version: int) -> Path | None:
+        file = self._folder / f"v{version}.safetensors" if self._folder is not None else None
+        return file if file is not None and file.exists() else None
+
+
+class LoggedVersions(WeightVersions):
+    """The versions of a run: each file is written from the weight log when it is first asked for, and stays after the
+    trainer drops that version.
+
+    folder: for the files, empty. Its methods raise ParityError for weights that cannot be read, or have no room there.
+    """
+
+    def __init__(self, base: Path, folder: Path, reader: WeightReader) -> None:
+        super().__init__(base, folder)
+        self._files, self._reader = folder, reader
+
+    def hold(self, versions: Iterable[int]) -> None:
+        """Writes those of `versions` that the log leads to, and deletes the files of all others."""
+        wanted = {f"v{version}.safetensors": version for version in versions}
+        kept = set()
+        for file in self._files.iterdir():
+            file.unlink() if file.name not in wanted else kept.add(file.name)
+        with self._errors():
+            log = self._reader.log()
+            found = [log.manifest(version) for name, version in wanted.items() if name not in kept]
+            needed = sum(manifest.total_bytes for manifest in found if manifest is not None)
+            if needed > (free := shutil.disk_usage(self._files).free):
+                raise ParityError(
+                    f"{self._files}: no room for the weights of {len(found)} versions: {needed:,} bytes are needed, "
+                    f"{free:,} are free; TMPDIR names a folder with room"
+                )
+        for version in sorted(wanted.values()):
+            self._file(version)
+
+    def _file(self, version: int) -> Path | None:
+        return super()._file(version) or self._written(version)
+
+    def _written(self, version: int) -> Path | None:
+        file = self._files / f"v{version}.safetensors"
+        tried: list[WeightManifest] = []
+        with self._errors():
+            while True:
+                try:
+                    way = self._reader.log().way(version)
+                    with replacing(file) as partial:
+                        self._reader.write(way, partial)
+                    return file
+                except VersionGoneError:
+                    return None
+                except ChunkMissingError:
+                    if way == tried:
+                        raise
+                    tried = way  # the trainer may have dropped it since the log was read
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            hint = "; TMPDIR names a folder with room" if error.errno == errno.ENOSPC else ""
+            raise ParityError(f"{error}{hint}") from error
+        except (ChunkError, ConfigError) as error:
+            raise ParityError(f"the run's weight log cannot be read: {error}") from error

@@ -1,0 +1,119 @@
+"""Groups without a row of lag 0, recomputed under the versions that their labels name while the trainer waits.
+
+A lag above 0 hides nothing from the watch then. The trainer's own model is not touched: a second one, made with the
+first group, takes the weights of each version from the weight log.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from penstock.consumers.learning.device import choose_device
+from penstock.consumers.learning.fresh_rows import RowGap
+from penstock.consumers.learning.step_report import StepReport
+from penstock.consumers.parity.logged_versions import LoggedVersions
+from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
+from penstock.consumers.parity.report import ParityError
+from penstock.consumers.parity.sample import read_sample
+from penstock.schemas.config import RunConfig
+from penstock.schemas.rollout import RolloutGroup
+from penstock.schemas.weights.reading import WeightReader
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 4
+"""Groups; a newer one takes the place of the oldest, whose versions are the first to be gone."""
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: its multiples, modulo 2^64, are spread evenly."""
+
+
+class Recheck:
+    """Recomputes the share `parity.recheck` of those groups.
+
+    count: called with what became of a drawn group, and the number of its tokens that were recomputed.
+    """
+
+    def __init__(
+        self, config: RunConfig, reader: WeightReader, count: Callable[[str, int], None] = lambda outcome, tokens: None
+    ) -> None:
+        self._config, self._count = config, count
+        self._share = config.parity.recheck
+        self._waiting: dict[int, RolloutGroup] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._reader = reader
+        self._store: tuple[LoggedVersions, PolicyStore] | None = None
+
+    def add(self, groups: Sequence[RolloutGroup], report: StepReport) -> None:
+        """Draws from the groups of a batch that was trained. Those with rows of lag 0 are judged by them already."""
+        if not report.counts_as_update:
+            return
+        left_out = report.fresh.keys() | report.failed.keys() | report.spared
+        for group in groups:
+            if group.index in left_out or not self._draws(group.index):
+                continue
+            if len(group.samplers) > 1:
+                self._count("shared", 0)
+                continue
+            self._waiting[group.index] = group
+            if len(self._waiting) > MAX_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+                self._count("displaced", 0)
+
+    def one(self) -> tuple[list[RolloutGroup], dict[int, RowGap]]:
+        """Recomputes the group that has waited longest, if any does; returns it with its gap by index, or nothing where
+        it cannot be recomputed. Takes the time of that group."""
+        if not self._waiting:
+            return [], {}
+        group = self._waiting.pop(next(iter(self._waiting)))
+        try:
+            gap = self._gap(group)
+        except (ParityError, OSError) as error:
+            log.warning("group %d is not rechecked: %s", group.index, error)
+            self._count("failed", 0)
+            return [], {}
+        except torch.OutOfMemoryError as error:
+            log.error("nothing more is rechecked, the device has no room for a second model: %s", error)
+            self._count("failed", 0)
+            self._share, self._store = 0.0, None
+            self._waiting.clear()
+            torch.cuda.empty_cache()
+            return [], {}
+        if gap is None:
+            self._count("gone", 0)
+            return [], {}
+        self._count("rechecked", gap.num_tokens)
+        return [group], {group.index: gap}
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _draws(self, index: int) -> bool:
+        return index * _GOLDEN % 2**64 < self._share * 2**64
+
+    def _gap(self, group: RolloutGroup) -> RowGap | None:
+        """None if the weights of a version that it names are kept no longer, or it names none."""
+        needed = {
+            span.version for rollout in group.rollouts for segment in rollout.segments for span in segment.version_spans
+        }
+        versions, policies = self._opened()
+        if min(needed, default=-1) < 0:
+            return None
+        versions.hold(needed)
+        policies.forget()
+        if not all(map(policies.has, needed)):
+            return None
+        sample = read_sample([group], policies.vocabulary, policies.has)
+        replay = Replay(sample, policies, self._config.trainer.tokens_per_microbatch)
+        return RowGap.of(replay.logprobs(map(as_labelled, sample.rows)), sample.engine, len(sample.rows))
+
+    def _opened(self) -> tuple[LoggedVersions, PolicyStore]:
+        if self._store is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="penstock-parity-")
+            versions = LoggedVersions(Path(self._config.model.path), Path(self._folder.name), self._reader)
+            device = choose_device(self._config.trainer.device)
+            self._store = versions, PolicyStore(self._config, versions, device)
+        return self._store
