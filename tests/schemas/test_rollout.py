@@ -219,8 +219,8 @@ def test_bytes_after_the_record_are_refused():
 
 def test_of_a_key_that_is_there_twice_the_last_one_counts_and_is_checked():
     payload = encode_group(wire_examples.group())
-    assert payload[0] == 0x8D
-    twice = b"\x8e" + payload[1:] + msgspec.msgpack.encode("index")
+    assert payload[0] == 0x8E
+    twice = b"\x8f" + payload[1:] + msgspec.msgpack.encode("index")
     assert decode_group(twice + b"\x07").index == 7
     with pytest.raises(RecordError, match="index: 0, expected 1 or more"):
         decode_group(twice + b"\x00")
