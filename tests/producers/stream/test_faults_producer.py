@@ -223,6 +223,7 @@ async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -
         await until(lambda: len(one.appended()) >= 10)
         proxy.refuse()
         # Everything it had in flight is generated, then it waits: nothing new is claimed, sampled or kept.
+        await asyncio.sleep(0.5)  # the answer to a claim may have been on its way
         await until(lambda: len(producer.writer._waiting) == len(producer.table) > 0 and not engine.num_active)
         num_requests = len(engine.requests)
         await asyncio.sleep(1.5)
