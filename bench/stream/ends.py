@@ -53,7 +53,7 @@ class ProducerEnd:
         self.connection = ProducerConnection.open(url, outage_s=OUTAGE_S, metrics=metrics)
         self.table = InFlightTable(num_groups=num_groups, group_size=GROUP_SIZE)
         self.claims = Claims(self.connection, keys, producer_id, self.table, ProducersConfig())
-        self.writer = Writer(self.connection, keys, self.table, metrics, "bench")
+        self.writer = Writer(self.connection, keys, self.table, metrics, "bench", producer_id)
 
     async def claim(self, num_groups: int) -> None:
         """Waits until `num_groups` prompts, released before, are claimed."""
