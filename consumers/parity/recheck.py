@@ -9,15 +9,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.step_report import StepReport
 from penstock.consumers.parity.logged_versions import LoggedVersions
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
-from penstock.consumers.parity.report import ParityError
-from penstock.consumers.parity.sample import read_sample
+from penstock.consumers.parity.report import TOLERANCES, ParityError
+from penstock.consumers.parity.sample import SampleRow, read_sample
+from penstock.consumers.parity.watch import is_within
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import RolloutGroup
 from penstock.schemas.weights.reading import WeightReader
@@ -108,7 +111,11 @@ class Recheck:
             return None
         sample = read_sample([group], policies.vocabulary, policies.has)
         replay = Replay(sample, policies, self._config.trainer.tokens_per_microbatch)
-        return RowGap.of(replay.logprobs(map(as_labelled, sample.rows)), sample.engine, len(sample.rows))
+        trainer = replay.logprobs(map(as_labelled, sample.rows))
+        gap = RowGap.of(trainer, sample.engine, len(sample.rows))
+        if not is_within(gap, TOLERANCES[policies.dtype]) and any(row.is_mixed for row in sample.rows):
+            gap = RowGap.of(with_recomputed(replay, trainer), sample.engine, len(sample.rows))
+        return gap
 
     def _opened(self) -> tuple[LoggedVersions, PolicyStore]:
         if self._store is None:
@@ -117,3 +124,57 @@ class Recheck:
             device = choose_device(self._config.trainer.device)
             self._store = versions, PolicyStore(self._config, versions, device)
         return self._store
+
+
+def with_recomputed(replay: Replay, labelled: Tensor) -> Tensor:
+    """[M] the logprobs of a sample whose engine may have computed the keys and values of a row again before any token:
+    vLLM does so with a request that it has preempted, and with one that is gone on with. They are of the policy that
+    samples the token then.
+
+    Of the places where that may have happened those are chosen under which the row is nearest to its record. A token
+    that another policy has sampled than the labelled one is as far off as before.
+
+    labelled: [M] as if it never happened.
+    """
+    found = labelled.clone()
+    mixed = [row for row in replay.sample.rows if row.is_mixed]
+    spans = {row.first: np.flatnonzero(np.diff(row.versions, prepend=row.versions[0] - 1)) for row in mixed}
+    """By row the first token of each policy."""
+    tried = {row.first: [labelled[row.tokens]] for row in mixed}
+    for n in range(1, max(map(len, spans.values()), default=0)):
+        some = [row for row in mixed if n < len(spans[row.first])]
+        again = replay.logprobs(as_labelled(row, _since(row, int(spans[row.first][n]))) for row in some)
+        for row in some:
+            tried[row.first].append(again[row.tokens])
+    for row in mixed:
+        under = torch.stack(tried[row.first])  # [policies, m]
+        costs = (under - replay.sample.engine[row.tokens]).abs().numpy()
+        chosen = _nearest(costs, np.searchsorted(spans[row.first], np.arange(costs.shape[1]), side="right") - 1)
+        found[row.tokens] = under.gather(0, torch.from_numpy(chosen)[None])[0]
+    return found
+
+
+def _since(row: SampleRow, start: int) -> np.ndarray:
+    """The row's versions, [m], with that of token `start` for those before it too."""
+    versions = row.versions.copy()
+    versions[:start] = versions[start]
+    return versions
+
+
+def _nearest(costs: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """[m] the policy that computed the keys and values last, at each token: the cheapest course from policy 0, which at
+    any token may change to policy `now[token]`, and only so. costs: [policies, m]."""
+    total = np.full(len(costs), np.inf)
+    total[0] = 0.0
+    came_from = np.empty(costs.shape[1], dtype=np.int64)
+    for token, policy in enumerate(now):
+        came_from[token] = best = int(total.argmin())
+        total[policy] = total[best]
+        total += costs[:, token]
+    chosen = np.empty(costs.shape[1], dtype=np.int64)
+    state = int(total.argmin())
+    for token in range(costs.shape[1] - 1, -1, -1):
+        chosen[token] = state
+        if state == now[token]:
+            state = int(came_from[token])
+    return chosen

@@ -76,11 +76,12 @@ class PlayedEngine:
         sampling: SamplingSettings | None = None,
         seed: int = 0,
         clear: bool = False,
+        preempted: Sequence[int] = (),
         stale: tuple[int, int] | None = None,
     ) -> list[PlayedAnswer]:
         """Prompts of one length. `updates`: before step n the weights of that version are loaded.
 
-        clear: an update makes it compute all keys and values again.
+        clear: an update makes it compute all keys and values again; so does a preemption, before these steps.
         stale: (version, tokens) of the context's keys and values that older weights computed.
         """
         sampling = sampling or SamplingSettings(max_tokens=num_tokens)
@@ -98,6 +99,8 @@ class PlayedEngine:
                 self.load(version)
                 if clear:
                     cache = DynamicCache()
+            if step in preempted:
+                cache = DynamicCache()
             hidden = self._body(ids[:, cache.get_seq_length() :], cache)[:, -1]
             logits = self._logits(hidden)
             drawn = processed(logits, ids[:, :length], ids[:, length:], sampling)

@@ -1,18 +1,23 @@
 """Groups without a row of lag 0, recomputed while the trainer waits: a late label is found, nothing is harmed."""
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 
 import fakeredis
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from parity_bench import COLD, ParityBench, groups_of, prompts
+from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.parity.recheck import MAX_WAITING, Recheck
+from penstock.consumers.parity.recheck import MAX_WAITING, Recheck, _nearest
+from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
+from penstock.consumers.parity.sample import read_sample
 from penstock.consumers.parity.watch import ProducerWatch
 from penstock.schemas.config import ModelConfig, ParityConfig, RunConfig, TrainerConfig
 from penstock.schemas.keys import Keys
@@ -127,6 +132,70 @@ def test_a_producer_that_labels_late_is_found_by_rechecks_alone(bench, learner, 
     assert set(found) == {"late"} and found["late"].num_rows == 4 * SIBLINGS
     assert watch.table()["sound"].gap < 1e-5 < found["late"].gap
     assert rechecked.outcomes == {"rechecked": 8} and rechecked.tokens == 8 * SIBLINGS * LENGTH
+
+
+UPDATES = {3: 1, 6: 2}
+
+
+def under(bench, log, groups) -> list[RowGap]:
+    """What a recheck finds of each."""
+    rechecked = Rechecked(bench, log)
+    rechecked.own.add(groups, TRAINED)
+    found = [rechecked.own.one()[1] for _ in groups]
+    rechecked.own.close()
+    assert rechecked.outcomes == {"rechecked": len(groups)}
+    return [gap for each in found for gap in each.values()]
+
+
+@pytest.mark.parametrize("preempted", [(4,), (3,), (7,), (4, 8), (6, 9), (5, 7, 8)])
+def test_rows_of_an_engine_that_was_preempted_are_within_the_band_wherever_it_was(bench, log, preempted):
+    """Its keys and values are computed again, by the policy that it has by then."""
+    answers = bench.engine().generate(
+        prompts(2, 20), SIBLINGS, LENGTH, updates=UPDATES, preempted=preempted, sampling=COLD
+    )
+    watch = ProducerWatch(config_of(bench))
+    gaps = under(bench, log, groups_of(answers))
+    assert len(gaps) == 2 and all(gap.mean < 1e-6 for gap in gaps)
+    assert not any(watch.observe("sound", "p1", gap) for gap in gaps * 20)
+    as_kept = PolicyStore(config_of(bench), bench.files.get, torch.device("cpu"))
+    sample = read_sample(groups_of(answers), as_kept.vocabulary, as_kept.has)
+    kept = RowGap.of(Replay(sample, as_kept, 4096).logprobs(map(as_labelled, sample.rows)), sample.engine, 6)
+    assert kept.mean > 1e-5, "which they were not under the keys and values that were lost"
+
+
+def test_a_late_label_is_as_far_off_in_rows_that_were_preempted(bench, log):
+    def gaps(preempted, **label) -> list[RowGap]:
+        groups = groups_of(
+            bench.engine().generate(
+                prompts(2, 20), SIBLINGS, LENGTH, updates={5: 2}, preempted=preempted, sampling=COLD
+            )
+        )
+        return under(bench, log, [late(group, **label) for group in groups] if label else groups)
+
+    assert all(gap.mean < 1e-6 for gap in gaps((7,)))
+    off = gaps((7,), tokens=2)
+    assert all(gap.mean > 1e-4 for gap in off)
+    watch = ProducerWatch(config_of(bench))
+    assert [watch.observe("late", "p1", gap) for gap in off * 2] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_places_are_those_of_the_least_sum(seed):
+    rng = np.random.default_rng(seed)
+    num_policies, num_tokens = int(rng.integers(1, 4)), int(rng.integers(4, 8))
+    starts = [0, *sorted(rng.choice(np.arange(1, num_tokens), num_policies - 1, replace=False).tolist())]
+    now = [sum(start <= token for start in starts) - 1 for token in range(num_tokens)]
+    costs = rng.random((num_policies, num_tokens))
+
+    def is_possible(course) -> bool:
+        return all(new in (old, held) for old, new, held in zip((0, *course), course, now, strict=False))
+
+    def cost(course) -> float:
+        return sum(costs[policy, token] for token, policy in enumerate(course))
+
+    chosen = _nearest(costs, np.array(now)).tolist()
+    every = itertools.product(range(num_policies), repeat=num_tokens)
+    assert is_possible(chosen) and cost(chosen) == pytest.approx(min(map(cost, filter(is_possible, every))))
 
 
 def test_the_trainers_weights_and_random_numbers_stay_as_they_are(learner, rechecked, answers):
