@@ -1,8 +1,10 @@
 """Held-out evaluation by the producers: requested by policy version, answered on a stream of its own."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from penstock.consumers.learning.held_out import HeldOutAnswers, held_out_figures
 from penstock.consumers.stream.connection import TrainerConnection
@@ -31,10 +33,25 @@ class EvaluationResult(NamedTuple):
     """The same figures by environment."""
 
 
+EntryId = tuple[int, int]
+
+
+class ReceivedAnswers(NamedTuple):
+    """entry: that asked for them. samplers: see `RolloutGroup`; none of a prompt that failed."""
+
+    entry: EntryId
+    samplers: tuple[str, ...]
+    found: HeldOutAnswers
+
+
 class Evaluator:
     """Requests evaluations and collects their results. Never waits.
 
+    Prompt n of a policy has the entry `<version>-<n>`. What a quarantined producer answered does not count. It is asked
+    again in the entry behind the last one, as if the policy requested last had one prompt more.
+
     sets: how each environment's held-out prompts are evaluated, `num_prompts` included.
+    is_held: whether one of these instances of producers is quarantined.
     """
 
     def __init__(
@@ -44,34 +61,36 @@ class Evaluator:
         keys: Keys,
         epoch: int,
         sets: Mapping[str, HeldOutConfig],
+        is_held: Callable[[Iterable[str]], bool] = lambda samplers: False,
     ) -> None:
         self._connection = connection
         self._scripts = scripts
         self._stream = keys.evaluation_results
         self._epoch = epoch
-        self._sets = sets
+        self._sets, self._is_held = sets, is_held
         self._held_out = [ReleasedTask(name, n + 1) for name, how in sets.items() for n in range(how.num_prompts or 0)]
         self._cursor = START
-        self._pending: dict[int, dict[int, HeldOutAnswers]] = {}
+        self._pending: dict[int, dict[int, ReceivedAnswers]] = {}
         """By version and number of the prompt."""
+        self._asked: dict[EntryId, tuple[int, int]] = {}
+        """By entry the version and the number of the prompt, of the pending evaluations."""
         self._update_of: dict[int, int] = {}
-        self._last_requested = -1
+        self._last_asked: EntryId = (-1, 0)
 
     def request(self, policy_version: int, update: int) -> bool:
         """Asks the producers to evaluate the policy published after `update`, unless that was requested before or there
         are no held-out prompts. Returns whether a result will follow."""
-        if policy_version == self._last_requested or not self._held_out:
+        if policy_version == self._last_asked[0] or not self._held_out:
             return False
-        self._last_requested = policy_version
         self._pending[policy_version] = {}
         self._update_of.setdefault(policy_version, update)
-        self._ask()
+        self._ask({(policy_version, n): (policy_version, n) for n in range(1, len(self._held_out) + 1)})
         return True
 
     def request_again(self) -> None:
         """Requests unanswered evaluations once more, after Redis may have lost them. Answers to both count once."""
         self._cursor = START
-        self._ask()
+        self._ask({})
 
     def collect(self) -> list[EvaluationResult]:
         """The evaluations that became complete since the last call, oldest policy first."""
@@ -85,6 +104,7 @@ class Evaluator:
                 self._cursor = entry_id
             if len(entries) < ENTRIES_PER_READ:
                 break
+        self._ask_others()
         done = [version for version, answers in self._pending.items() if len(answers) == len(self._held_out)]
         return [self._result(version) for version in sorted(done)]
 
@@ -97,29 +117,50 @@ class Evaluator:
         milliseconds, sequence = entry_key(self._cursor)
         return START if self._pending else f"{milliseconds}-{sequence + 1}".encode()
 
-    def _ask(self) -> None:
-        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, self._pending, self._held_out))
+    def _ask(self, more: Mapping[EntryId, tuple[int, int]]) -> None:
+        """Asks for these prompts too, and again for all others: Redis may have lost them. What is there, or was, stays
+        as it is."""
+        self._asked |= more
+        self._last_asked = max([self._last_asked, *more])
+        asked = [
+            (f"{version}-{n}", self._held_out[number - 1]) for (version, n), (_, number) in sorted(self._asked.items())
+        ]
+        self._connection.call(lambda _: self._scripts.evaluate(self._epoch, asked))
+
+    def _ask_others(self) -> None:
+        """Drops the answers of quarantined producers."""
+        version, n = self._last_asked
+        again: dict[EntryId, tuple[int, int]] = {}
+        for answers in self._pending.values():
+            for number, each in list(answers.items()):
+                if self._is_held(each.samplers):
+                    del answers[number]
+                    n += 1
+                    again[version, n] = self._asked.pop(each.entry)
+        if again:
+            log.warning("%d held-out prompts are asked again: a quarantined producer answered them", len(again))
+            self._ask(again)
 
     def _receive(self, fields: dict[bytes, bytes]) -> None:
         before, _, after = fields.get(Field.EVALUATION, b"").partition(b"-")
         version, n = number_in(before), number_in(after)
-        if version is None or n is None:
-            return
-        answers = self._pending.get(version)
-        if answers is None or not 1 <= n <= len(self._held_out):
-            return  # of an evaluation that is done, or of a trainer before this one
-        found = HeldOutAnswers(self._held_out[n - 1].environment)
+        if version is None or n is None or (version, n) not in self._asked:
+            return  # also of an evaluation that is done, or of a trainer before this one
+        entry, (version, n) = (version, n), self._asked[version, n]
+        samplers, found = (), HeldOutAnswers(self._held_out[n - 1].environment)
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
-                group = HeldOutAnswers.of(decode_group(fields.get(Field.PAYLOAD, b"")))
-                # Records of earlier releases name no environment.
-                found = group if group.environment in self._sets else group._replace(environment=found.environment)
+                group = decode_group(fields.get(Field.PAYLOAD, b""))
+                if group.environment not in self._sets:  # records of earlier releases name none
+                    group = msgspec.structs.replace(group, environment=found.environment)
+                samplers, found = group.samplers, HeldOutAnswers.of(group)
             except RecordError as error:
                 log.warning("evaluation %d-%d: %s", version, n, error)
-        answers.setdefault(n, found)
+        self._pending[version].setdefault(n, ReceivedAnswers(entry, samplers, found))
 
     def _result(self, version: int) -> EvaluationResult:
-        answers = list(self._pending.pop(version).values())
+        answers = [each.found for each in self._pending.pop(version).values()]
+        self._asked = {entry: prompt for entry, prompt in self._asked.items() if prompt[0] != version}
         num_failed = sum(not each.rewards for each in answers)
         if num_failed:
             log.warning("evaluation of policy %d: %d of %d prompts failed", version, num_failed, len(answers))

@@ -5,7 +5,7 @@ Payloads never pass through a script (ARGV is slow at 16 kB and more); dead lett
 it starts, are the rare exceptions.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -182,19 +182,16 @@ return ARGV[2]
 """
 )
 
-# ARGV: epoch, prompts of each, environment and number of each prompt, policy version... (ascending). A prompt asked for
-# twice is there already. All in one script: on a stream that was emptied meanwhile, ids of an older version could not
-# follow those of a newer one.
+# ARGV: epoch, then entry id (ascending), environment and number of each held-out prompt. One that was asked for before
+# is there already. All in one script: on a stream that was emptied meanwhile, ids of an older version could not follow
+# those of a newer one.
 _EVALUATE = (
     _FENCE
     + """
-local added, num_prompts = 0, tonumber(ARGV[2])
-for i = 3 + 2 * num_prompts, #ARGV do
-  for n = 1, num_prompts do
-    local reply = redis.pcall(
-      'XADD', KEYS[2], ARGV[i] .. '-' .. n, 'environment', ARGV[1 + 2 * n], 'task', ARGV[2 + 2 * n])
-    if type(reply) ~= 'table' then added = added + 1 end
-  end
+local added = 0
+for i = 2, #ARGV, 3 do
+  local reply = redis.pcall('XADD', KEYS[2], ARGV[i], 'environment', ARGV[i + 1], 'task', ARGV[i + 2])
+  if type(reply) ~= 'table' then added = added + 1 end
 end
 return added
 """
@@ -348,11 +345,10 @@ class Scripts:
         fork = "" if parent is None else parent
         self._run("announce", keys, epoch, version, manifest, anchor, floor, fork)
 
-    def evaluate(self, epoch: int, versions: Iterable[int], held_out: Sequence[ReleasedTask]) -> int:
-        """Requests these held-out prompts of each version; returns how many were not requested before."""
+    def evaluate(self, epoch: int, prompts: Sequence[tuple[str, ReleasedTask]]) -> int:
+        """Requests held-out prompts, by entry id, ascending; returns how many were not requested before."""
         keys = [self._keys.commit, self._keys.evaluations]
-        flat = [part for task in held_out for part in task]
-        return self._run("evaluate", keys, epoch, len(held_out), *flat, *sorted(versions))
+        return self._run("evaluate", keys, epoch, *(part for name, task in prompts for part in (name, *task)))
 
     def dead_letter(
         self,

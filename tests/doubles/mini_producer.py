@@ -41,7 +41,8 @@ class MiniProducer(threading.Thread):
     """Answers every prompt and evaluation until `stop` is set or the run is finished.
 
     `answer(index, version)` returns the fields of the rollout entry; the default is a group of rewards 0 and 1.
-    `held_out(version)` is the reward of each held-out prompt of an evaluation.
+    `held_out(version)` is the reward of each held-out prompt of an evaluation; with `evaluated_by` the instance that
+    answered it.
     """
 
     def __init__(self, url: str, run: str, answer: Callable[[int, int], dict] | None = None) -> None:
@@ -51,6 +52,7 @@ class MiniProducer(threading.Thread):
         self.stop = threading.Event()
         self.answer = answer or group_fields
         self.held_out: Callable[[int], float] = lambda version: 1.0
+        self.evaluated_by: tuple[str, ...] = ()
         self.num_answered = 0
         self.problem: Exception | None = None
 
@@ -102,9 +104,8 @@ class MiniProducer(threading.Thread):
                 pipeline.xadd(self.keys.rollouts, self.answer(int(fields[Field.INDEX]), version))
                 self.num_answered += 1
             else:
-                payload = encode_group(
-                    make_group(0, version, rewards=(self.held_out(wanted),), evaluation_id=entry_id.decode())
-                )
+                group = make_group(0, version, rewards=(self.held_out(wanted),), evaluation_id=entry_id.decode())
+                payload = encode_group(msgspec.structs.replace(group, sampled_by=self.evaluated_by))
                 pipeline.xadd(
                     self.keys.evaluation_results,
                     {Field.EVALUATION: entry_id, Field.KIND: Kind.GROUP, Field.PAYLOAD: payload},

@@ -69,7 +69,7 @@ def test_every_write_of_an_older_epoch_is_refused(scripts):
         lambda: scripts.release_again(0, 0, [(1, ReleasedTask("main", 1))]),
         lambda: scripts.drop_unreachable(0),
         lambda: scripts.announce(0, 1, b"{}", b"", 0, None),
-        lambda: scripts.evaluate(0, [0], tasks(1, 3)),
+        lambda: scripts.evaluate(0, [(f"0-{n}", task) for n, task in enumerate(tasks(1, 3), 1)]),
         lambda: scripts.dead_letter(0, 1, "poison", b""),
         lambda: scripts.commit(0, "c", b"0-0", b"0-0"),
         lambda: scripts.finish(0),
@@ -261,10 +261,10 @@ def test_an_anchor_alone_is_no_announcement_and_what_is_older_than_the_floor_goe
     assert redis_client.hget(KEYS.commit, "policy_version") == b"3"
 
 
-def result(version: int, n: int, reward: float, **parts: float) -> dict:
+def result(version: int, n: int, reward: float, *, by: str = "good-1", **parts: float) -> dict:
     group = make_group(0, version, rewards=(reward,), evaluation_id=f"{version}-{n}")
     rollout = msgspec.structs.replace(group.rollouts[0], reward=Reward(value=reward, parts=parts))
-    group = msgspec.structs.replace(group, rollouts=(rollout,))
+    group = msgspec.structs.replace(group, rollouts=(rollout,), sampled_by=(by,))
     return {Field.EVALUATION: f"{version}-{n}", Field.KIND: Kind.GROUP, Field.PAYLOAD: encode_group(group)}
 
 
@@ -394,6 +394,67 @@ def test_evaluations_of_an_emptied_server_are_asked_for_oldest_first(connection,
     evaluator.request(7, update=7)
     evaluator.request_again()
     assert [entry_id for entry_id, _ in redis_client.xrange(KEYS.evaluations)] == [b"5-1", b"5-2", b"7-1", b"7-2"]
+
+
+def answer(client, *results: dict) -> None:
+    """As a producer does: the entry is gone from the stream of what is asked."""
+    for fields in results:
+        client.xadd(KEYS.evaluation_results, fields)
+        client.xdel(KEYS.evaluations, fields[Field.EVALUATION])
+
+
+def asked(client) -> dict[bytes, int]:
+    """By entry the number of the held-out prompt."""
+    return {entry_id: int(fields[Field.TASK]) for entry_id, fields in client.xrange(KEYS.evaluations)}
+
+
+@pytest.fixture
+def held() -> set[str]:
+    """Instances that are quarantined."""
+    return set()
+
+
+@pytest.fixture
+def wary(connection, scripts, held) -> Evaluator:
+    return Evaluator(connection, scripts, KEYS, 0, sets(main=3), lambda samplers: not held.isdisjoint(samplers))
+
+
+def test_what_a_quarantined_producer_has_answered_is_asked_again_and_does_not_count(wary, held, redis_client):
+    wary.request(5, update=5)
+    answer(redis_client, result(5, 1, 1.0, by="bad-1"), result(5, 2, 0.5))
+    assert wary.collect() == []
+    wary.request(7, update=7)
+    held.add("bad-1")
+    answer(redis_client, result(5, 3, 1.0, by="bad-1"))
+    assert wary.collect() == [] and wary.pending == [5, 7]
+    assert asked(redis_client) == {b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1, b"7-5": 3}
+    assert wary.collect() == [] and redis_client.xlen(KEYS.evaluations) == 5, "once"
+    answer(redis_client, result(7, 5, 0.0), result(7, 4, 0.25, by="bad-1"))
+    assert wary.collect() == []
+    assert asked(redis_client) == {b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-6": 1}
+    answer(redis_client, result(7, 6, 0.1))
+    (done,) = wary.collect()
+    assert (done.policy_version, done.update, done.num_failed) == (5, 5, 0)
+    assert done.figures["reward"] == pytest.approx((0.1 + 0.5 + 0.0) / 3)
+    answer(redis_client, *(result(7, n, 0.75) for n in (1, 2, 3)))
+    (done,) = wary.collect()
+    assert (done.policy_version, done.figures["reward"]) == (7, 0.75)
+    assert wary.pending == [] and asked(redis_client) == {}
+
+
+def test_an_emptied_server_is_asked_again_also_what_was_asked_twice(wary, held, redis_client):
+    wary.request(5, update=5)
+    answer(redis_client, result(5, 1, 1.0, by="bad-1"))
+    wary.collect()
+    held.add("bad-1")
+    wary.request(7, update=7)
+    wary.collect()
+    before = asked(redis_client)
+    assert before == {b"5-2": 2, b"5-3": 3, b"7-1": 1, b"7-2": 2, b"7-3": 3, b"7-4": 1}
+    redis_client.delete(KEYS.evaluations)
+    wary.request_again()
+    assert asked(redis_client) == before
+    assert wary.collect() == [] and asked(redis_client) == before, "the first answer is read again, and is of no entry"
 
 
 def test_a_redis_that_stays_away_is_an_error_that_says_for_how_long(tmp_path):
