@@ -233,7 +233,7 @@ def _assemble(
     progress = RunProgress(epoch, state)
     check = partial(check_trainable, vocabulary=learner.vocabulary, needs_teacher=config.teacher_url is not None)
     intake = Intake(config, leadership, ledger, lag_of, progress, check)
-    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out)
+    evaluator = Evaluator(connection, scripts, leadership.keys, epoch, config.held_out, intake.quarantine.holds)
     # Without `record` too, if there is one: it has to say that this trainer went back behind its end.
     keeps_record = config.record or (folder / RECORD_FOLDER).is_dir()
     recorder = None
@@ -279,7 +279,7 @@ def _assemble(
         best=best,
         commits=Commits(leadership, learner, intake, evaluator, progress, config.checkpoint.every, sync_record),
         recovery=Recovery(leadership, intake, evaluator, publisher.announce_again),
-        gate=Gate(config, folder, run_log.alert.narrow, learner.ranks),
+        gate=Gate(config, folder, run_log.alert.narrow, learner.ranks, intake.quarantine.are_others),
         watch=ProducerWatch(config, learner.ranks),
         recheck=Recheck(config, WeightReader(connection.call, leadership.keys), metrics.count_recheck),
         recorder=recorder,

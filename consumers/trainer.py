@@ -10,7 +10,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
     take         the groups that arrived first, none stale             waits for `groups_per_batch` ready groups
                  stream/intake.py                                      [producers]
     gate         engine and trainer agree, or nothing is trained       -
-                 parity/gate.py, the first batch of new weights; each
+                 parity/gate.py, the first batch of new weights, taken
+                 anew without producers that are at fault alone; each
                  producer from then on: parity/watch.py,
                  parity/recheck.py while batches are waited for
     batch        lag, advantages, packed tensors                       -
@@ -69,6 +70,7 @@ from penstock.consumers.stream.recovery import Recovery
 from penstock.consumers.weights.best import BestPolicy
 from penstock.consumers.weights.published_policy import PublishedPolicy
 from penstock.schemas.config import RunConfig
+from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -151,8 +153,10 @@ class Trainer:
                 self._commit()
                 self.policy.wait()
                 return False
-            if self.gate.is_pending:
+            if self.gate.is_pending and self._quarantine(
                 self.gate.check(groups, self.learner.model, self.policy.version, lag_of)
+            ):
+                continue  # taken anew, without theirs
             self.watch.examine(groups, self.learner, self.policy.version, lag_of)
             took_s = time.monotonic()
             batch = self.learner.pack(groups, lag_of)
@@ -217,10 +221,15 @@ class Trainer:
         return None
 
     def _watch_producers(self, groups: Sequence[RolloutGroup], gaps: Mapping[int, RowGap]) -> None:
-        for instance, found in self.watch.observe_groups(groups, gaps).items():
-            self.intake.quarantine.add(instance, found)
+        self._quarantine(self.watch.observe_groups(groups, gaps))
         self.intake.quarantine.note(self.watch.table())
         self.run_log.metrics.watch_producers(self.intake.quarantine.alive)
+
+    def _quarantine(self, found: Mapping[str, ProducerParity]) -> bool:
+        """Whether there is any to quarantine."""
+        for instance, each in found.items():
+            self.intake.quarantine.add(instance, each)
+        return bool(found)
 
     def _evaluate(self) -> None:
         num_batches = self.progress.num_batches

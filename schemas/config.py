@@ -619,7 +619,8 @@ class ParityConfig(Section, frozen=True, kw_only=True):
 
     gate: Literal["refuse", "warn", "off"] = "refuse"
     """The trainer checks its first batch. On a mismatch `refuse` ends the run with the verdict before anything is
-    trained, `warn` logs it and goes on, `off` does not look, and lets settings through that cannot pass."""
+    trained, or quarantines the producers at fault where others are sound; `warn` logs it and goes on; `off` does not
+    look, and lets settings through that cannot pass."""
     recheck: Fraction = 0.0
     """Share of the groups without a row of lag 0 that the trainer, while it waits for rollouts, recomputes under the
     versions that sampled them, with a second model beside its own. Above 0 the trainer has to be one process."""

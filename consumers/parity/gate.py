@@ -2,10 +2,12 @@
 
 import logging
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import NoReturn
 
 import msgspec
 
@@ -17,6 +19,7 @@ from penstock.consumers.parity.report import REPORT_FILE, TOLERANCES, ParityErro
 from penstock.schemas.config import RunConfig
 from penstock.schemas.policy import FutureVersionError, UnknownVersionError
 from penstock.schemas.process.files import write_whole
+from penstock.schemas.producer_parity import ProducerParity
 from penstock.schemas.rollout import Rollout, RolloutGroup, Segment, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,10 @@ class Gate:
     adapter sampled. After a resume, batches sampled earlier by older weights come first; they pass unchecked, and the
     gate stays pending.
 
+    If some of its producers are at fault and others are not, nobody is refused: those at fault are to be quarantined.
+
     on_checked: called with the mean gap in nats once a batch is in parity. ranks: those that share the model.
+    are_others: whether a producer is alive that is neither quarantined nor one of these instances.
     """
 
     def __init__(
@@ -52,15 +58,19 @@ class Gate:
         run_folder: Path,
         on_checked: Callable[[float], None] = lambda gap: None,
         ranks: Ranks | None = None,
+        are_others: Callable[[Collection[str]], bool] = lambda instances: False,
     ) -> None:
         self._config = config
         self._ranks = Ranks() if ranks is None else ranks
         self._on_checked = on_checked
+        self._are_others = are_others
         self._file = run_folder / REPORT_FILE
         self.is_pending = config.parity.gate != "off"
         self._said = ""
 
-    def check(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf) -> None:
+    def check(
+        self, groups: Sequence[RolloutGroup], model: PackedModel, version: int, lag_of: LagOf
+    ) -> dict[str, ProducerParity]:
         """Does nothing once a batch has been checked.
 
         Args:
@@ -69,47 +79,77 @@ class Gate:
             version: the trainer's own.
             lag_of: lags for `version`.
 
+        Returns:
+            The instances to be quarantined. If there are any, the batch must not be trained: the gate waits for one
+            without them.
+
         Raises:
-            ParityRefusedError: `parity.gate` is "refuse", and they disagree or the records cannot be compared. The
-                report is in `<run>/parity.json`.
+            ParityRefusedError: `parity.gate` is "refuse", they disagree or the records cannot be compared, and that is
+                so of every producer. The report is in `<run>/parity.json`.
         """
         if not self.is_pending:
-            return
+            return {}
         fresh = [group for each in groups if (group := at_lag_0(each, version, lag_of)) is not None]
         if not fresh:
             self._say("no rollouts of the newest policy in this batch: parity is checked with the first that has some")
-            return
-        self._ranks.order("gate", lambda _: (fresh, version, MAX_TOKENS))
-        self._ranks.phase = "gate"
-        try:
-            found = measured(fresh, self._config, model, version)
-            report = msgspec.structs.replace(found, gate=self._config.parity.gate, points=())
-        except ParityError as error:
-            if self._config.parity.gate == "refuse":
-                self._write(_not_comparable(fresh, self._config, str(error)))
-                raise ParityRefusedError(f"{REFUSES}: parity cannot be checked: {error}") from None
-            self._say(f"parity cannot be checked with this batch: {error}")
-            return
-        if report.verdict.status == "unclear":
-            self._say(f"parity: {report.verdict.sentence}")
-            return
+            return {}
+        report, why = self._measured(fresh, model, version)
+        verdict = report.verdict
+        if why and self._config.parity.gate == "refuse":
+            return self._at_fault(fresh, model, version) or self._refuse(report, why)
+        if verdict.status == "unclear":
+            self._say(f"parity: {verdict.sentence}")
+            return {}
         # At the base whatever an engine does with the adapter is right.
         self.is_pending = model.is_base
-        self._conclude(report)
+        self._write(report)
+        if verdict.status == "parity":
+            log.info("%s (%.1f s)", verdict.sentence, report.seconds)
+            self._on_checked(_mean_gap(report))
+        else:
+            log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', why)
+        return {}
+
+    def _measured(self, groups: Sequence[RolloutGroup], model: PackedModel, version: int) -> tuple[ParityReport, str]:
+        """The report on some groups, and why they are to be refused; "" if they are not."""
+        self._ranks.order("gate", lambda _: (groups, version, MAX_TOKENS))
+        self._ranks.phase = "gate"
+        try:
+            found = measured(groups, self._config, model, version)
+        except ParityError as error:
+            return _not_comparable(groups, self._config, str(error)), f"parity cannot be checked: {error}"
+        report = msgspec.structs.replace(found, gate=self._config.parity.gate, points=())
+        return report, report.verdict.sentence if report.verdict.status == "mismatch" else ""
+
+    def _at_fault(self, fresh: Sequence[RolloutGroup], model: PackedModel, version: int) -> dict[str, ProducerParity]:
+        """Takes producers out of a batch that is refused, those whose rows are farthest off first, until the rest is
+        not refused; returns them. Empty if nobody else is left to sample."""
+        by_instance: dict[str, list[RolloutGroup]] = {}
+        for group in fresh:
+            if len(group.samplers) == 1:
+                by_instance.setdefault(group.samplers[0], []).append(group)
+        if len(by_instance) == 1 and not self._are_others(by_instance):
+            return {}
+        refused = {}
+        for instance, own in by_instance.items():
+            report, why = self._measured(own, model, version)
+            if why:
+                refused[instance] = _finding(own[0].producer_id, report, why)
+        if len(refused) == len(by_instance):
+            return refused if self._are_others(refused) else {}
+        found: dict[str, ProducerParity] = {}
+        for instance in sorted(refused, key=lambda name: refused[name].gap or math.inf, reverse=True):
+            found[instance] = refused[instance]
+            if not self._measured([g for g in fresh if found.keys().isdisjoint(g.samplers)], model, version)[1]:
+                return found
+        return {}
+
+    def _refuse(self, report: ParityReport, why: str) -> NoReturn:
+        self._write(report)
+        raise ParityRefusedError(f"{REFUSES}: {why}")
 
     def _write(self, report: ParityReport) -> None:
         write_whole(self._file, msgspec.json.format(msgspec.json.encode(report), indent=1))
-
-    def _conclude(self, report: ParityReport) -> None:
-        self._write(report)
-        verdict = report.verdict
-        if verdict.status == "parity":
-            log.info("%s (%.1f s)", verdict.sentence, report.seconds)
-            self._on_checked(next(each.gap.mean for each in report.hypotheses if each.name == "processed"))
-            return
-        if self._config.parity.gate == "refuse":
-            raise ParityRefusedError(f"{REFUSES}: {verdict.sentence}")
-        log.warning('engine and trainer disagree, trained all the same (parity.gate = "warn"): %s', verdict.sentence)
 
     def _say(self, text: str) -> None:
         """Logs a text once, however many batches it holds for."""
@@ -172,6 +212,22 @@ def measured(
     """
     return check_parity(
         groups, config=config, weights=lambda _: None, max_tokens=max_tokens, loaded=LoadedPolicy(version, model)
+    )
+
+
+def _mean_gap(report: ParityReport) -> float:
+    return next(each.gap.mean for each in report.hypotheses if each.name == "processed")
+
+
+def _finding(producer_id: str, report: ParityReport, why: str) -> ProducerParity:
+    """What a quarantine says of a producer that the gate has found."""
+    return ProducerParity(
+        producer_id=producer_id,
+        gap=_mean_gap(report) if report.hypotheses else None,
+        num_rows=report.num_rollouts,
+        quarantined_s=time.time(),
+        cause=report.verdict.cause if report.verdict.status == "mismatch" else "unexplained",
+        says=f"the parity gate: {why}",
     )
 
 

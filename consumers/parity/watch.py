@@ -171,10 +171,6 @@ class ProducerWatch:
             for instance, each in self._watched.items()
         }
 
-    def forget(self, instances: Iterable[str]) -> None:
-        for instance in instances:
-            self._watched.pop(instance, None)
-
     def _of(self, instance: str, producer_id: str) -> WatchedProducer:
         return self._watched.setdefault(instance, WatchedProducer(producer_id))
 

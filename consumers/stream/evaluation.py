@@ -147,7 +147,8 @@ class Evaluator:
         if version is None or n is None or (version, n) not in self._asked:
             return  # also of an evaluation that is done, or of a trainer before this one
         entry, (version, n) = (version, n), self._asked[version, n]
-        samplers, found = (), HeldOutAnswers(self._held_out[n - 1].environment)
+        samplers: tuple[str, ...] = ()
+        found = HeldOutAnswers(self._held_out[n - 1].environment)
         if fields.get(Field.KIND) == Kind.GROUP:
             try:
                 group = decode_group(fields.get(Field.PAYLOAD, b""))

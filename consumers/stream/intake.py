@@ -181,7 +181,7 @@ class Intake:
     def _withhold(self) -> None:
         """A group that a quarantined producer has sampled is sampled again."""
         ready = self.reader.ready
-        held = [index for index, each in ready.items() if self.quarantine.holds(each.group)]
+        held = [index for index, each in ready.items() if self.quarantine.holds(each.group.samplers)]
         for index in held:
             self._count_again(ready.pop(index), "quarantined")
         self._releaser.postpone(held, "quarantined")

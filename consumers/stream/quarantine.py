@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from penstock.consumers.stream.leadership import Leadership
 from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.producer_parity import ProducerParity, encode_parity, quarantine_in
-from penstock.schemas.rollout import RolloutGroup, one_line
+from penstock.schemas.rollout import one_line
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,13 @@ class Quarantine:
         self._noted_at = 0.0
         self.alive: dict[str, ProducerParity] = {}
 
-    def holds(self, group: RolloutGroup) -> bool:
-        """Whether a quarantined instance has sampled a part of the group."""
-        return not self._held.keys().isdisjoint(group.samplers)
+    def holds(self, samplers: Iterable[str]) -> bool:
+        """Whether a quarantined instance is one of those that sampled a group."""
+        return not self._held.keys().isdisjoint(samplers)
+
+    def are_others(self, instances: Iterable[str]) -> bool:
+        """Whether a producer is alive that is neither quarantined nor one of `instances`."""
+        return not self._everyone() <= {*self._held, *instances}
 
     def add(self, instance: str, found: ProducerParity) -> None:
         """Trains nothing more of an instance."""
@@ -49,8 +54,9 @@ class Quarantine:
             one_line(found.producer_id),
             found.says,
         )
-        self.note_again()
-        self.look_around()
+        alive = self._everyone()
+        self._tell(alive)
+        self._look(alive)
 
     def note(self, watched: Mapping[str, ProducerParity]) -> None:
         """Tells Redis what was found, at most every `NOTE_S`. watched: by instance, quarantined or not."""
@@ -60,27 +66,30 @@ class Quarantine:
 
     def note_again(self) -> None:
         """Tells Redis what was found: it may have lost it."""
-        watched = self._watched
-        self._noted_at = time.monotonic()
-        connection, keys, scripts = self._leadership.connection, self._leadership.keys, self._leadership.scripts
-        every = {**watched, **self._held}
-        ids = list(dict.fromkeys(each.producer_id for each in every.values()))
-        beats: Any = connection.call(lambda client: client.mget([keys.producer(each) for each in ids])) if ids else ()
-        alive = _instances(beats)
-        self.alive = {each.producer_id: each for instance, each in every.items() if instance in alive}
-        kept = {name: encode_parity(each) for name, each in every.items() if name in alive or name in self._held}
-        if kept or watched:
-            connection.call(lambda _: scripts.note_parity(self._leadership.epoch, kept))
+        keys = self._leadership.keys
+        ids = dict.fromkeys(each.producer_id for each in self._found.values())
+        self._tell(self._instances([keys.producer(each) for each in ids]))
 
     def look_around(self) -> None:
         """Says so if the run has producers and all of them are quarantined."""
-        if not self._held:
-            return
-        connection, pattern = self._leadership.connection, self._leadership.keys.producer_pattern
-        names: Any = connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
-        beats: Any = connection.call(lambda client: client.mget(names)) if names else ()
-        alive = _instances(beats)
-        if alive and alive <= self._held.keys():
+        if self._held:
+            self._look(self._everyone())
+
+    @property
+    def _found(self) -> dict[str, ProducerParity]:
+        return {**self._watched, **self._held}
+
+    def _tell(self, alive: AbstractSet[str]) -> None:
+        found = self._found
+        self._noted_at = time.monotonic()
+        self.alive = {each.producer_id: each for instance, each in found.items() if instance in alive}
+        kept = {name: encode_parity(each) for name, each in found.items() if name in alive or name in self._held}
+        if kept or self._watched:
+            leadership = self._leadership
+            leadership.connection.call(lambda _: leadership.scripts.note_parity(leadership.epoch, kept))
+
+    def _look(self, alive: AbstractSet[str]) -> None:
+        if alive and self._held.keys() >= alive:
             held = [self._held[instance] for instance in alive]
             says = ", ".join(sorted(f"{one_line(each.producer_id)}: {each.cause}" for each in held))
             log.error(
@@ -89,14 +98,21 @@ class Quarantine:
                 says,
             )
 
+    def _everyone(self) -> set[str]:
+        """The instances of the run that are alive."""
+        pattern = self._leadership.keys.producer_pattern
+        return self._instances(
+            self._leadership.connection.call(lambda client: list(client.scan_iter(pattern, count=1000)))
+        )
 
-def _instances(heartbeats: Iterable[bytes | None]) -> set[str]:
-    """Those that send them; of a producer of an earlier release its id."""
-    found = set()
-    for value in heartbeats:
-        try:
-            heartbeat = decode_heartbeat(value or b"")
-        except msgspec.DecodeError:
-            continue
-        found.add(heartbeat.instance or heartbeat.producer_id)
-    return found
+    def _instances(self, names: Sequence[str | bytes]) -> set[str]:
+        """Those that send the heartbeats of these keys; of a producer of an earlier release its id."""
+        beats: Any = self._leadership.connection.call(lambda client: client.mget(names)) if names else ()
+        found = set()
+        for value in beats:
+            try:
+                heartbeat = decode_heartbeat(value or b"")
+            except msgspec.DecodeError:
+                continue
+            found.add(heartbeat.instance or heartbeat.producer_id)
+        return found

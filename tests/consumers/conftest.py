@@ -7,9 +7,12 @@ import pytest
 
 import penstock.consumers.__main__ as entry
 from lossy_server import LossyServer
+from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
+from penstock.schemas.keys import Keys
 from scripted_learner import ScriptedLearner
 from trainer_bench import TrainerBench
 from trainer_process import TrainerProcesses
+from wire_examples import FINGERPRINT
 
 
 @pytest.fixture
@@ -18,6 +21,32 @@ def bench(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     bench = TrainerBench(redis_url, tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def beat(redis_client) -> Callable[[Keys, str], None]:
+    """Sends the heartbeat of an instance, which lives for the test. Its producer is the part before a dash."""
+
+    def send(keys: Keys, instance: str) -> None:
+        name = instance.partition("-")[0]
+        heartbeat = Heartbeat(
+            producer_id=name,
+            host="h",
+            pid=1,
+            policy_version=0,
+            in_flight=(),
+            tokens_per_s=1.0,
+            num_tokens_generated=1,
+            num_groups_appended=1,
+            num_weight_loads_failed=0,
+            metrics_port=0,
+            fingerprint=FINGERPRINT,
+            sent_s=1.0,
+            instance=instance,
+        )
+        redis_client.set(keys.producer(name), encode_heartbeat(heartbeat))
+
+    return send
 
 
 @pytest.fixture

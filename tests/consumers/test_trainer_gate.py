@@ -68,6 +68,7 @@ def test_what_a_sound_first_batch_measured_is_the_alert_s_band(invented, monkeyp
     def sound(gate, groups, model, version, lag_of):
         gate.is_pending = False
         gate._on_checked(1.5e-6)
+        return {}
 
     monkeypatch.setattr(Gate, "check", sound)
     invented.overrides.append("parity.gate=refuse")

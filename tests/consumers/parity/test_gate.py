@@ -158,9 +158,72 @@ def test_records_that_cannot_be_compared_are_warned_of_and_the_gate_waits(bench,
     for _ in range(2):
         gate.check(with_logprobs(sound, lambda siblings: [[0.0] * len(own) for own in siblings]), model, 0, AT_0)
     assert gate.is_pending
-    assert caplog.text.count("parity cannot be checked with this batch: every behavior_logprob is 0") == 1
+    assert caplog.text.count("parity: could not tell: every behavior_logprob is 0") == 1
     gate.check(sound, model, 0, AT_0)
     assert not gate.is_pending
+
+
+def of(instance: str, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    return [msgspec.structs.replace(g, producer_id=instance[:-2], sampled_by=(instance,)) for g in groups]
+
+
+def test_the_producer_at_fault_is_named_for_quarantine_and_the_gate_waits_for_a_batch_without_it(
+    bench, model, sound, tmp_path
+):
+    gate = Gate(config_of(bench), tmp_path)
+    found = gate.check([*of("bad-1", in_base_2(sound[:2])), *of("good-1", sound[2:])], model, 0, AT_0)
+    assert gate.is_pending and not (tmp_path / "parity.json").exists()
+    (each,) = found.values()
+    assert (list(found), each.producer_id, each.cause, each.num_rows) == (["bad-1"], "bad", "log2", 8)
+    assert each.quarantined_s and each.gap > 0.1
+    assert each.says.startswith("the parity gate: these are logarithms to base 2")
+    assert gate.check(of("good-1", sound), model, 0, AT_0) == {} and not gate.is_pending
+
+
+def test_a_producer_whose_logprobs_are_all_zero_is_one_at_fault(bench, model, sound, tmp_path):
+    wordless = with_logprobs(sound[:2], lambda siblings: [[0.0] * len(own) for own in siblings])
+    found = Gate(config_of(bench), tmp_path).check([*of("bad-1", wordless), *of("good-1", sound[2:])], model, 0, AT_0)
+    assert list(found) == ["bad-1"] and (found["bad-1"].gap, found["bad-1"].cause) == (None, "unexplained")
+    assert "every behavior_logprob is 0" in found["bad-1"].says
+
+
+def test_a_producer_whose_few_rows_are_a_little_off_is_not_taken_for_one_at_fault(bench, model, sound, tmp_path):
+    def a_little_off(siblings):
+        return [[value + 1.5e-5 for value in own] for own in siblings]
+
+    gate = Gate(config_of(bench), tmp_path)
+    noisy = of("fine-1", with_logprobs(sound[1:2], a_little_off))
+    with pytest.raises(ParityRefusedError):
+        Gate(config_of(bench), tmp_path).check(noisy, model, 0, AT_0)
+    batch = [*of("bad-1", in_base_2(sound[:1])), *noisy, *of("good-1", sound[2:])]
+    assert list(gate.check(batch, model, 0, AT_0)) == ["bad-1"], "with those of the third the rest is in parity"
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_where_every_producer_of_the_batch_is_at_fault_it_is_decided_by_whether_there_are_others(
+    bench, model, sound, tmp_path, others
+):
+    asked: list[set[str]] = []
+
+    def are_others(instances):
+        asked.append(set(instances))
+        return others
+
+    gate = Gate(config_of(bench), tmp_path, are_others=are_others)
+    wrong = in_base_2(sound)
+    batch = [*of("bad-1", wrong[:2]), *of("bad-2", wrong[2:])]
+    if others:
+        assert gate.check(batch, model, 0, AT_0).keys() == {"bad-1", "bad-2"} and gate.is_pending
+    else:
+        with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are logarithms to base 2'):
+            gate.check(batch, model, 0, AT_0)
+    assert asked == [{"bad-1", "bad-2"}]
+
+
+def test_a_gate_that_warns_quarantines_nobody(bench, model, sound, tmp_path):
+    gate = Gate(config_of(bench, "warn"), tmp_path, are_others=lambda instances: True)
+    batch = [*of("bad-1", in_base_2(sound[:2])), *of("good-1", sound[2:])]
+    assert gate.check(batch, model, 0, AT_0) == {} and not gate.is_pending
 
 
 def test_the_alert_warns_once_each_time_the_gap_leaves_its_band(bench, caplog):

@@ -1,12 +1,10 @@
 """One bad producer among three, for each fault of an engine that the parity check is tried with: it alone is found."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 import torch
 
-from parity_bench import COLD, VOCABULARY, ParityBench, groups_of, prompts, with_logprobs, with_sampling
+from parity_bench import COLD, ParityBench, groups_of, prompts
 from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
@@ -14,13 +12,20 @@ from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
 from penstock.consumers.parity.sample import read_sample
 from penstock.consumers.parity.watch import ProducerWatch
 from penstock.schemas.config import ModelConfig, RunConfig, TrainerConfig
-from penstock.schemas.rollout import RolloutGroup, SamplingSettings, pack_ids, unpack_ids
+from penstock.schemas.rollout import RolloutGroup
+from played_faults import (
+    FAULTS,
+    LENGTH,
+    NUM_GROUPS,
+    SIBLINGS,
+    another_temperature,
+    bfloat16_head,
+    interrupted,
+    label_late,
+    sampled_by,
+)
 from training_groups import configuration
 
-NUM_GROUPS, LENGTH = 4, 10
-PROMPTS = prompts(NUM_GROUPS, 20)
-SIBLINGS = {"float32": 3, "bfloat16": 26}
-"""A group is a unit of the test by itself."""
 AT_0 = LagTable(0, {}, {})
 
 
@@ -46,90 +51,6 @@ def sound(bench: ParityBench) -> list[RolloutGroup]:
         bench.engine().generate(prompts(NUM_GROUPS, 20, seed=1), SIBLINGS[bench.dtype], LENGTH, sampling=COLD)
     )
     return [sampled_by(group, f"p{group.index % 2}", 100 + group.index) for group in own]
-
-
-def sampled_by(group: RolloutGroup, name: str, index: int) -> RolloutGroup:
-    return msgspec.structs.replace(group, producer_id=name, sampled_by=(f"instance of {name}",), index=index)
-
-
-def played(bench: ParityBench, sampling: SamplingSettings = COLD, **settings) -> list[RolloutGroup]:
-    return groups_of(
-        bench.engine().generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=sampling, **settings), sampling
-    )
-
-
-def raw(bench: ParityBench) -> list[RolloutGroup]:
-    engine = bench.engine()
-    engine.convention = lambda logits, sampling, drawn: logits.log_softmax(-1)
-    return groups_of(engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
-
-
-def another_temperature(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, SamplingSettings(temperature=1.2, max_tokens=16)), temperature=0.7)
-
-
-def top_p_that_is_not_recorded(bench: ParityBench) -> list[RolloutGroup]:
-    return with_sampling(played(bench, msgspec.structs.replace(COLD, top_p=0.7)), top_p=1.0)
-
-
-def retokenized(bench: ParityBench) -> list[RolloutGroup]:
-    """Half of the vocabulary are other ids of the same texts."""
-
-    def changed(group: RolloutGroup) -> RolloutGroup:
-        def again(segment):
-            start, ids = segment.loss_mask[0][0], unpack_ids(segment.token_ids).tolist()
-            ids[start:] = [token % (VOCABULARY // 2) for token in ids[start:]]
-            return msgspec.structs.replace(segment, token_ids=pack_ids(ids))
-
-        rollouts = (
-            msgspec.structs.replace(rollout, segments=tuple(map(again, rollout.segments))) for rollout in group.rollouts
-        )
-        return msgspec.structs.replace(group, rollouts=tuple(rollouts))
-
-    return list(map(changed, played(bench)))
-
-
-def swapped_siblings(bench: ParityBench) -> list[RolloutGroup]:
-    return with_logprobs(played(bench), lambda siblings: [siblings[1], siblings[0], *siblings[2:]])
-
-
-def labels_only(bench: ParityBench) -> list[RolloutGroup]:
-    """The engine has the policy of three versions on, and says that it is version 0."""
-    engine = bench.engine()
-    answers = engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, version=3, sampling=COLD)
-    for answer in answers:
-        for own in answer.siblings:
-            own.versions = [0] * LENGTH
-    return groups_of(answers)
-
-
-def stale_prefix(bench: ParityBench) -> list[RolloutGroup]:
-    return played(bench, stale=(3, 19))
-
-
-def another_layer(bench: ParityBench) -> list[RolloutGroup]:
-    engine = bench.engine()
-    for layer in engine._model.model.layers:
-        layer.input_layernorm.variance_epsilon = 3.0
-    return groups_of(engine.generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
-
-
-def bfloat16_head(bench: ParityBench) -> list[RolloutGroup]:
-    return groups_of(bench.engine(head="bfloat16").generate(PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD))
-
-
-FAULTS: dict[Callable[[ParityBench], list[RolloutGroup]], str] = {
-    raw: "raw",
-    another_temperature: "temperature",
-    top_p_that_is_not_recorded: "unexplained",
-    retokenized: "unexplained",
-    swapped_siblings: "siblings",
-    labels_only: "unexplained",
-    stale_prefix: "unexplained",
-    another_layer: "unexplained",
-    bfloat16_head: "engine-head",
-}
-"""By fault what the check names without the weights of other policies, which a trainer does not have in memory."""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
@@ -174,17 +95,7 @@ def test_a_label_that_moves_late_is_seen_in_rows_of_several_policies_that_are_re
     config, watch = config_of(bench), ProducerWatch(config_of(bench))
     policies = PolicyStore(config, bench.files.get, torch.device("cpu"))
 
-    def moved(answers, late: int):
-        for answer in answers:
-            for own in answer.siblings:
-                own.versions = own.versions[:1] * late + own.versions[: LENGTH - late]
-        return groups_of(answers)
-
-    def gaps(late: int) -> list[RowGap]:
-        answers = bench.engine().generate(
-            PROMPTS, SIBLINGS[bench.dtype], LENGTH, sampling=COLD, version=0, updates={5: 3}
-        )
-        groups = moved(answers, late)
+    def gaps(groups: list[RolloutGroup]) -> list[RowGap]:
         found = []
         for group in groups:
             sample = read_sample([group], policies.vocabulary, policies.has)
@@ -192,5 +103,5 @@ def test_a_label_that_moves_late_is_seen_in_rows_of_several_policies_that_are_re
             found.append(RowGap.of(trainer, sample.engine, len(sample.rows)))
         return found
 
-    assert not any(watch.observe("sound", "p1", gap) for gap in gaps(0))
-    assert [watch.observe("late", "p2", gap) for gap in gaps(2)] == [False, False, False, True]
+    assert not any(watch.observe("sound", "p1", gap) for gap in gaps(interrupted(bench)))
+    assert [watch.observe("late", "p2", gap) for gap in gaps(label_late(bench))] == [False, False, False, True]

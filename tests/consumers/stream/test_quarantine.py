@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
 
 import msgspec
@@ -16,13 +17,11 @@ from penstock.consumers.parity.watch import LIMIT, OUT
 from penstock.consumers.stream import quarantine
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.schemas.config import ConfigError
-from penstock.schemas.heartbeat import Heartbeat, encode_heartbeat
 from penstock.schemas.keys import Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, decode_parity
 from penstock.schemas.rollout import encode_group
 from scripted_learner import KilledError, ScriptedLearner
 from trainer_bench import assert_balanced, assert_settled_once
-from wire_examples import FINGERPRINT
 
 pytestmark = pytest.mark.redis
 
@@ -37,6 +36,8 @@ class Producers:
         self.instances = instances
         self.num_answered = 0
         self.batches: list[list[str]] = []
+        self.found_in: int | None = None
+        """The number of batches trained when somebody was quarantined."""
 
     def answer(self, index: int, version: int) -> dict:
         instance = self.instances[self.num_answered % len(self.instances)]
@@ -49,7 +50,7 @@ class Producers:
         """The trainer, with a learner that measures each producer's gap."""
         trainer.gate.is_pending = False
         trainer.watch.examine = lambda *_: None  # without a model there is nothing to examine
-        pack, step = trainer.learner.pack, trainer.learner.step
+        pack, step, add = trainer.learner.pack, trainer.learner.step, trainer.intake.quarantine.add
         taken: list = []
 
         def note_and_pack(groups, lag_of):
@@ -61,8 +62,25 @@ class Producers:
             fresh = {group.index: RowGap(2, 40, 40 * GAPS[group.producer_id], 0.0) for group in taken}
             return replace(step(batch), fresh=fresh)
 
+        def note_and_add(instance, found):
+            self.found_in = len(self.batches)
+            add(instance, found)
+
         trainer.learner.pack, trainer.learner.step = note_and_pack, measure_and_step
+        trainer.intake.quarantine.add = note_and_add
         return trainer
+
+
+class CountingClient:
+    """Notes the names of the commands that fetch keys."""
+
+    def __init__(self, client, fetched: list[str]) -> None:
+        self._client, self._fetched = client, fetched
+
+    def __getattr__(self, name: str):
+        if name in ("mget", "scan_iter"):
+            self._fetched.append(name)
+        return getattr(self._client, name)
 
 
 def num_of_bad(batches: list[list[str]]) -> int:
@@ -73,32 +91,6 @@ def num_of_bad(batches: list[list[str]]) -> int:
 def gated(bench):
     bench.overrides = ["parity.gate=refuse"]
     return bench
-
-
-@pytest.fixture
-def beat(redis_client, gated):
-    """Sends the heartbeat of an instance, which lives for the test."""
-
-    def send(instance: str) -> None:
-        name = instance.partition("-")[0]
-        heartbeat = Heartbeat(
-            producer_id=name,
-            host="h",
-            pid=1,
-            policy_version=0,
-            in_flight=(),
-            tokens_per_s=1.0,
-            num_tokens_generated=1,
-            num_groups_appended=1,
-            num_weight_loads_failed=0,
-            metrics_port=0,
-            fingerprint=FINGERPRINT,
-            sent_s=1.0,
-            instance=instance,
-        )
-        redis_client.set(gated.keys.producer(name), encode_heartbeat(heartbeat))
-
-    return send
 
 
 def test_nothing_of_it_is_trained_from_then_on_and_nothing_is_lost(gated, redis_client):
@@ -143,15 +135,48 @@ def test_what_another_went_on_with_from_it_is_not_trained_either(gated, redis_cl
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0))
-    group = msgspec.structs.replace(make_group(1, 0), sampled_by=("bad-1", "good-1"))
-    assert trainer.intake.quarantine.holds(group)
-    assert not trainer.intake.quarantine.holds(msgspec.structs.replace(group, sampled_by=("bad-2", "good-1")))
+    assert trainer.intake.quarantine.holds(("bad-1", "good-1"))
+    assert not trainer.intake.quarantine.holds(("bad-2", "good-1"))
     assert trainer.run()
+
+
+def test_evaluations_go_by_what_others_answer_once_a_producer_is_quarantined(gated, caplog):
+    """Every second held-out prompt is answered by the bad one, whose answers are worth 0."""
+    own = Producers("good-1", "bad-1", "fine-1")
+    producer, turns = gated.producer(own.answer), cycle(("bad-1", "good-1"))
+
+    def held_out(version: int) -> float:
+        producer.evaluated_by = (next(turns),)
+        return float(producer.evaluated_by != ("bad-1",))
+
+    producer.held_out = held_out
+    trainer = own.watched(gated.trainer())
+    assert trainer.run()
+    assert own.found_in is not None and own.found_in < 10, "the evaluation after it is the third of four"
+    done = {line["update"]: line for line in gated.lines("evaluations.jsonl")}
+    assert [done[update]["reward"] for update in (10, 12)] == [1.0, 1.0]
+    assert "held-out prompts are asked again: a quarantined producer answered them" in caplog.text
+
+
+def test_the_heartbeats_are_fetched_once_for_a_quarantine(gated, beat, monkeypatch):
+    trainer = gated.trainer()
+    for instance in ("bad-1", "good-1"):
+        beat(gated.keys, instance)
+    fetched = []
+    connection = trainer.leadership.connection
+    call = connection.call
+    monkeypatch.setattr(
+        connection, "call", lambda command: call(lambda client: command(CountingClient(client, fetched)))
+    )
+    trainer.intake.quarantine.add("bad-1", ProducerParity(producer_id="bad", quarantined_s=1.0))
+    assert fetched == ["scan_iter", "mget"]
+    assert trainer.intake.quarantine.alive.keys() == {"bad"}
+    assert trainer.intake.quarantine.are_others(["fine-1"]) and not trainer.intake.quarantine.are_others(["good-1"])
 
 
 def test_a_run_all_of_whose_producers_are_quarantined_says_so_and_goes_on_with_the_next(gated, beat, caplog):
     own = Producers("bad-1")
-    beat("bad-1")
+    beat(gated.keys, "bad-1")
     trainer = own.watched(gated.trainer())
     add = trainer.intake.quarantine.add
 
@@ -172,7 +197,7 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     monkeypatch.setattr(quarantine, "NOTE_S", 0.0)
     own = Producers("good-1", "bad-1", "fine-1")
     for instance in ("good-1", "bad-1"):
-        beat(instance)
+        beat(gated.keys, instance)
     gated.producer(own.answer)
     trainer = own.watched(gated.trainer())
     assert trainer.run()
@@ -185,7 +210,7 @@ def test_gaps_and_quarantines_are_shown_of_producers_that_are_alive(gated, beat,
     labels = {"producer": "bad", "cause": "unexplained"}
     assert registry.get_sample_value("penstock_producer_quarantined", labels) == 1
     assert set(redis_client.hkeys(gated.keys.parity)) == {b"bad-1", b"good-1"}
-    beat("bad-2")
+    beat(gated.keys, "bad-2")
     trainer._watch_producers([], {})
     assert registry.get_sample_value("penstock_producer_quarantined", labels) is None and gap_of("bad") is None
 

@@ -1,0 +1,138 @@
+"""One bad producer among three, through a whole trainer that really computes, on a real server: for each of the ten
+faults nothing of it is trained once it is found, and the others go on as if it were not there."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parity_bench import ParityBench
+from penstock.consumers.parity.gate import ParityRefusedError
+from played_faults import FAULTS, SIBLINGS, label_late, raw
+from played_producers import NAMES, PlayedProducers
+from real_server import installed_servers
+from trainer_bench import TrainerBench
+
+pytestmark = pytest.mark.redis
+
+NUM_UPDATES = 8
+MOST_TRAINED = 4
+"""Groups of the bad producer, of which each batch has one."""
+
+
+@pytest.fixture(scope="session")
+def server_binary() -> Path:
+    """One of the installed servers: what they answer alike is shown elsewhere."""
+    installed = installed_servers()
+    if not installed:
+        pytest.skip("no Redis server is installed")
+    return next(iter(installed.values()))
+
+
+@pytest.fixture(scope="module")
+def parity_bench(tmp_path_factory: pytest.TempPathFactory) -> ParityBench:
+    return ParityBench.make(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture
+def computing(redis_url: str, tmp_path: Path, parity_bench: ParityBench) -> Iterator[TrainerBench]:
+    """A run with a real learner; each batch has a group of each producer."""
+    bench = TrainerBench(redis_url, tmp_path)
+    bench.overrides = [
+        f"model.path={parity_bench.folder}",
+        "mode=synchronous",
+        "parity.gate=refuse",
+        "trainer.device=cpu",
+        "trainer.learning_rate=1e-3",
+        f"num_updates={NUM_UPDATES}",
+        f"groups_per_batch={len(NAMES)}",
+        f"group_size={SIBLINGS['float32']}",
+        "evaluation.num_prompts=0",
+    ]
+    yield bench
+    bench.close()
+
+
+def trained_with(bench: TrainerBench, producers: PlayedProducers):
+    """A trainer that has trained the whole run."""
+    bench.producer(producers.answer)
+    trainer = producers.watched(bench.trainer())
+    if "parity.recheck=1.0" in bench.overrides:  # as if each batch were waited for
+        read = trainer.intake.read
+        trainer.intake.read = lambda: 0 if trainer.recheck._waiting else read()
+    assert trainer.run()
+    assert len(producers.batches) == NUM_UPDATES
+    return trainer
+
+
+def assert_undisturbed(bench: TrainerBench, producers: PlayedProducers) -> None:
+    """Every group of the other producers is trained, once, and nothing else is lost."""
+    trained = Counter(item for batch in producers.batches for item in batch.items())
+    for name in ("good", "fine"):
+        own = [(index, name) for index, names in producers.answered.items() if name in names]
+        assert [trained[each] for each in own] == [1] * len(own), f"a group of {name} was dropped"
+    outcomes = bench.ledger()["attrition"]["rollouts"]["main"]
+    answered = sum(names.count("bad") for names in producers.answered.values())
+    num = {name: sum(each["num"] for each in own.values()) for name, own in outcomes.items()}
+    untrained = (answered - producers.num_trained("bad")) * SIBLINGS["float32"]
+    assert num == {"trained": NUM_UPDATES * len(NAMES) * SIBLINGS["float32"], "quarantined": untrained}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, label_late], ids=lambda fault: fault.__name__)
+def test_of_a_producer_that_turns_bad_nothing_is_trained_once_it_is_found(
+    computing, parity_bench, redis_client, tmp_path, fault
+):
+    if fault is label_late:  # seen in no row of lag 0
+        computing.overrides.append("parity.recheck=1.0")
+    producers = PlayedProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", fault)
+    trained_with(computing, producers)
+    assert producers.found.keys() == {"bad"}, "no false quarantine"
+    found, num_batches = producers.found["bad"]
+    assert producers.num_trained("bad") - 1 == MOST_TRAINED, "the first batch has a group from before the fault"
+    assert producers.num_trained("bad", after=num_batches) == 0 and num_batches < NUM_UPDATES
+    assert found.cause == FAULTS.get(fault, "unexplained") and found.gap > 1e-5
+    assert_undisturbed(computing, producers)
+
+
+def test_a_producer_that_is_bad_in_the_first_batch_is_quarantined_by_the_gate_and_the_run_begins_without_it(
+    computing, parity_bench, redis_client, tmp_path
+):
+    producers = PlayedProducers(parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0)
+    trained_with(computing, producers)
+    found, num_batches = producers.found["bad"]
+    assert set(producers.found) == {"bad"} and num_batches == producers.num_trained("bad") == 0
+    assert (found.cause, found.num_rows) == ("raw", SIBLINGS["float32"])
+    assert found.says.startswith("the parity gate: these are raw logprobs")
+    assert_undisturbed(computing, producers)
+    report = json.loads((computing.folder / "parity.json").read_text())
+    assert (report["verdict"]["status"], report["num_groups"]) == ("parity", len(NAMES))
+
+
+def test_a_bad_producer_that_fills_the_first_batch_alone_is_no_reason_to_refuse_a_run_that_has_others(
+    computing, parity_bench, redis_client, tmp_path, beat
+):
+    first = ["bad"] * len(NAMES)
+    producers = PlayedProducers(
+        parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0, first=first
+    )
+    beat(computing.keys, "instance of bad")
+    beat(computing.keys, "instance of good")
+    trained_with(computing, producers)
+    assert set(producers.found) == {"bad"} and producers.num_trained("bad") == 0
+    assert_undisturbed(computing, producers)
+
+
+def test_a_run_that_has_nobody_but_bad_producers_is_refused_with_what_the_gate_says(
+    computing, parity_bench, redis_client, tmp_path, beat
+):
+    first = ["bad"] * len(NAMES)
+    producers = PlayedProducers(
+        parity_bench, redis_client, computing.keys, tmp_path / "policies", raw, since=0, first=first
+    )
+    beat(computing.keys, "instance of bad")
+    with pytest.raises(ParityRefusedError, match=r'parity.gate = "refuse"\): these are raw logprobs'):
+        trained_with(computing, producers)
+    assert not producers.found and not producers.batches
+    assert json.loads((computing.folder / "parity.json").read_text())["verdict"]["cause"] == "raw"
