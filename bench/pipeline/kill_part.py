@@ -3,6 +3,7 @@ those that are killed with `--victim` before the same arguments."""
 
 import asyncio
 import itertools
+import operator
 import os
 import signal
 import sys
@@ -20,7 +21,8 @@ from vllm import SamplingParams
 import penstock.producers.__main__ as producer_entry
 from bench.feeder import make_manifest
 from bench.pipeline.bare import Meter
-from bench.pipeline.kills import GROUPS, Kill, Killed, KillJob
+from bench.pipeline.kills import GROUPS, Kill, Killed, KillJob, Spell
+from bench.pipeline.pinned import children_cpu_s
 from bench.result import BenchError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.ledger import ReleasedTask
@@ -44,6 +46,8 @@ LOOK_S = 0.05
 """How often the victim looks how far it has come."""
 TICK_S = 0.01
 LIMIT_S = 600.0
+MANY_GROUPS = 1000
+"""More than are sampled while nothing fails."""
 
 
 class EndlessEngine(VllmEngine):
@@ -55,15 +59,13 @@ class EndlessEngine(VllmEngine):
         return params
 
 
-class Victim(Meter):
-    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
+class Counting(Meter):
+    """Counts tokens while they are sampled. is_mute: it tells its producer of none, which has no progress to save."""
 
-    def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
+    def __init__(self, engine: VllmEngine) -> None:
         super().__init__(engine)
-        self._tally = tally
-        self._num_tokens = num_tokens
-        self._running: list[str] = []
-        self._watching = asyncio.create_task(self._watch())
+        self.is_mute = False
+        self._running: set[str] = set()
 
     async def generate(
         self,
@@ -74,15 +76,45 @@ class Victim(Meter):
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> list[Completion]:
-        self._running.append(request_id)
-        return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+        self._running.add(request_id)
+        try:
+            return await super().generate(prompt_token_ids, sampling, num_siblings, request_id, stop, seed)
+        finally:
+            self._running.discard(request_id)
+
+    def sampled(self, request_id: str) -> list[Completion]:
+        return [] if self.is_mute else super().sampled(request_id)
+
+    def num_sampled(self) -> int | None:
+        """Tokens since the start; None while a request begins or ends, when vLLM tells of none."""
+        running = [self._engine.sampled(request_id) for request_id in self._running]
+        if not all(running):
+            return None
+        ended = sum(num_tokens for _, _, num_tokens in self.requests)
+        return ended + sum(len(one.token_ids) for found in running for one in found) // 4
+
+    async def count(self) -> tuple[int, float, float]:
+        """Tokens sampled, monotonic seconds, and processor seconds of this process and its engine's."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                if (num_tokens := self.num_sampled()) is not None:
+                    return num_tokens, time.monotonic(), time.process_time() + children_cpu_s()
+                await asyncio.sleep(TICK_S)
+
+
+class Victim(Counting):
+    """Kills its own process once it has sampled so many tokens, and leaves in `tally` how many they are by then."""
+
+    def __init__(self, engine: VllmEngine, tally: Path, num_tokens: int) -> None:
+        super().__init__(engine)
+        self._tally = tally
+        self._num_tokens = num_tokens
+        self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            found = [one for request_id in self._running for one in self._engine.sampled(request_id)]
-            num_sampled = sum(len(one.token_ids) for one in found) // 4
-            if num_sampled >= self._num_tokens:
+            if (num_sampled := self.num_sampled() or 0) >= self._num_tokens:
                 self._tally.write_text(str(num_sampled))
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,7 +128,7 @@ async def measure(job: KillJob) -> Killed:
     try:
         return Killed(
             progress_s=config.producers.progress_s,
-            tokens_per_s=await ways.in_turns(job.rates, ways.rate),
+            spells=await ways.spells(config),
             kills=await ways.in_turns(job.kills, ways.kill),
         )
     finally:
@@ -125,13 +157,24 @@ class _Ways:
                 found[name].append(await measure(replace(self._configs[name], name=f"kills-{next(self._numbers)}")))
         return found
 
-    async def rate(self, config: RunConfig) -> float:
-        """Tokens per second, from the first request to the end of the last."""
-        meter = Meter(self._engine)
-        async with self._released(config) as client, self._served(config, meter):
-            await self._arrived(config, client)
-        began, ended, tokens = zip(*meter.requests, strict=True)
-        return sum(tokens) / (max(ended) - min(began))
+    async def spells(self, config: RunConfig) -> dict[str, list[Spell]]:
+        """One producer that is mute half of the time."""
+        meter = Counting(self._engine)
+        found: dict[str, list[Spell]] = {name: [] for name in self._configs}
+
+        async def spell(name: str) -> None:
+            meter.is_mute = name == "without"
+            before = await meter.count()
+            await asyncio.sleep(self._job.spell_s)
+            num_tokens, wall_s, cpu_s = map(operator.sub, await meter.count(), before)
+            found[name].append(Spell(num_tokens=num_tokens, wall_s=wall_s, cpu_s=cpu_s))
+
+        async with self._released(config, MANY_GROUPS), self._served(config, meter):
+            await until(lambda: (meter.num_sampled() or 0) > 0)
+            for n in range(self._job.spells):
+                for name in list(found)[:: -1 if n % 2 else 1]:
+                    await spell(name)
+        return found
 
     async def kill(self, config: RunConfig) -> Kill:
         folder = config.folder(Path(self._job.runs))
@@ -156,8 +199,8 @@ class _Ways:
         return Kill(num_sampled=num_sampled, num_lost=num_sampled - num_kept, arrival_s=arrival_s)
 
     @asynccontextmanager
-    async def _released(self, config: RunConfig) -> AsyncIterator[Any]:
-        """Stands in for the trainer: policy 0, and as many prompts as groups are to be in flight."""
+    async def _released(self, config: RunConfig, num_groups: int = GROUPS) -> AsyncIterator[Any]:
+        """Stands in for the trainer: policy 0, and so many prompts."""
         connection, keys = TrainerConnection(os.environ["REDIS_URL"], outage_s=10.0), Keys(config.name)
         scripts = Scripts(connection.client, keys)
         try:
@@ -166,7 +209,7 @@ class _Ways:
             manifest = make_manifest(weights, RedisChunks(connection.call, keys))
             scripts.announce(0, 0, msgspec.json.encode(manifest), b"", 0, None)
             (name,) = config.every_environment
-            scripts.release(0, 0, [ReleasedTask(name, n) for n in range(1, GROUPS + 1)], 0)
+            scripts.release(0, 0, [ReleasedTask(name, n) for n in range(1, num_groups + 1)], 0)
             yield connection.client
         finally:
             connection.client.flushdb()

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from bench.pipeline.fill import WORKLOADS, fill_figures
-from bench.pipeline.kills import GROUPS, NUM_TOKENS, Killed, KillJob, kill_figures
+from bench.pipeline.kills import GROUPS, NUM_LAYERS, NUM_TOKENS, Killed, KillJob, kill_figures
 from bench.pipeline.modes import ACCURACY, ModeRun, mode_breakdowns, rate_figure, run_mode, time_figure
 from bench.pipeline.records import record_figures
 from bench.pipeline.streaming import Load, Streamed, StreamingSettings
@@ -34,8 +34,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
     fill_seeds: tuple[int, ...] = (1, 2, 3)
-    kills: int = 4
-    kill_rates: int = 8
+    kills: int = 3
+    kill_spells: int = 20
+    kill_spell_s: float = 2.0
 
 
 QUICK = PipelineSettings(
@@ -45,7 +46,7 @@ QUICK = PipelineSettings(
     learning_limit_s=12.0,
     fill_seeds=(1,),
     kills=1,
-    kill_rates=1,
+    kill_spells=1,
 )
 """Shows that everything runs. Its figures mean nothing."""
 
@@ -118,8 +119,8 @@ def measure_fill(bench: Bench) -> list[Figure | Breakdown]:
 
 
 def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
-    """Producers killed at half of their rollouts, and one engine that nothing happens to, with progress and without."""
-    model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS)
+    """Producers killed at half of their rollouts, and one that nothing happens to, with progress and without."""
+    model = random_model(bench, "kills", max_tokens=2 * NUM_TOKENS, num_layers=NUM_LAYERS)
     own = {
         "sampling.max_tokens": NUM_TOKENS,
         "engine.max_model_len": NUM_TOKENS + 64,
@@ -135,8 +136,9 @@ def measure_kills(bench: Bench) -> list[Figure | Breakdown]:
             job = KillJob(
                 run_file=str(save(bench, config)),
                 runs=str(bench.folder / "runs"),
-                rates=bench.settings.kill_rates,
                 kills=bench.settings.kills,
+                spells=bench.settings.kill_spells,
+                spell_s=bench.settings.kill_spell_s,
             )
             url = {"REDIS_URL": server.url}
             found = measure_apart("kills", KILL_PART, job, Killed, bench.folder, environment=url)

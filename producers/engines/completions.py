@@ -1,5 +1,6 @@
-"""Packs vLLM's finished outputs into `Completion`s."""
+"""Packs vLLM's outputs into `Completion`s."""
 
+import itertools
 from typing import Any
 
 from penstock.producers.interfaces import Completion, EngineError
@@ -14,6 +15,27 @@ def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
     Raises:
         EngineError: its parts are inconsistent.
     """
+    kept = output.sampling_mask.token_ids if output.sampling_mask else []
+    return _packed(output, list(map(pack_ids, kept)), request_id, masked)
+
+
+def pack_unfinished(state: Any, request_id: str, *, masked: bool) -> Completion:
+    """Packs a sibling as far as it is sampled, vLLM's `RequestState`, as one that is aborted. `masked` and the errors
+    as in `pack`."""
+    output = state._new_completion_output([], None, None)
+    output.finish_reason, output.weight_versions = "abort", state._weight_version_spans()
+    # Of an output that vLLM takes for finished it makes a list per position, which takes twenty times as long.
+    kept: list[bytes] = []
+    for chunk in state.sampling_mask_chunks:  # `SamplingMaskLists`, int32; without offsets of one position
+        ids = chunk.token_ids.tobytes()
+        if chunk.offsets is None:
+            kept.append(ids)
+        else:
+            kept += (ids[start:end] for start, end in itertools.pairwise((4 * chunk.offsets).tolist()))
+    return _packed(output, kept, request_id, masked)
+
+
+def _packed(output: Any, kept: list[bytes], request_id: str, masked: bool) -> Completion:
     spans = tuple(VersionSpan(int(span.version), span.start, span.end) for span in output.weight_versions or ())
     num_tokens = len(output.token_ids)
     if not _tile(spans, num_tokens):
@@ -24,7 +46,6 @@ def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
             f"request {request_id}: {num_tokens} tokens, but logprobs of {len(output.logprobs.token_ids)}; "
             "expected the same tokens in both"
         )
-    kept = output.sampling_mask.token_ids if output.sampling_mask else []
     if len(kept) != masked * num_tokens:
         raise EngineError(
             f"request {request_id}: {num_tokens} tokens, but a sampling mask of {len(kept)}; expected one "
@@ -35,7 +56,7 @@ def pack(output: Any, request_id: str, *, masked: bool) -> Completion:
         behavior_logprobs=pack_floats(output.logprobs.logprobs),
         version_spans=spans,
         finish_reason=output.finish_reason,
-        sampling_mask=tuple(map(pack_ids, kept)) if masked else None,
+        sampling_mask=tuple(kept) if masked else None,
     )
 
 

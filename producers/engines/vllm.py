@@ -15,12 +15,11 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from penstock.producers.engines.adapter import ADAPTER_ID, ADAPTER_NAME
-from penstock.producers.engines.completions import pack
+from penstock.producers.engines.completions import pack, pack_unfinished
 from penstock.producers.engines.engine_process import boot, set_environment, shut_down
 from penstock.producers.engines.settings import engine_arguments, fingerprint, verify
 from penstock.producers.engines.update import TRY, UPDATE, results_of
@@ -145,11 +144,11 @@ class VllmEngine:
         if not states:
             return []
         parent = states[0].parent_req
-        outputs: list[Any] = [None] if parent is None else list(parent.output_aggregator)
-        for state in states:
-            outputs[state.request_index] = state._new_completion_output([], FinishReason.ABORT, None)
+        outputs: list[Any] = [None] if parent is None else parent.output_aggregator
+        found = {n: pack(one, request_id, masked=self._masked) for n, one in enumerate(outputs) if one is not None}
+        found |= {one.request_index: pack_unfinished(one, request_id, masked=self._masked) for one in states}
         # A sibling that vLLM has not been handed yet is in neither place.
-        return [] if None in outputs else [pack(output, request_id, masked=self._masked) for output in outputs]
+        return [found[n] for n in range(len(outputs))] if len(found) == len(outputs) else []
 
     async def _run(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str, salt: str | None

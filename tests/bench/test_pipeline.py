@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from bench.pipeline.bare import tokens_between
 from bench.pipeline.fill import SlowlyJudged, fill_figures, samples_to_accuracy
-from bench.pipeline.kills import Kill, Killed, kill_figures
+from bench.pipeline.kills import Kill, Killed, Spell, kill_figures
 from bench.pipeline.modes import (
     FIRST_UPDATE,
     ModeRun,
@@ -209,15 +209,19 @@ async def test_a_long_tail_s_reward_is_the_same_after_its_delay(monkeypatch: pyt
     assert np.median(delays) == pytest.approx(0.2, rel=0.1) and np.quantile(delays, 0.99) > 2
 
 
-def test_kills_are_compared_by_the_shares_lost_and_rates_pair_by_pair():
+def test_kills_are_compared_by_the_shares_lost_and_spells_pair_by_pair():
     kills = {
         "with": [Kill(num_sampled=200, num_lost=2, arrival_s=3.0), Kill(num_sampled=100, num_lost=9, arrival_s=5.0)],
         "without": [Kill(num_sampled=200, num_lost=200, arrival_s=8.0)] * 2,
     }
-    rates = {"with": [99.0, 50.0, 198.0], "without": [100.0, 100.0, 200.0]}
-    lost, arrival, rate = kill_figures(Killed(progress_s=0.25, kills=kills, tokens_per_s=rates))
+    spells = {
+        "with": [Spell(num_tokens=n, wall_s=2.0, cpu_s=cpu_s) for n, cpu_s in ((198, 4.0), (100, 2.01), (396, 16.0))],
+        "without": [Spell(num_tokens=n, wall_s=2.0, cpu_s=cpu_s) for n, cpu_s in ((200, 4.1), (200, 4.0), (400, 8.0))],
+    }
+    lost, arrival, cpu, rate = kill_figures(Killed(progress_s=0.25, kills=kills, spells=spells))
     assert lost.measured == pytest.approx(5.0) and lost.reference == 100.0 and lost.reached
     assert arrival.ratio == 0.5
+    assert cpu.ratio == pytest.approx(1.005) and cpu.reached and cpu.details["ratio_by_pair"][2] > 2
     assert rate.ratio == 0.99 and rate.reached
 
 

@@ -70,6 +70,33 @@ def test_the_ids_that_each_token_was_sampled_from_are_carried():
     assert pack(output((), (), (), (), "abort"), "r", masked=True).sampling_mask == ()
 
 
+def unfinished(chunks, **parts):
+    """What vLLM keeps of a sibling that it samples, with masks as its sampler gives them."""
+    whole = output(**parts)
+
+    def as_running(new_token_ids, finish_reason, stop_reason):
+        assert finish_reason is None, "of a finished output vLLM makes lists of its masks"
+        return SimpleNamespace(**vars(whole) | {"weight_versions": None, "finish_reason": None})
+
+    return SimpleNamespace(
+        _new_completion_output=as_running,
+        _weight_version_spans=lambda: whole.weight_versions,
+        sampling_mask_chunks=[
+            SimpleNamespace(token_ids=np.array(ids, np.int32), offsets=None if ends is None else np.array(ends))
+            for ids, ends in chunks
+        ],
+    )
+
+
+def test_what_is_still_sampled_packs_like_an_aborted_output():
+    chunks = [([7, 3], None), ([8, 1, 9, 2], [0, 1, 4])]
+    found = completions.pack_unfinished(unfinished(chunks), "r", masked=True)
+    assert found == pack(output(reason="abort", kept=[[7, 3], [8], [1, 9, 2]]), "r", masked=True)
+    assert completions.pack_unfinished(unfinished([]), "r", masked=False) == pack(output(reason="abort"), "r")
+    with pytest.raises(EngineError, match="request r: 3 tokens, but a sampling mask of 1"):
+        completions.pack_unfinished(unfinished(chunks[:1]), "r", masked=True)
+
+
 @pytest.mark.parametrize(("kept", "masked"), [(None, True), ([[7], [8]], True), ([[7], [8], [9]], False)])
 def test_a_mask_of_other_tokens_is_an_error(kept, masked):
     with pytest.raises(EngineError, match=f"request r: 3 tokens, but a sampling mask of {len(kept or [])}"):
@@ -84,10 +111,11 @@ def test_masks_are_read_from_what_vllm_makes_of_its_sampler_s_output(vllm_engine
     from vllm.outputs import CompletionOutput, SamplingMask, WeightVersionSpan
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
+    compact = torch.tensor([[4, 9], [1, 3]], dtype=torch.int32)
     bits = np.packbits(np.eye(16, dtype=bool)[[1, 3, 5]].any(0), bitorder="little")
     steps = [
         # The second row is wider than the two ids that have room: its bits tell.
-        SamplingMaskTensors(torch.tensor([[4, 9], [1, 3]]), torch.from_numpy(np.stack([0 * bits, bits])), counts, 16)
+        SamplingMaskTensors(compact, torch.from_numpy(np.stack([0 * bits, bits])), counts, 16)
         for counts in (torch.tensor([2, 3]), torch.tensor([1, 2]))
     ]
     for row, expected in ((0, [[4, 9], [4]]), (1, [[1, 3, 5], [1, 3]])):
@@ -105,6 +133,12 @@ def test_masks_are_read_from_what_vllm_makes_of_its_sampler_s_output(vllm_engine
         )
         found = pack(given, "r", masked=True).sampling_mask
         assert found is not None and [list(unpack_ids(entry)) for entry in found] == expected
+        state = SimpleNamespace(
+            _new_completion_output=lambda *_, whole=given: whole,
+            _weight_version_spans=lambda whole=given: whole.weight_versions,
+            sampling_mask_chunks=chunks,
+        )
+        assert completions.pack_unfinished(state, "r", masked=True).sampling_mask == found
 
 
 @pytest.mark.vllm
