@@ -114,10 +114,11 @@ class Process:
 
 def _writers_of(log: Path) -> list[int]:
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/[12]"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if os.readlink(descriptor) == str(log):
-                found.add(int(descriptor.parts[2]))
+    for process in Path("/proc").glob("[0-9]*"):
+        for number in ("1", "2"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if os.readlink(process / "fd" / number) == str(log):
+                    found.add(int(process.name))
     return sorted(found)
 
 

@@ -17,8 +17,7 @@ from penstock.schemas.rollout import decode_group
 from penstock.schemas.weights.log import read_log
 from real_server import RealServer
 from scripted_learner import KilledError
-from trainer_bench import assert_balanced
-from waiting import wait_for
+from trainer_bench import assert_balanced, at_step
 
 pytestmark = pytest.mark.redis
 
@@ -104,15 +103,8 @@ def test_a_trainer_that_is_fenced_can_neither_publish_nor_commit(bench):
 def test_a_stopped_trainer_commits_and_is_continued(bench):
     bench.producer()
     first = bench.trainer()
-
-    def stop_soon() -> None:
-        wait_for(lambda: first.learner.num_steps >= 6, poll_s=0.001)
-        first.stop()
-
-    stopper = threading.Thread(target=stop_soon)
-    stopper.start()
+    at_step(first, 6, first.stop)
     assert not first.run()
-    stopper.join()
     steps = first.learner.num_steps
     second = bench.trainer(resume=True)
     assert second.learner.num_steps == steps, "what was trained before the stop is in its checkpoint"
@@ -310,12 +302,12 @@ def test_redis_killed_and_started_again_mid_run_loses_nothing(bench, server_bina
         producer = bench.producer(answer)
         thread = threading.Thread(target=trainer.run)
         thread.start()
-        assert enough.wait(20)
+        assert enough.wait(60)
         server.stop()
         producer.join()
         server.start()
         bench.producer()
-        thread.join(40)
+        thread.join(90)
         assert not thread.is_alive()
         assert sorted(trainer.learner.trained) == list(range(1, 49))
         assert_balanced(bench, trainer)

@@ -156,8 +156,7 @@ def test_a_standby_stopped_while_it_takes_over_hands_the_run_to_the_next_one(ben
     a_stopped_run(bench)
     before = everything(bench, redis_client)
     process = processes.start("standby", "--standby", program=LOADING_THE_MODEL)
-    wait_for(marker.exists)
-    assert redis_client.exists(bench.keys.lease)
+    wait_for(lambda: marker.exists() and redis_client.exists(bench.keys.lease))
     assert_stops(processes, process, signal.SIGTERM, marker.exists, "standby")
     assert not redis_client.exists(bench.keys.lease)
     assert everything(bench, redis_client) == before

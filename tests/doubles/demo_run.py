@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forked_programs import ForkedProgram, start_penstock, start_run
+from process_family import holders_of_files
 from waiting import wait_for
 
 BOOT_S = 240.0
@@ -103,14 +104,7 @@ class DemoRun:
 
     def living(self) -> list[int]:
         """Other processes that have a file of the run open."""
-        found = set()
-        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if os.readlink(descriptor).startswith(str(self.folder)):
-                    found.add(int(descriptor.parts[2]))
-            except OSError:
-                continue
-        return sorted(found - {os.getpid()})
+        return sorted(holders_of_files(self.folder) - {os.getpid()})
 
     def wait(self) -> int:
         """The exit status."""

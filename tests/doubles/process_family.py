@@ -1,6 +1,9 @@
 """Processes found by what they inherited, so that orphans are found too."""
 
+import contextlib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -17,6 +20,18 @@ def family(mark: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue  # gone, or another user's
+    return found
+
+
+def holders_of_files(folder: Path) -> set[int]:
+    """The processes that have a file in the folder open."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for descriptor in list((process / "fd").iterdir()):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    if os.readlink(descriptor).startswith(str(folder)):
+                        found.add(int(process.name))
     return found
 
 

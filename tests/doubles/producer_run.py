@@ -13,6 +13,8 @@ from scripted_engine import ScriptedEngine
 
 KEYS = Keys("test")
 QUICK = ProducersConfig(groups_in_flight=8, claim_idle_s=0.4, claim_refresh_s=0.1)
+"""For producers that take each other's claims over. On a busy machine one takes a claim over whose holder lives."""
+PATIENT = ProducersConfig(groups_in_flight=8)
 
 
 class Numbers:

@@ -3,11 +3,13 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import redis
 
@@ -21,6 +23,23 @@ def installed_servers() -> dict[str, Path]:
     """The server binaries installed here, by name."""
     found = {"redis": shutil.which("redis-server"), "valkey": bundled_server() or shutil.which("valkey-server")}
     return {name: Path(binary) for name, binary in found.items() if binary is not None}
+
+
+T = TypeVar("T")
+
+
+def at_free_port(start: Callable[[int], T]) -> T:
+    """`start(port)`; tried again with another port if it fails: anybody may have taken the first one meanwhile."""
+    for attempts_left in reversed(range(5)):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        try:
+            return start(port)
+        except (RuntimeError, AssertionError):
+            if not attempts_left:
+                raise
+    raise AssertionError
 
 
 class RealServer:

@@ -96,6 +96,9 @@ class ScriptedEngine:
         self._running: dict[str, tuple[list[list[int]], list[int], SamplingSettings]] = {}
         """Of each request: its rows, the versions of the steps until now, and its settings."""
         self._sampling = asyncio.Event()
+        self.may_sample = asyncio.Event()
+        """A test that clears it holds every request before its next step until it is set again."""
+        self.may_sample.set()
         self.may_load = asyncio.Event()
         """A test that clears it holds the loads under way until it is set again."""
         self.may_load.set()
@@ -151,6 +154,7 @@ class ScriptedEngine:
         for _ in range(max(len(row) for row in rows)):
             if self._token_s:
                 await asyncio.sleep(self._token_s)
+            await self.may_sample.wait()
             await self._sampling.wait()
             versions.append(self.policy_version)
             self.stepped(request_id, len(versions))

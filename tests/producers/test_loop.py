@@ -15,7 +15,7 @@ from penstock.schemas.heartbeat import decode_heartbeat
 from penstock.schemas.keys import PRODUCERS_GROUP, Commit, Field, Kind
 from penstock.schemas.producer_parity import ProducerParity, encode_parity
 from penstock.schemas.rollout import decode_group, unpack_ids
-from producer_run import KEYS, QUICK, ids
+from producer_run import KEYS, PATIENT, QUICK, ids
 from scripted_engine import ScriptedEngine
 from waiting import until
 
@@ -23,14 +23,17 @@ pytestmark = pytest.mark.redis
 
 
 async def test_two_producers_answer_every_prompt_once_between_them(run) -> None:
-    one = run()
-    engines = [ScriptedEngine(token_s=0.005), ScriptedEngine(token_s=0.005)]
+    one = run(producers=PATIENT)
+    engines = [ScriptedEngine(), ScriptedEngine()]
     for name, engine in zip("ab", engines, strict=True):
+        engine.may_sample.clear()
         await one.producer(engine, name)
     one.trainer.release(101, 200)
+    await until(lambda: [engine.num_active for engine in engines] == [PATIENT.groups_in_flight] * 2)
+    for engine in engines:
+        engine.may_sample.set()
     groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(100)]
     assert sorted(group.index for group in groups) == list(range(101, 201))
-    assert all(len(engine.requests) >= 25 for engine in engines)
     assert one.num_open() == 0 and one.client.xpending(KEYS.prompts, PRODUCERS_GROUP)["pending"] == 0
 
 
@@ -123,14 +126,18 @@ async def test_a_prompt_handed_out_too_often_is_dead(run) -> None:
     assert engine.requests == [] and one.num_open() == 0
 
 
-async def test_a_producer_told_to_stop_finishes_what_is_nearly_done(run) -> None:
+async def test_a_producer_told_to_stop_finishes_what_is_nearly_done(run, monkeypatch) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 60.0)
     one = run()
-    engine = ScriptedEngine(token_s=0.1)
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
     producer, task = await one.producer(engine)
     one.trainer.release(1, 2)
     await until(lambda: engine.num_active == 2)
     producer.stop.set()
-    await asyncio.wait_for(task, 60)
+    await asyncio.sleep(0.2)
+    engine.may_sample.set()
+    await asyncio.wait_for(task, 90)
     assert len(await one.read(2)) == 2 and one.num_open() == 0
     assert one.client.get(KEYS.producer("a")) is None
 
@@ -159,7 +166,7 @@ async def test_a_finished_run_ends_its_producers(run, monkeypatch) -> None:
     one.trainer.release(1, 1)
     await until(lambda: engine.num_active == 1)
     one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
-    await asyncio.wait_for(task, 2 * module.HEARTBEAT_S + 2)
+    await asyncio.wait_for(task, 60)
     assert one.num_open() == 1
 
 
@@ -259,7 +266,8 @@ def check_continued(fields, before: list[list[int]], engine: ScriptedEngine) -> 
 @pytest.mark.parametrize("end", ["told to stop", "killed", "engine", "killed, on a clock ahead"])
 async def test_what_a_producer_has_sampled_is_gone_on_with_by_the_next(run, monkeypatch, end: str) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.05)
-    one = run(producers=QUICK if end == "told to stop" else SAVING)  # QUICK saves nothing before
+    monkeypatch.setattr(module, "LAST_SAVE_S", 60.0)
+    one = run(producers=msgspec.structs.replace(QUICK, progress_s=3600.0) if end == "told to stop" else SAVING)
     clock = time.time
     if end == "killed, on a clock ahead":
         monkeypatch.setattr(time, "time", lambda: clock() + 600.0)
@@ -268,12 +276,14 @@ async def test_what_a_producer_has_sampled_is_gone_on_with_by_the_next(run, monk
     one.trainer.release(1, 1)
     if end == "told to stop":
         await until(lambda: [len(row) for row in so_far(producer)] >= [2, 4, 4, 4])
+        first.may_sample.clear()
         assert saved(one) == []
         producer.stop.set()
     else:
         await until(lambda: [len(row) for row in saved(one)] >= [2, 4, 4, 4])
+        first.may_sample.clear()
         task.cancel() if end != "engine" else one.client.xadd(KEYS.prompts, {Field.INDEX: 2, Field.VERSION: 0})
-    await asyncio.wait({task}, timeout=10)
+    await asyncio.wait({task}, timeout=60)
     if end == "engine":
         assert isinstance(task.exception(), ExceptionGroup)
         one.client.xdel(KEYS.prompts, one.client.xrevrange(KEYS.prompts, count=1)[0][0])
@@ -307,10 +317,12 @@ async def test_of_two_holders_of_a_claim_both_may_save_and_none_of_it_stays(run)
     producer, _ = await one.producer(first, "a")
     one.trainer.release(1, 1)
     await until(lambda: len(saved(one)) == 4)
+    first.may_sample.clear()
     producer._claims._refresh = lambda by_stream: asyncio.sleep(0)  # type: ignore[method-assign]
-    await asyncio.sleep(2 * QUICK.claim_idle_s)
-    second = ScriptedEngine(token_s=0.01, script=lambda prompt, sibling: [6] * 100)
+    second = ScriptedEngine(script=lambda prompt, sibling: [6] * 100)
     await one.producer(second, "b")
+    await until(lambda: second.requests)
+    first.may_sample.set()
     entries = await one.read(2)
     groups = {(g := decode_group(fields[Field.PAYLOAD])).producer_id: g for fields in entries}
     assert set(groups) == {"a", "b"}
@@ -360,7 +372,7 @@ async def test_a_finished_run_leaves_no_progress(run) -> None:
     one.trainer.release(1, 1)
     await until(lambda: len(saved(one)) == 4)
     one.client.hset(KEYS.commit, Commit.FINISHED, b"1")
-    await asyncio.wait_for(task, 2 * module.HEARTBEAT_S + 2)
+    await asyncio.wait_for(task, 60)
     assert saved(one) == []
 
 
@@ -391,7 +403,7 @@ async def test_a_quarantined_producer_leaves_its_prompts_to_others_until_it_is_s
     assert one.num_claimed() == 0 and slow.num_active == 0, "it is alive and idle"
     assert decode_heartbeat(one.client.get(KEYS.producer("a"))).instance == producer._context.instance
     producer.stop.set()
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 60)
     again, _ = await one.producer(ScriptedEngine(), "a")
     groups = [decode_group(fields[Field.PAYLOAD]) for fields in await one.read(3)]
     assert {group.index for group in groups} == {1, 2, 3}

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from forked_programs import rank_file
+from mini_producer import group_fields
 from trainer_process import BARE
 from training_groups import tiny_model
 from waiting import wait_for
@@ -22,15 +23,32 @@ FORKED_RANKS = BARE.format(setup="from forked_programs import fork_ranks\nfork_r
 """The imports of the ranks are shared as well."""
 
 
+class Allowance:
+    """A producer answers no index beyond `last`: a trainer does not come to its end before a test has seen it train."""
+
+    last = 160
+
+    def answer(self, index: int, version: int) -> dict:
+        wait_for(lambda: index <= self.last, timeout_s=240)
+        return group_fields(index, version)
+
+
 @pytest.fixture
-def two_ranks(bench, redis_client, processes):
+def allowance():
+    allowance = Allowance()
+    yield allowance
+    allowance.last = 10**9
+
+
+@pytest.fixture
+def two_ranks(bench, redis_client, processes, allowance):
     """Starts `penstock trainer` of two ranks, beside a producer."""
     tiny_model(bench.runs / "model")
     bench.overrides = [
         *(f"model.path='{bench.runs / 'model'}'", "trainer.device='cpu'", "trainer.num_processes=2"),
-        *("trainer.rank_timeout_s=6", "trainer.lease_s=2.0", "checkpoint.every=10", f"num_updates={NUM_UPDATES}"),
+        *("trainer.rank_timeout_s=10", "trainer.lease_s=2.0", "checkpoint.every=10", f"num_updates={NUM_UPDATES}"),
     ]
-    bench.hardy_producer()
+    bench.hardy_producer(allowance.answer)
 
     def start(log: str, *arguments: str, program: str = FORKED_RANKS):
         return processes.start(log, *arguments, program=program)
@@ -63,7 +81,7 @@ def assert_trained_once(bench, num_updates: int = NUM_UPDATES) -> None:
 
 
 def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
-    bench, redis_client, processes, two_ranks
+    bench, redis_client, processes, two_ranks, allowance
 ) -> None:
     first = two_ranks("first")
     wait_for_checkpoint(bench, redis_client, 0)
@@ -71,10 +89,12 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
     assert first.wait(60) == 1
     (line,) = errors(processes.log("first"))
     assert re.search(r"rank 1 \(.+\) has died or is frozen: not heard of for \d+ s .*--resume continues it", line)
+    allowance.last = 320
     second = two_ranks("second", "--resume")
     wait_for_checkpoint(bench, redis_client, 1)
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 0
+    allowance.last = 10**9
     assert errors(processes.log("second")) == [] and "continue it with --resume" in processes.log("second")
     # As a user's shell starts it, ranks included.
     assert two_ranks("third", "--resume", program=BARE.format(setup="")).wait(120) == 0
@@ -83,13 +103,14 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
 
 
 def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
-    bench, redis_client, processes, two_ranks
+    bench, redis_client, processes, two_ranks, allowance
 ) -> None:
     first = two_ranks("first")
     second = two_ranks("second", "--standby")
     wait_for_checkpoint(bench, redis_client, 0)
     wait_for(lambda: "standing by" in processes.log("second"), timeout_s=120)
     os.kill(rank(bench, first, 0), signal.SIGSTOP)
+    allowance.last = 10**9
     assert second.wait(180) == 0
     assert "taking it over" in processes.log("second") and errors(processes.log("second")) == []
     assert first.wait(60) == 1

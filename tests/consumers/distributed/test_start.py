@@ -85,5 +85,5 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_they_met_is_ended_too
 ) -> None:
     monkeypatch.setattr("penstock.consumers.distributed.start.END_S", 0.2)
     # A wait of torch lets no handler run.
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(5) if rank else sys.exit(0); sys.exit(3)"
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100) if rank else sys.exit(0); sys.exit(3)"
     assert launch(2, [sys.executable, "-c", RANK.format(body=body), str(tmp_path)], Signals().hand_to) == 0

@@ -97,10 +97,17 @@ class Learner(ScriptedLearner):
 def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_client, processes):
     # kill -9 at any moment, in files of four kilobytes, one batch each, a checkpoint every third update.
     rng = random.Random(3)
-    bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=60", "checkpoint.every=3"]
+    bench.overrides = ["record=true", "recording.segment_mb=1", "num_updates=90", "checkpoint.every=3"]
     bench.overrides += ["evaluation.num_prompts=0"]
-    bench.hardy_producer()
     num_kills, undone = 0, []
+
+    def answer(index: int, version: int) -> dict:
+        # No life of the trainer's but the last comes to the end of the run, however late it is killed.
+        wait_for(lambda: index <= 4 * (13 * num_kills + 11) or is_last, timeout_s=240)
+        return group_fields(index, version)
+
+    is_last = False
+    bench.hardy_producer(answer)
     # Each kill falls between two checkpoints with a chance of two in three.
     while num_kills < 3 or (not undone and num_kills < 6):
         process = processes.start("trainer", *(["--resume"] if num_kills else []), program=OFTEN_A_NEW_FILE)
@@ -112,11 +119,12 @@ def test_a_trainer_killed_at_random_leaves_each_trained_group_once(bench, redis_
         process.wait()
         num_kills += 1
         undone = Record(bench.folder).undone  # whatever the kill has left can be read
+    is_last = True
     process = processes.start("trainer", "--resume", program=OFTEN_A_NEW_FILE)
     assert process.wait(120) == 0, processes.log("trainer")
     assert_settled_once(bench, redis_client)
     record = assert_recorded_once(bench, redis_client)
-    assert len(record.batches) == 60
+    assert len(record.batches) == 90
     assert len(record.files) > 20
     assert len(record.undone) > 0, "some kill fell between two checkpoints"
 

@@ -226,7 +226,7 @@ def test_wandbs_process_ends_by_itself_after_a_killed_trainer_while_the_server_i
         pid = int(killed.stdout.readline())
         assert killed.wait(60) == -signal.SIGKILL
         try:
-            killed.communicate(timeout=20)  # the pipe is W&B's process's too: it ends when that has ended
+            killed.communicate(timeout=90)  # the pipe is W&B's process's too: it ends when that has ended
         except subprocess.TimeoutExpired:
             os.kill(pid, signal.SIGKILL)
             raise

@@ -1,6 +1,5 @@
 """Redis loses data: the trainer restores it, has lost work done again, and trains nothing twice."""
 
-import socket
 import threading
 import time
 
@@ -13,6 +12,7 @@ from mini_producer import group_fields
 from penstock.consumers.stream.evaluation import Evaluator
 from penstock.schemas.weights.codec import ChunkError
 from penstock.schemas.weights.reading import WeightReader
+from real_server import at_free_port
 from scripted_learner import KilledError
 from trainer_bench import assert_settled_once, at_step, tracebacks
 from trainer_thread import TrainerThread
@@ -234,16 +234,9 @@ def test_a_trainer_killed_with_the_power_continues_from_what_both_still_know(ben
     bench.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, start_server, caplog):
-    port = str(free_port())
-    primary, replica = start_server("--port", port), start_server()
-    replica.client.replicaof("127.0.0.1", port)
+    primary, replica = at_free_port(lambda port: start_server("--port", str(port))), start_server()
+    replica.client.replicaof("127.0.0.1", primary.client.config_get("port")["port"])
     wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
     bench.url = primary.url
     bench.overrides = ["checkpoint.every=3"]
@@ -256,7 +249,7 @@ def test_a_promoted_replica_that_lacks_the_last_updates_is_reconciled(bench, sta
             threading.Timer(0.5, replica.client.replicaof, ("NO", "ONE")).start()
 
         def fall_behind() -> None:
-            assert primary.client.wait(1, 5000) == 1
+            assert primary.client.wait(1, 60_000) == 1
             replica.client.replicaof("127.0.0.1", "1")  # nobody is there: it keeps what it has
             at_step(trainer, 8, demote)
 

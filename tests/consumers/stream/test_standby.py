@@ -185,7 +185,7 @@ def test_a_lease_that_is_renewed_keeps_a_standby_waiting_and_one_that_expires_le
     holder.open(0, {})
     waiting = [StandbyThread(leadership()) for _ in range(3)]
     time.sleep(2.5)  # two leases and a half: only a renewal keeps it
-    assert redis_client.exists(bench.keys.lease)
+    wait_for(lambda: redis_client.exists(bench.keys.lease))  # where everything stood still, it is back in a moment
     assert [thread.outcome for thread in waiting] == [None] * 3
     holder.end()
     wait_for(lambda: any(thread.outcome for thread in waiting))
@@ -225,17 +225,30 @@ def epoch(client: redis.Redis, bench: TrainerBench) -> int:
     return int(client.hget(bench.keys.commit, "epoch") or -1)
 
 
+# It cannot come to the end of its run before the test has stopped it.
+LONG_STEP = with_learner("""
+class Learner(ScriptedLearner):
+    def step(self, batch):
+        while self.num_steps == 24 and not Path("{go_on}").exists():
+            time.sleep(0.01)
+        return super().step(batch)
+""")
+
+
 @pytest.mark.slow
 def test_a_standby_process_takes_over_from_a_stopped_one_which_wakes_up_and_ends(bench, redis_client, processes):
-    bench.overrides = ["num_updates=120", "checkpoint.every=10", "trainer.lease_s=2.0"]
+    bench.overrides = ["num_updates=40", "checkpoint.every=10", "trainer.lease_s=2.0"]
     bench.hardy_producer()
-    first = processes.start("first")
+    first = processes.start("first", program=LONG_STEP.format(go_on=bench.runs / "go-on"))
     wait_for(lambda: epoch(redis_client, bench) == 0)
     second = processes.start("second", "--standby")
     wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"20-"))
+    wait_for(lambda: " holds it" in processes.log("second"))
+    time.sleep(2.5)
     assert epoch(redis_client, bench) == 0, "the lease of a live trainer is left alone"
     first.send_signal(signal.SIGSTOP)
-    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"1000000020-"))
+    (bench.runs / "go-on").touch()
+    wait_for(lambda: (redis_client.hget(bench.keys.commit, "checkpoint") or b"").startswith(b"10000000"))
     first.send_signal(signal.SIGCONT)
     assert first.wait(60) == 1
     assert second.wait(120) == 0

@@ -118,16 +118,14 @@ def produce() -> int:
     if behavior == "unusable":
         return 2
     tell("serving")
-    served_from = time.monotonic()
     while not stopped:
         send_heartbeat()
         if client.hget(keys.commit, Commit.FINISHED) == b"1":
             tell("finished")
             return 0
         wait(0.05)
-        is_due = time.monotonic() - served_from > 0.8
-        if is_due and (behavior == "dies" or (behavior == "dies-once" and not (folder / "died").exists())):
-            (folder / "died").touch()
+        if behavior == "dies-when-told" and (folder / "die").exists():
+            (folder / "die").unlink()
             return 1
     tell("handed-back")
     return 0

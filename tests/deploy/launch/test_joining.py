@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,11 +179,9 @@ def test_what_cannot_be_joined_is_refused_with_one_line(run, join, redis_client:
 
 
 def test_a_producer_that_is_there_first_waits_for_the_trainer(run, join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "WAIT_S", 60.0)
-    trainer = threading.Timer(0.2, run)
-    trainer.start()
+    # The trainer begins while the producer waits to look again.
+    monkeypatch.setattr(joining, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: run()))
     status, error, started = join()
-    trainer.join()
     assert status == 0 and len(started) == 1 and error.count("waiting for its trainer to begin") == 1
 
 

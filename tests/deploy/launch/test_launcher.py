@@ -1,18 +1,17 @@
 """The launcher with stand-ins for its parts: real processes, a real Redis, real signals."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from process_family import holders_of_files
 from waiting import wait_for
 
 pytestmark = pytest.mark.redis
@@ -41,7 +40,6 @@ class Run:
         wait_for(
             lambda: self.events().count(event) + self._output.read_text().count(event),
             lambda count: count >= times,
-            timeout_s=30,
             process=self.process,
             log=lambda: f"{event!r} in {self.events()}: {self._output.read_text()}",
         )
@@ -54,18 +52,22 @@ class Run:
         lines = (self.folder / "events").read_text().splitlines()
         return [float(line.split()[-1]) for line in lines if line.startswith(event)]
 
-    def output(self, timeout: float = 30) -> str:
+    def output(self, timeout: float = 90) -> str:
         self.process.wait(timeout)
         return self._output.read_text()
 
     def log(self, part: str) -> str:
         return (self.folder / "logs" / f"{part}.log").read_text()
 
+    def wait_for_end(self) -> None:
+        """Until none is there any more; a process that was killed lives until the kernel gets to it."""
+        wait_for(self.living, lambda pids: pids == [])
+
     def living(self) -> list[int]:
         """Processes of the run that are still there: the parts, what they started, and Redis."""
         told = [word for event in self.events() for word in event.split() if word.startswith(("started-", "core-"))]
         pids = {int(word.rpartition("-")[2]) for word in told}
-        return sorted(pid for pid in pids | _pids_with_open_file(self.folder) if _lives(pid))
+        return sorted(pid for pid in pids | holders_of_files(self.folder) if _lives(pid))
 
 
 def _lives(pid: int) -> bool:
@@ -73,18 +75,6 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _pids_with_open_file(folder: Path) -> set[int]:
-    """Who has a log, the append-only file or the lock of the run open."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for descriptor in list((process / "fd").iterdir()):
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    if os.readlink(descriptor).startswith(str(folder)):
-                        found.add(int(process.name))
-    return found
 
 
 @pytest.fixture
@@ -109,7 +99,7 @@ def test_a_finished_run_ends_with_status_0_and_leaves_nothing_running(start):
     assert run.process.returncode == 0, shown
     assert "update 5/5" in shown and "trainer: finished" in shown
     assert "producer-0 finished" in run.events()
-    assert run.living() == []
+    run.wait_for_end()
     assert not (run.folder / "redis" / "connection.json").exists()
 
 
@@ -143,7 +133,7 @@ def test_ctrl_c_stops_the_trainer_first_then_producers_then_redis(start):
         assert events.index("trainer ended") < events.index(f"{producer} asked-to-stop")
         assert f"{producer} handed-back" in events
     assert "User requested shutdown" in run.log("redis") or "SIGTERM" in run.log("redis")
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_sigterm_stops_in_order_too(start):
@@ -153,7 +143,7 @@ def test_sigterm_stops_in_order_too(start):
     run.output()
     assert run.process.returncode == 128 + signal.SIGTERM
     assert "trainer checkpoint" in run.events()
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_second_ctrl_c_kills_a_part_that_does_not_listen(start):
@@ -163,10 +153,10 @@ def test_second_ctrl_c_kills_a_part_that_does_not_listen(start):
     run.wait_for("trainer asked-to-stop")
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
-    shown = run.output(timeout=10)
+    shown = run.output(timeout=60)
     assert run.process.returncode == 128 + signal.SIGINT, shown
     assert "trainer: was killed by SIGKILL" in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
@@ -177,7 +167,7 @@ def test_a_trainer_that_dies_ends_the_run_with_the_end_of_its_log(start):
     assert "the loss is a number no longer" in shown
     assert str(run.folder / "logs" / "trainer.log") in shown
     assert "Traceback" not in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_trainer_killed_from_outside_ends_the_run(start):
@@ -188,7 +178,7 @@ def test_a_trainer_killed_from_outside_ends_the_run(start):
     shown = run.output()
     assert run.process.returncode == 1
     assert "trainer was killed by SIGKILL" in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_redis_that_dies_ends_the_run(start):
@@ -200,19 +190,21 @@ def test_a_redis_that_dies_ends_the_run(start):
     shown = run.output()
     assert run.process.returncode == 1
     assert "redis was killed by SIGKILL" in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_producer_that_dies_is_started_again_and_what_it_left_is_killed(start):
-    run = start(producer_0="dies-once")
+    run = start(producer_0="dies-when-told")
+    run.wait_for("producer-0: ready")
+    (run.folder / "die").touch()
     run.wait_for("producer-0: ready", times=2)
     (orphan, *_) = [event for event in run.events() if event.startswith("producer-0 core-")]
-    assert not _lives(int(orphan.rpartition("-")[2]))
-    assert (run.folder / "died").exists()
+    wait_for(lambda: not _lives(int(orphan.rpartition("-")[2])))
+    assert not (run.folder / "die").exists()
     run.process.send_signal(signal.SIGINT)
     shown = run.output()
     assert "producer-0: ended with status 1, starting again in 1 s" in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_producer_that_cannot_boot_is_tried_twice(start):
@@ -222,7 +214,7 @@ def test_a_producer_that_cannot_boot_is_tried_twice(start):
     assert len(run.times("producer-0 started")) == 2
     assert "before it served, 2 times in a row" in shown
     assert "the engine reports another value" in shown
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_a_producer_that_cannot_use_its_settings_is_not_tried_again(start):
@@ -230,7 +222,7 @@ def test_a_producer_that_cannot_use_its_settings_is_not_tried_again(start):
     run.output()
     assert run.process.returncode == 1
     assert len(run.times("producer-0 started")) == 1
-    assert run.living() == []
+    run.wait_for_end()
 
 
 def test_kill_9_of_the_launcher_takes_every_part_along(start):
@@ -240,12 +232,13 @@ def test_kill_9_of_the_launcher_takes_every_part_along(start):
     assert len(parts) == 3
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 10
     # An engine's own processes die with their parent by the engine's means; the stand-in's have none.
     cores = {int(event.rpartition("-")[2]) for event in run.events() if " core-" in event}
-    while left := [pid for pid in (*parts, *_pids_with_open_file(run.folder)) if pid not in cores and _lives(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+    wait_for(
+        lambda: [pid for pid in (*parts, *holders_of_files(run.folder)) if pid not in cores and _lives(pid)],
+        lambda left: left == [],
+        poll_s=0.05,
+    )
     for pid in cores:
         os.kill(pid, signal.SIGKILL)
 

@@ -2,8 +2,9 @@
 
 import io
 import json
-import time
+import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -189,13 +190,14 @@ def test_live_view_fits_a_narrow_terminal_without_failing(tmp_path):
 
 
 def test_live_view_draws_at_most_twice_a_second(tmp_path, monkeypatch):
-    drawn = []
+    now, drawn = [100.0], []
+    monkeypatch.setattr("penstock.deploy.launch.live_view.time", SimpleNamespace(monotonic=lambda: now[0]))
     view = LiveView(CONFIG, tmp_path, terminal())
-    monkeypatch.setattr(view, "draw", lambda: drawn.append(time.monotonic()))
-    deadline = time.monotonic() + 0.8
-    while time.monotonic() < deadline:
+    monkeypatch.setattr(view, "draw", lambda: drawn.append(now[0]))
+    for _ in range(100):
         view.refresh({})
-    assert len(drawn) == 2
+        now[0] += 0.01
+    assert drawn == pytest.approx([100.0, 100.5])
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def plain(tmp_path) -> PlainView:
 def test_plain_view_prints_a_line_for_what_happens_once(plain, capsys):
     plain.state("producer-0", "starting the engine")
     plain.state("producer-0", "starting the engine")
-    assert capsys.readouterr().out == "0:00  producer-0: starting the engine\n"
+    assert re.fullmatch(r"\d:\d\d  producer-0: starting the engine\n", capsys.readouterr().out)
 
 
 def test_plain_view_prints_progress_now_and_then_and_each_evaluation(plain, tmp_path, capsys):

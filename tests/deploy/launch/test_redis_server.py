@@ -140,7 +140,7 @@ def test_server_dies_with_the_process_that_started_it(tmp_path):
     killed = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
     pid = int(killed.stdout)
     stat = Path(f"/proc/{pid}/stat")
-    wait_for(lambda: not stat.exists() or "Z" in stat.read_text().split()[2], timeout_s=5)
+    wait_for(lambda: not stat.exists() or "Z" in stat.read_text().split()[2])
     again = RedisServer(tmp_path, maxmemory_mb=64)
     try:
         assert again.client.get("k") == b"v"

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import msgspec
 import pytest
@@ -59,9 +61,16 @@ def test_a_run_is_started_once_at_a_time(tmp_path, monkeypatch):
             RunFolder(CONFIG, tmp_path, resume=True)
 
 
-def test_resume_waits_for_a_server_that_still_writes(tmp_path):
+def test_resume_waits_for_a_server_that_still_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 60.0)
     with RunFolder(CONFIG, tmp_path, resume=False) as folder:
         folder.save(CONFIG)
-        lingering = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"], pass_fds=[folder.lock])
-    RunFolder(CONFIG, tmp_path, resume=True).__exit__(None, None, None)
-    assert lingering.wait(timeout=0.3) == 0
+        command = [sys.executable, "-c", "input()"]
+        lingering = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[folder.lock])
+    resumed = threading.Thread(target=lambda: RunFolder(CONFIG, tmp_path, resume=True).__exit__(None, None, None))
+    resumed.start()
+    time.sleep(0.3)
+    assert resumed.is_alive()
+    lingering.communicate(b"\n")
+    resumed.join(60)
+    assert not resumed.is_alive() and lingering.returncode == 0

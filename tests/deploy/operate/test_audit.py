@@ -23,6 +23,7 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.process.redis_url import connection_file
 from scripted_learner import KilledError
 from short_run import ShortRun
+from waiting import wait_for
 
 
 def ranges(*indexes: int) -> tuple[tuple[int, int], ...]:
@@ -215,9 +216,11 @@ def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch,
         "evaluation": EvaluationConfig(num_prompts=0),
     }
     run = ShortRun(redis_url, tmp_path, monkeypatch, **changes)
-    chance = random.Random(0)
+    chance, num_audits, num_moving = random.Random(0), 0, 0
 
     def answer(index: int, version: int) -> dict:
+        # The run does not come to its end before it was looked at often enough.
+        wait_for(lambda: index < 40 * (num_audits + 2) or (num_audits > 5 and num_moving > 2))
         # Some come too old and are released again, some die: each way that an index can take.
         kind = chance.random()
         if kind < 0.1:
@@ -228,7 +231,6 @@ def test_a_moving_run_balances_at_every_moment(redis_url, tmp_path, monkeypatch,
         run.producer(answer)
         trainer = run.trainer()
         thread = run.train(trainer)
-        num_audits = num_moving = 0
         while thread.is_alive():
             found = run.json(capsys, "audit", "test")
             assert found["balanced"], found["ledger"]["problems"]

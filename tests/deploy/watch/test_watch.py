@@ -375,8 +375,8 @@ def test_pauses_of_a_producer_elsewhere_come_from_its_metrics():
     assert list(scraped.pauses["far"]) == [(100.0, pytest.approx(0.03))] * 2
 
 
-def test_an_endpoint_that_does_not_answer_is_a_problem_not_an_error(free_port):
-    (nobody,) = scrape([("trainer", f"127.0.0.1:{free_port}")])
+def test_an_endpoint_that_does_not_answer_is_a_problem_not_an_error():
+    (nobody,) = scrape([("trainer", "127.0.0.1:1")])
     assert nobody.samples is None and "refused" in nobody.problem
     (nowhere,) = scrape([("trainer", "no-such-host.invalid:1")])
     assert nowhere.samples is None and nowhere.problem
@@ -432,15 +432,6 @@ def test_a_host_that_is_none_is_a_problem_not_an_error(host, tmp_path, monkeypat
     assert "update 30/30" in capsys.readouterr().out
 
 
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def write_run(runs: Path, *, finished: bool, num_updates: int = 30) -> Path:
     folder = runs / "r"
     (folder / "producers").mkdir(parents=True)
@@ -483,10 +474,10 @@ def test_a_run_continued_after_its_end_is_not_over(tmp_path, monkeypatch):
     assert not Gatherer("r", folder, load_config(folder / "run.toml")).gather().is_over
 
 
-def test_a_trainer_whose_target_is_stale_does_not_answer(tmp_path, monkeypatch, free_port):
+def test_a_trainer_whose_target_is_stale_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.delenv("REDIS_URL", raising=False)
     folder = write_run(tmp_path, finished=False)
-    register_metrics_port(folder, "trainer", "127.0.0.1", free_port)
+    register_metrics_port(folder, "trainer", "127.0.0.1", 1)
     (folder / "metrics" / "odd.json").write_text("{")
     seen = Gatherer("r", folder, CONFIG).gather()
     assert seen.trainer is None and "refused" in seen.without_trainer and len(seen.updates) == 30
@@ -522,15 +513,26 @@ def test_a_name_that_redis_does_not_know_is_refused(redis_url, tmp_path, monkeyp
 
 
 class SlowLearner(ScriptedLearner):
+    """Takes so long that its run is looked at before the end, unless `is_seen`."""
+
+    is_seen: threading.Event
+
     def step(self, batch):
-        time.sleep(0.05)
+        self.is_seen.wait(0.05 if self.num_steps < 100 else 1.0)
         return super().step(batch)
+
+
+def slow_learner(monkeypatch) -> threading.Event:
+    """For the next trainer; returns what ends its slowness."""
+    monkeypatch.setattr("penstock.consumers.__main__._load_learner", SlowLearner)
+    SlowLearner.is_seen = threading.Event()
+    return SlowLearner.is_seen
 
 
 @pytest.mark.redis
 def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_url, tmp_path, monkeypatch, capsys):
     run = ShortRun(redis_url, tmp_path / "runs", monkeypatch, num_updates=400)
-    monkeypatch.setattr("penstock.consumers.__main__._load_learner", SlowLearner)
+    is_seen = slow_learner(monkeypatch)
     producer = HardyProducer(redis_url, "test", None)
     try:
         producer.start()
@@ -553,6 +555,7 @@ def test_a_live_run_is_seen_through_its_redis_with_its_folder_and_without(redis_
         )
         assert "waited for" in capsys.readouterr().out
     finally:
+        is_seen.set()
         producer.stop.set()
         run.close()
         producer.join()
@@ -626,7 +629,7 @@ def test_keys_choose_the_view_a_resize_is_followed_and_q_leaves_the_terminal_as_
 @pytest.mark.redis
 def test_a_live_run_is_drawn_until_its_end_and_beyond(redis_url, tmp_path, monkeypatch, at_a_terminal):
     run = ShortRun(redis_url, tmp_path, monkeypatch, num_updates=300)
-    monkeypatch.setattr("penstock.consumers.__main__._load_learner", SlowLearner)
+    is_seen = slow_learner(monkeypatch)
     producer = HardyProducer(redis_url, "test", None)
     try:
         producer.start()
@@ -639,11 +642,13 @@ def test_a_live_run_is_drawn_until_its_end_and_beyond(redis_url, tmp_path, monke
         terminal.wait_for(lambda frame: has("/300")(frame) and not has(f" {update} ")(frame))
         terminal.press("2")
         terminal.wait_for(has("reward"))
+        is_seen.set()
         training.join()
         terminal.wait_for(lambda frame: has("update 300/300")(frame) and has("over: finished")(frame))
         terminal.press("q")
         assert terminal.wait() == 0
     finally:
+        is_seen.set()
         producer.stop.set()
         run.close()
         producer.join()

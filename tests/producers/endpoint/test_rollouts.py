@@ -231,20 +231,21 @@ async def test_tokens_of_policies_that_changed_in_between_are_labelled_one_by_on
 
 
 async def test_an_agent_that_is_silent_leaves_its_group_short(serve) -> None:
-    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=3.0, group_deadline_s=90.0), group_size=2)
+    one = await serve(endpoint=EndpointConfig(port=0, idle_timeout_s=300.0, group_deadline_s=900.0), group_size=2)
     one.trainer.release(1, 1)
     silent = await one.client.open()
     await one.client.chat(silent, ASKED)
     other = await one.client.open()
     await one.client.converse(other, 1)
     await one.client.finish(other, 1.0)
+    agents_of(one)._open[silent["id"]].last_seen -= 300.0
     (group,) = await one.groups(1)
     assert len(group.rollouts) == 1
     status, body = await one.client.request("POST", f"/r/{silent['id']}/finish", 1.0)
-    assert status == 410 and "idle for 3 s (endpoint.idle_timeout_s)" in body["error"]["message"]
+    assert status == 410 and "idle for 300 s (endpoint.idle_timeout_s)" in body["error"]["message"]
     assert one.count("penstock_agent_rollouts_total", outcome="dead") == 1
     assert one.count("penstock_agent_tokens_total") > one.count("penstock_agent_tokens_delivered_total") > 0
-    assert one.dead_rollouts() == [("1", silent["id"], "idle for 3 s (endpoint.idle_timeout_s)")]
+    assert one.dead_rollouts() == [("1", silent["id"], "idle for 300 s (endpoint.idle_timeout_s)")]
 
 
 async def test_a_group_past_its_deadline_goes_with_what_is_finished_or_dies(serve) -> None:
@@ -480,7 +481,8 @@ async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_t
     assert (await two.client.open())["index"] == 2
 
 
-async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve) -> None:
+async def test_a_producer_that_stops_lets_agents_finish_but_opens_no_more(serve, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 60.0)
     one = await serve(group_size=2)
     one.trainer.release(1, 2)
     rollouts = [await one.client.open(), await one.client.open()]

@@ -78,11 +78,11 @@ def test_anything_else_is_refused(expression: str) -> None:
 
 @pytest.mark.parametrize("expression", ["(" * 50 + ")" * 50, "(" * MAX_EXPRESSION, "-" * MAX_EXPRESSION])
 def test_the_deepest_expression_is_refused_at_once(expression: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ValueError, match="expected"):
         evaluate(expression)
     assert evaluate("(" * 49 + "7" + ")" * 49) == 7
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

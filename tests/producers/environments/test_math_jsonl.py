@@ -152,9 +152,10 @@ def test_rewards_can_be_asked_for_from_several_threads(scored: MathJsonl):
 
 
 def test_an_answer_that_never_finishes_is_wrong_and_the_next_one_is_scored(prompts_file: str):
-    environment = MathJsonl(seed=0, prompts_file=prompts_file, scoring_timeout_s=3.0)
+    environment = MathJsonl(seed=0, prompts_file=prompts_file, scoring_timeout_s=0.5)
     prompt = Prompt(text="?", answer="7")
     assert environment.reward(prompt, "\\boxed{9^{9^{9^{9}}}}").value == 0.0
+    environment._scorer._timeout_s = 60.0  # a busy machine takes its time to start another process
     assert environment.reward(prompt, "\\boxed{7}").value == 1.0
 
 

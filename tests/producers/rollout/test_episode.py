@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 
 import pytest
@@ -37,6 +38,7 @@ from penstock.schemas.rollout import (
     unpack_ids,
 )
 from scripted_engine import ScriptedEngine
+from waiting import until
 
 
 class OneTask:
@@ -150,14 +152,16 @@ async def test_each_prompt_is_posed_and_limited_by_its_own_environment(make_conf
 async def test_weights_that_change_in_the_middle_show_in_the_spans(episodes, tmp_path) -> None:
     (tmp_path / "v1").write_bytes(b"")
     manifest = WeightManifest(version=1, parent_version=0, total_bytes=0, tensors=())
-    engine = ScriptedEngine(token_s=0.02, num_tokens=8)
+    engine = ScriptedEngine(num_tokens=8)
+    engine.stepped = lambda request_id, num_sampled: engine.may_sample.clear() if num_sampled == 3 else None
     running = asyncio.create_task(episodes(engine=engine).run(claim()))
-    await asyncio.sleep(0.07)
+    await until(lambda: not engine.may_sample.is_set())
     await engine.load_weights(manifest, str(tmp_path / "v1"))
+    engine.may_sample.set()
     group = await running
     assert isinstance(group, RolloutGroup)
     old, new = group.rollouts[0].segments[0].version_spans
-    assert (old.version, new.version) == (0, 1) and (old.start, new.end) == (6, 14) and old.end == new.start
+    assert (old.version, new.version) == (0, 1) and (old.start, old.end, new.start, new.end) == (6, 9, 9, 14)
 
 
 async def test_the_ids_that_tokens_were_sampled_from_are_in_the_record(episodes) -> None:
@@ -320,16 +324,20 @@ async def test_generation_past_the_deadline_is_dead_and_the_request_is_aborted(e
 
 
 async def test_a_reward_past_the_deadline_is_dead_and_the_next_group_is_scored(episodes) -> None:
-    naps = [0.5]
+    may_end = threading.Event()
 
     def reward(prompt: Prompt, completion: str) -> float:
-        time.sleep(naps.pop() if naps else 0.0)
+        may_end.wait(60)
         return 1.0
 
     slow = episodes(reward=reward, producers=ProducersConfig(generation_deadline_s=0.1))
     outcome = await slow.run(claim())
     assert isinstance(outcome, Dead) and outcome.reason.startswith("deadline:")
-    assert isinstance(await slow.run(claim(attempt=2)), RolloutGroup)
+    may_end.set()
+    for attempt in range(2, 100):  # a busy machine may take longer than the deadline
+        if isinstance(outcome := await slow.run(claim(attempt=attempt)), RolloutGroup):
+            break
+    assert isinstance(outcome, RolloutGroup)
 
 
 async def test_a_request_the_engine_refuses_is_dead(episodes) -> None:

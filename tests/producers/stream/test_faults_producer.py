@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 
 import msgspec
 import pytest
@@ -20,6 +19,7 @@ from penstock.schemas.keys import PRODUCERS_GROUP, Field, Kind
 from penstock.schemas.rollout import decode_group
 from producer_process import ROOT
 from producer_run import KEYS, Run, ids
+from real_server import at_free_port
 from scripted_engine import ScriptedEngine
 from waiting import until, wait_for
 
@@ -156,9 +156,15 @@ async def test_a_producer_that_was_stopped_for_long_ends_when_another_has_its_na
     await until(lambda: one.client.exists(KEYS.producer("a")) == 1)
     mine = decode_heartbeat(one.client.get(KEYS.producer("a")))
     theirs = msgspec.structs.replace(mine, pid=os.getpid() + 1)
-    one.client.set(KEYS.producer("a"), encode_heartbeat(theirs))
+
+    def write_theirs() -> bool:
+        """Whether the producer has seen it; one that was about to write its own writes over it."""
+        one.client.set(KEYS.producer("a"), encode_heartbeat(theirs))
+        return task.done()
+
+    await until(write_theirs)
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
     assert "runs under it in run 'test'" in str(caught.value.exceptions[0])
     assert decode_heartbeat(one.client.get(KEYS.producer("a"))).pid == theirs.pid, "the other's is left alone"
 
@@ -195,16 +201,29 @@ async def test_a_server_killed_and_started_again_in_the_middle_costs_nothing(run
 async def test_a_power_loss_takes_groups_and_acknowledgements_alike(run) -> None:
     one = run()
     folder = one.server.socket.parent
-    producer, task = await one.producer(ScriptedEngine(token_s=0.02))
+    engine = ScriptedEngine()
+    sample, may_go_on, has_begun = engine._sample, set(range(101, 105)), set()
+
+    async def sample_when_told(prompt_ids, *rest):
+        index = int("".join("0123456789"[token - 2] for token in prompt_ids))
+        has_begun.add(index)
+        await until(lambda: index in may_go_on)
+        return await sample(prompt_ids, *rest)
+
+    engine._sample = sample_when_told  # type: ignore[method-assign]
+    producer, task = await one.producer(engine)
     one.trainer.release(101, 124)
-    await until(lambda: len(one.appended()) >= 4)
+    await until(lambda: set(one.appended()) == set(range(101, 105)) and len(has_begun) == 12)
     shutil.copytree(folder / "appendonlydir", folder / "as-it-was")
-    await until(lambda: len(one.appended()) >= 20)
+    may_go_on.update(range(105, 121))
+    await until(lambda: set(one.appended()) == set(range(101, 121)) and len(has_begun) == 24)
+    may_go_on.clear()
     await asyncio.to_thread(one.server.stop)
     shutil.rmtree(folder / "appendonlydir")
     (folder / "as-it-was").rename(folder / "appendonlydir")
     await asyncio.to_thread(one.server.start)
-    assert len(one.appended()) < 20, "the server has forgotten"
+    assert set(one.appended()) == set(range(101, 105)), "the server has forgotten"
+    may_go_on.update(range(101, 125))
     await until(lambda: one.num_open() == 0 and set(one.appended()) == set(range(101, 125)))
     assert not task.done()
     # What the server gave out again while it was still in flight here was not begun anew beside itself.
@@ -216,19 +235,18 @@ async def test_a_power_loss_takes_groups_and_acknowledgements_alike(run) -> None
 async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -> None:
     one = run()
     bound = one.config.producers.groups_in_flight
-    engine = ScriptedEngine(token_s=0.01)
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
     with CuttingProxy(one.server.url) as proxy:
         producer, task = await one.producer(engine, via=proxy)
         one.trainer.release(1, 100)
-        await until(lambda: len(one.appended()) >= 10)
+        await until(lambda: engine.num_active == bound)
         proxy.refuse()
+        engine.may_sample.set()
         # Everything it had in flight is generated, then it waits: nothing new is claimed, sampled or kept.
-        await asyncio.sleep(0.5)  # the answer to a claim may have been on its way
-        await until(lambda: len(producer.writer._waiting) == len(producer.table) > 0 and not engine.num_active)
-        num_requests = len(engine.requests)
+        await until(lambda: len(producer.writer._waiting) == len(producer.table) == bound and not engine.num_active)
         await asyncio.sleep(1.5)
-        assert len(engine.requests) == num_requests
-        assert len(producer.writer._waiting) <= len(producer.table) <= bound
+        assert len(engine.requests) == len(producer.writer._waiting) == len(producer.table) == bound
         proxy.accept()
         await until(lambda: all_appended(one, 100))
     assert not task.done()
@@ -237,11 +255,13 @@ async def test_while_redis_is_away_a_producer_fills_its_table_and_no_more(run) -
 async def test_at_the_memory_limit_a_producer_pauses_and_goes_on(run, caplog) -> None:
     caplog.set_level(logging.INFO)
     one = run()
-    engine = ScriptedEngine(token_s=0.01)
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
     producer, task = await one.producer(engine)
     one.trainer.release(1, 100)
-    await until(lambda: len(one.appended()) >= 10)
+    await until(lambda: engine.num_active == one.config.producers.groups_in_flight)
     one.client.config_set("maxmemory", 1)
+    engine.may_sample.set()
     await until(lambda: "at its memory limit" in caplog.text)
     # What was claimed before is still sampled.
     await until(lambda: len(producer.writer._waiting) == len(producer.table) > 0 and not engine.num_active)
@@ -274,7 +294,8 @@ async def test_a_limit_reached_between_an_append_and_its_exec_is_a_pause_too(run
 async def test_an_emptied_redis_is_served_on_and_left_in_order(run, caplog) -> None:
     caplog.set_level(logging.INFO)
     one = run()
-    engine = ScriptedEngine(token_s=0.05)
+    engine = ScriptedEngine()
+    engine.may_sample.clear()
     producer, task = await one.producer(engine)
 
     def work_of_the_trainer() -> None:
@@ -288,37 +309,32 @@ async def test_an_emptied_redis_is_served_on_and_left_in_order(run, caplog) -> N
     await until(lambda: engine.num_active > 4)
     one.client.flushall()
     work_of_the_trainer()
+    engine.may_sample.set()
     await until(lambda: all_appended(one) and one.client.xlen(KEYS.evaluations) == 0)
     answers = [fields for stream in (KEYS.rollouts, KEYS.evaluation_results) for _, fields in one.client.xrange(stream)]
     assert {fields[Field.KIND] for fields in answers} == {Kind.GROUP}
     await until(lambda: len(producer.table) == 0)
     assert producer.table.groups_free == one.config.producers.groups_in_flight, "no room has leaked"
-    engine._token_s = 60
+    engine.may_sample.clear()
     one.client.flushall()
     work_of_the_trainer()
     await until(lambda: engine.num_active > 4)
     one.client.flushall()
     producer.stop.set()
-    await asyncio.wait_for(task, 30)
+    await asyncio.wait_for(task, 90)
     assert "Traceback" not in caplog.text and "handed back" in caplog.text
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 async def test_a_failover_to_a_replica_is_waited_out(run, redis_server, caplog) -> None:
     caplog.set_level(logging.INFO)
-    port = free_port()
-    one = run("--port", str(port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0")
-    replica = redis_server("--replicaof", "127.0.0.1", str(port))
+    arguments = ("--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0", "--port")
+    one = at_free_port(lambda port: run(*arguments, str(port)))
+    replica = redis_server("--replicaof", "127.0.0.1", str(one.client.config_get("port")["port"]))
     await until(lambda: replica.client.info("replication").get("master_link_status") == "up")
     with CuttingProxy(one.server.url) as proxy:
         _, task = await one.producer(ScriptedEngine(token_s=0.01), via=proxy)
         one.trainer.release(1, 60)
-        one.client.wait(1, 10_000)
+        assert await asyncio.to_thread(one.client.wait, 1, 60_000) == 1
         await until(lambda: len(one.appended()) >= 10)
         await asyncio.to_thread(one.server.stop)
         # The address leads to the replica before anybody has promoted it.
@@ -338,7 +354,7 @@ async def test_a_connection_to_a_demoted_server_is_given_up(run, redis_server, c
         await until(lambda: one.client.exists(KEYS.producer("a")) == 1)
         # New connections lead to another server; those that stand stay with the old one, which takes no writes now.
         proxy._upstream = other.url
-        one.client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))
+        one.client.execute_command("REPLICAOF", "127.0.0.1", "1")
         one.trainer.client = other.client
         one.trainer.announce(0)
         one.trainer.release(1, NUM_PROMPTS)

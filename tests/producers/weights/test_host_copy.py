@@ -607,9 +607,17 @@ def test_closing_ends_a_wait_for_another_producer(host: Host) -> None:
         except WeightLoadError as error:
             errors.append(error)
 
+    lock, waits = waiting._lock, threading.Event()
+
+    def lock_and_tell(descriptor: int, kind: int) -> None:
+        if descriptor == waiting._locks["patch"]:
+            waits.set()
+        lock(descriptor, kind)
+
+    waiting._lock = lock_and_tell  # type: ignore[method-assign]
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.02)
+    assert waits.wait(60)
     waiting.close()
     thread.join()
     assert "stopped while it waited" in str(errors[0])
