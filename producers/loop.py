@@ -100,7 +100,7 @@ class Producer:
         )
         self.writer = Writer(connection, keys, self.table, context.metrics, context.producer_id, context.instance)
         self._progress = RolloutProgress(
-            connection, keys, self.table, context.metrics, config.producers, context.instance
+            connection, keys, self.table, context.metrics, config.producers, context.instance, context.producer_id
         )
         self._heartbeat = HeartbeatSender(
             connection, keys, context.producer_id, self._describe, self._on_finished, self._on_quarantined
@@ -121,6 +121,7 @@ class Producer:
                 table=self.table,
                 weights=self.weights,
                 writer=self.writer,
+                progress=self._progress,
                 engine=engine,
                 environments=environments,
                 tokenizer=tokenizer,
@@ -224,9 +225,9 @@ class Producer:
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self.writer.drain()
-                num_claims = await self._claims.hand_back()
                 if self.endpoint is not None:
-                    num_claims += await self.endpoint.agents.claims.hand_back()
+                    await self.endpoint.agents.claims.find_lost()
+                num_claims = await self._claims.hand_back()
                 log.info("stopped: %d unfinished claims handed back", num_claims)
                 return True
         except TimeoutError:

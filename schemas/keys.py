@@ -68,8 +68,9 @@ class Keys:
         return self._producer_prefix + producer_id
 
     def progress(self, index: int) -> str:
-        """String with a time to live: the group of an index as far as its siblings are sampled, encoded as a group that
-        was given up; an unfinished sibling has the finish reason `abort`."""
+        """With a time to live: the group of an index as far as its siblings are sampled. A string, encoded as a group
+        that was given up, in which an unfinished sibling has the finish reason `abort`; of conversations a hash of
+        their parts (`<producer>/<part>`) and of the producer that holds them (`producer`)."""
         return f"{self._progress_prefix}{index}"
 
     @property

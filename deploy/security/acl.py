@@ -34,6 +34,8 @@ _PRODUCER = (
     Right("chunks commit parity", "hget", read_only=True),
     Right("parity", "hmget", read_only=True),
     Right("producers:* progress:*", "get set del"),
+    # Of conversations.
+    Right("progress:*", "hset hget hgetall hdel expire"),
 )
 
 _READING = "hget hgetall hmget hkeys hlen hexists xlen xrange xrevrange xread xpending get mget exists type ttl pttl"

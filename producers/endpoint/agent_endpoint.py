@@ -16,6 +16,7 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.rollout.run_environments import RunEnvironments
 from penstock.producers.stream.context import ProducerContext
 from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import ConfigError, RunConfig
@@ -69,6 +70,7 @@ class AgentEndpoint:
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
+        progress: RolloutProgress,
         engine: Engine,
         environments: RunEnvironments,
         tokenizer: Any,
@@ -94,6 +96,7 @@ class AgentEndpoint:
             table=table,
             weights=weights,
             writer=writer,
+            progress=progress,
             fingerprint=engine.fingerprint,
             pass_on=pass_on,
         )

@@ -1,20 +1,27 @@
 """The groups that agents work on: rollouts are opened on credit, and groups of finished ones go to the writer."""
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
-from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.adoption import adopt
+from penstock.producers.endpoint.chat.errors import ApiError, try_again
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
 from penstock.producers.rollout.teacher import TeacherError
 from penstock.producers.stream.claims import Claims
 from penstock.producers.stream.context import ProducerContext, Teacher
 from penstock.producers.stream.in_flight import Claim, Dead, DeadRollout, InFlightTable
+from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.producers.weights.follower import WeightFollower
 from penstock.schemas.config import EndpointConfig
@@ -26,15 +33,17 @@ log = logging.getLogger(__name__)
 
 CLAIM_S = 5.0
 """How long an opening waits for a claim; one that comes later serves the next opening."""
-RETRY_AFTER_S = 2
 ENDED_KEPT = 4096
 """The number of ended rollouts that are remembered, to be told from unknown ones."""
 GROUP_BYTES = 64 * 1024
 """The part of a group's entry reserved for what is neither prompt nor rollout."""
 TEACHER_S = 3.0
 """How long a stopping producer waits for a teacher's logprobs of what agents have finished."""
+SAVE_S = 2.0
+"""How long an answer waits until Redis has it."""
 LEAST_SHORT_GROUP = 2
-"""The fewest finished rollouts with which a stopping producer appends a group: a single reward has no baseline."""
+"""The fewest finished rollouts with which a stopping producer appends a group whose progress is not kept: a single
+reward has no baseline."""
 
 
 class Agents:
@@ -53,6 +62,7 @@ class Agents:
         table: InFlightTable,
         weights: WeightFollower,
         writer: Writer,
+        progress: RolloutProgress,
         fingerprint: EngineFingerprint,
         pass_on: Callable[[Claim], None],
     ) -> None:
@@ -66,6 +76,7 @@ class Agents:
         any_evaluated = any(num_prompts != 0 for num_prompts in config.num_evaluation_prompts.values())
         self._reserve = 1 if config.producers.groups_in_flight > 1 and any_evaluated else 0
         self._producer_id = context.producer_id
+        self._instance = context.instance
         self._environments = environments
         self.claims = Claims(
             context.connection,
@@ -79,6 +90,7 @@ class Agents:
         self._table = table
         self._weights = weights
         self._writer = writer
+        self._progress = progress
         self._teacher = context.teacher
         self._with_teacher: set[asyncio.Task[None]] = set()
         """The groups that wait for the teacher's logprobs."""
@@ -113,10 +125,10 @@ class Agents:
         """
         while (group := self._with_place()) is None or self._is_closing:
             if self._is_closing:
-                raise _later(503, "this producer is stopping; open the rollout on another", "stopping")
+                raise try_again(503, "this producer is stopping; open the rollout on another", "stopping")
             # Other openings may wait for the same claim and fill its places first.
             if not await self._claim():
-                raise _later(429, "no prompt is available: the run's credit is in use", "no_credit")
+                raise try_again(429, "no prompt is available: the run's credit is in use", "no_credit")
         rollout = group.open(self._producer_id)
         self._open[rollout.id] = rollout
         self._metrics.agent_rollouts_open.set(len(self._open))
@@ -135,6 +147,17 @@ class Agents:
             raise ApiError(410, f"rollout {rollout_id} {how}", code="rollout_ended")
         return rollout
 
+    def holds(self, index: int) -> bool:
+        """Whether the group of this index is here."""
+        return any(group.claim.index == index for group in self._groups)
+
+    async def save(self, group: AgentGroup) -> None:
+        """Saves what has changed of a group, before an agent relies on it. Without an answer of Redis the agent goes on
+        all the same: what it was told is lost if this producer is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SAVE_S):
+                await self._progress.save_parts(group.claim, running=False)
+
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
         """Freezes a rollout with its reward; the last of a group completes the group. Returns the problem with one that
         cannot be trained and died instead, else an empty string."""
@@ -150,13 +173,16 @@ class Agents:
         return self._ended.get(rollout_id, (None, ""))[0] == reward
 
     async def watch(self) -> None:
-        """Waits for rollouts to fall idle and for groups to reach their deadline; runs until cancelled."""
+        """Waits for rollouts to fall idle, for groups to reach their deadline, and for those of agents outside whose
+        producer has gone; runs until cancelled."""
         pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             self._end_overdue(now)
             await self._hand_back_unopened(now)
+            if not self._environments.any_converse:
+                await self._take_lost()
 
     def _end_overdue(self, now: float) -> None:
         for rollout in list(self._open.values()):
@@ -176,6 +202,14 @@ class Agents:
                 await self.claims.give_back(group.claim)
                 self._metrics.in_flight.set(len(self._table))
 
+    async def _take_lost(self) -> None:
+        """Takes over what others have left: its agents wait for it, and may open nothing meanwhile."""
+        while self.has_room and not self._is_closing and self._weights.behind <= self._lag_bound:
+            if not (claims := await self.claims.take_lost()):
+                return
+            for claim in claims:
+                await self._pose(claim)
+
     async def drain(self) -> None:
         """Takes no more openings; waits until no rollout is open and the teacher has scored what is finished."""
         self._is_closing = True
@@ -186,13 +220,20 @@ class Agents:
             await asyncio.wait(self._with_teacher)
 
     async def close(self, *, append: bool) -> None:
-        """Ends everything that is open. With `append`, groups with enough finished rollouts are appended; the claims of
-        the others stay in the table, to be handed back."""
+        """Ends everything that is open. Groups whose progress is kept are left to those who go on with them. With
+        `append`, others with enough finished rollouts are appended. Claims of the rest stay in the table, to be handed
+        back."""
         self._is_closing = True
         if self._claiming is not None:
             await cancel_and_wait([self._claiming])
         for group in list(self._groups):
-            if append and group.num_finished >= LEAST_SHORT_GROUP:
+            if group.claim.has_progress:
+                group.claim.parts = None  # what is saved from now on would lack the calls that end here
+                for rollout in group.rollouts:
+                    self._open.pop(rollout.id, None)
+                    rollout.let_go()
+                self._groups.remove(group)
+            elif append and group.num_finished >= LEAST_SHORT_GROUP:
                 self._close_group(group, "producer stopped")
             else:
                 for rollout in group.rollouts:
@@ -211,9 +252,9 @@ class Agents:
         there was a prompt."""
         if self._claiming is None or self._claiming.done():
             if self._weights.behind > self._lag_bound:
-                raise _later(429, "this producer's weights are behind the run's", "weights_behind")
+                raise try_again(429, "this producer's weights are behind the run's", "weights_behind")
             if not self.has_room:
-                raise _later(429, "this producer has as many groups as it takes at once", "no_room")
+                raise try_again(429, "this producer has as many groups as it takes at once", "no_room")
             self._claiming = asyncio.create_task(self._take())
         await asyncio.wait({self._claiming}, timeout=CLAIM_S)
         return self._claiming.done() and not self._claiming.cancelled() and self._claiming.result()
@@ -222,12 +263,12 @@ class Agents:
         """Claims until there is a group with a free place; False if no prompt or no room is left."""
         while self.has_room and (claims := await self.claims.take()):
             for claim in claims:
-                self._pose(claim)
+                await self._pose(claim)
             if self._with_place() is not None:
                 return True
         return False
 
-    def _pose(self, claim: Claim) -> None:
+    async def _pose(self, claim: Claim) -> None:
         if claim.attempt > self._max_attempts:
             self._writer.put(claim, Dead(f"attempts: handed out {self._max_attempts} times without a result"))
             return
@@ -241,10 +282,62 @@ class Agents:
         except Exception as error:  # the environment is the user's
             self._writer.put(claim, Dead.of("prompt", error))
             return
-        self._groups.append(
-            AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, source.sampling, rollout_bytes)
+        group = AgentGroup(claim, prompt, self._group_size, self._group_deadline_s, source.sampling, rollout_bytes)
+        claim.converses = True
+        if parts := await self._progress.find_parts(claim):
+            await self._adopt(group, parts, anew=source.converses)
+        if claim.has_progress and not group.rollouts:
+            await self._progress.forget(claim)
+        claim.parts = partial(
+            group.parts, lambda: group.record(self._producer_id, self._fingerprint, ()).finished_by(self._instance)
         )
+        self._groups.append(group)
+        for rollout in group.rollouts:
+            if not rollout.is_open:
+                self._ended[rollout.id] = rollout.reward, rollout.reason
+            elif not rollout.is_waiting:
+                self._open[rollout.id] = rollout
+        self._metrics.agent_rollouts_open.set(len(self._open))
         self._metrics.in_flight.set(len(self._table))
+        await self.save(group)
+        if group.is_complete:
+            self._hand_over(group)
+
+    async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, anew: bool) -> None:
+        claim, here = group.claim, group.record(self._producer_id, self._fingerprint, ())
+        held, lag_bound = self._weights.version, self._lag_bound
+        try:
+            num_tokens = adopt(group, parts, here, held=held, lag_bound=lag_bound, anew=anew)
+        except UnusableProgressError as error:
+            self._metrics.progress_failures.labels("record").inc()
+            log.warning("%s begins anew, its progress is of no use: %s", claim, error)
+            return
+        before = group.sampled_by
+        if await self._progress.is_quarantined(claim, replace(here, sampled_by=before, producer_id=before[-1])):
+            group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
+            claim.num_lost_before = claim.num_tries_lost + 1
+            return
+        self._metrics.progress_tokens.labels("adopted").inc(num_tokens)
+        num_ended = sum(not rollout.is_open for rollout in group.rollouts)
+        log.info(
+            "%s goes on from %d tokens, %d of %d rollouts ended", claim, num_tokens, num_ended, len(group.rollouts)
+        )
+
+    def begin_anew(self, rollout: AgentRollout) -> None:
+        """Begins a group anew, because a conversation that began anew did not repeat the calls it had made before. To
+        begin that one alone would favor short ones: those that had ended are kept."""
+        group = rollout.group
+        log.warning("%s begins anew: a conversation that was repeated has taken another course", group.claim)
+        for one in group.rollouts:
+            self._metrics.progress_tokens.labels("ignored").inc(one.num_sampled)
+            self._open.pop(one.id, None)
+            if one.is_open:
+                one.die("begun anew")
+        self._metrics.agent_rollouts_open.set(len(self._open))
+        group.claim.num_lost_before = group.claim.num_tries_lost + 1
+        group.rollouts, group.sampled_by, group.deadline = [], (), math.inf
+        group.posed = time.monotonic()
+        self._changed.set()
 
     def _rollout_bytes(self, prompt: Prompt) -> int:
         """The share of its group's stream entry that each rollout may take.
@@ -268,7 +361,7 @@ class Agents:
 
     def _end(self, rollout: AgentRollout, *, complete: bool = True) -> None:
         """Records that a rollout is no longer open."""
-        del self._open[rollout.id]
+        self._open.pop(rollout.id, None)
         self._ended[rollout.id] = rollout.reward, rollout.reason
         while len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
@@ -315,7 +408,3 @@ class Agents:
     def _append(self, claim: Claim, outcome: RolloutGroup | Dead) -> None:
         if self._writer.put(claim, outcome) and not isinstance(outcome, Dead):
             self._metrics.agent_tokens_delivered.inc(sum(one.num_sampled_tokens for one in outcome.rollouts))
-
-
-def _later(status: int, message: str, code: str) -> ApiError:
-    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})

@@ -3,9 +3,8 @@
 import asyncio
 import hashlib
 import struct
-import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,9 +31,12 @@ class Call:
     context: int32 bytes: the prompt without the prompt and completion of `base`.
     rendered: the template's rendering of the request, until a call continues this one.
     delivered: whether the answer was sent to its client.
-    connection: the one that took the answer.
-    answer: canonical form of the answer's message, set by `record`.
-    digest: of prompt and completion, set by `record`.
+    connection: the one that took the answer, a weak reference.
+    request: what identifies the request; empty for one that nothing does.
+    chain: identifies the conversation with this answer, set by `record` like what follows.
+    reply: the answer's message without the token fields.
+    answer: canonical form of that message.
+    digest: of prompt and completion.
     is_continued: whether another call has it as its base.
     """
 
@@ -44,7 +46,10 @@ class Call:
     completion: Completion
     rendered: Encoded | None
     delivered: bool = False
-    connection: weakref.ref[asyncio.BaseTransport] | None = None
+    connection: Callable[[], asyncio.BaseTransport | None] | None = None
+    request: bytes = b""
+    chain: bytes = b""
+    reply: Json = field(default_factory=dict)
     answer: bytes = b""
     digest: bytes = b""
     is_continued: bool = False
@@ -162,6 +167,33 @@ class CallLedger:
         Raises:
             ApiError: 400, concurrent calls have left no room for it.
         """
+        call.chain = extend_chain(self._keys(messages)[-1], canonical_form(reply))
+        call.reply = {name: value for name, value in reply.items() if name not in TOKEN_FIELDS}
+        self._add(call)
+
+    def restore(self, calls: Sequence[Call], unread: Collection[int]) -> None:
+        """Takes the calls of an earlier holder of the rollout. Their answers count as read, but a request that comes
+        again was not answered: the connection that took its answer is closed.
+
+        unread: the numbers of those that were known to be unread.
+
+        Raises:
+            ApiError: 400, there is no room for them.
+        """
+        for call in calls:
+            call.delivered, call.connection = True, lambda: None
+            self._add(call)
+            self.num_begun = max(self.num_begun, call.number + 1)
+            if call.request:
+                self._latest[call.request] = call.number
+        self._unread |= set(unread)
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The numbers of calls whose answers count as unread."""
+        return tuple(sorted(self._unread))
+
+    def _add(self, call: Call) -> None:
         prompt = call.prompt
         num_bytes = 4 * self._num_context(call.base, len(prompt) // 4) + self.token_bytes * call.num_sampled
         num_bytes += CALL_BYTES + SPAN_BYTES * len(call.completion.version_spans)
@@ -171,15 +203,15 @@ class CallLedger:
         self.calls.append(call)
         if call.base is not None:
             call.base.is_continued = True
-        call.answer = canonical_form(reply)
-        call.digest = _digest(prompt + call.completion.token_ids)
+        call.answer = canonical_form(call.reply)
+        call.digest = digest(prompt + call.completion.token_ids)
         self._tokens.add(call.digest)
         self._by_answer[len(prompt) // 4, call.completion.token_ids] = call
-        if calls := reply.get("tool_calls"):
+        if calls := call.reply.get("tool_calls"):
             words = [word for each in calls for word in (each["id"], each["function"]["name"])]
-            spelled_out = SpelledOut(call.answer, text_of(reply["content"]).strip(), words)
+            spelled_out = SpelledOut(call.answer, text_of(call.reply["content"]).strip(), words)
             self._by_call_id |= {each["id"]: spelled_out for each in calls}
-        self._by_chain[extend_chain(self._keys(messages)[-1], call.answer)] = call
+        self._by_chain[call.chain] = call
 
     def parent(self, messages: Sequence[Json]) -> tuple[Call, int] | None:
         """The call that `messages` continue, and the index of the message that is its answer; None without one.
@@ -263,7 +295,7 @@ class CallLedger:
             index, token_ids = extract_model_prefix(messages)
         except TokenMetadataError as error:
             raise bad_request(str(error), "messages", error.code) from None
-        if index is not None and _digest(pack_ids(token_ids)) not in self._tokens:
+        if index is not None and digest(pack_ids(token_ids)) not in self._tokens:
             raise ApiError(
                 409,
                 f"messages[{index}] carries token ids that no answer of this rollout had; expected those of the "
@@ -273,5 +305,6 @@ class CallLedger:
             )
 
 
-def _digest(data: bytes) -> bytes:
+def digest(data: bytes) -> bytes:
+    """What identifies token ids or a request."""
     return hashlib.blake2b(data, digest_size=16).digest()

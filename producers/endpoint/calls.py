@@ -12,13 +12,14 @@ from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.chat.answers import Answers
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, try_again
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
+from penstock.producers.endpoint.recording import KeptCall, RunningCall
 from penstock.producers.interfaces import Completion, Engine, EngineError
 from penstock.producers.observe.metrics import ProducerMetrics
-from penstock.producers.rollout.sampling import request_seed, sample
+from penstock.producers.rollout.sampling import Siblings, request_seed
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.outage import RedisGoneError
 from penstock.schemas.rollout import pack_ids
@@ -74,21 +75,23 @@ class Calls:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
 
-    async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
+    async def answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes = b"") -> Answered:
         """Waits for weights that are fresh enough for the group, which a load unblocks, then samples. The end of the
         rollout cancels it, and cancelling it aborts the engine's request.
 
         number: see `CallLedger.begin`.
+        identity: what identifies the request. If an earlier holder of the rollout has begun to answer it, its answer is
+            gone on with; empty for one that is sampled in any case.
 
         Raises:
             ApiError: 400 or 409, the request cannot be answered; 410, the rollout has ended; 500, the engine failed at
-                this request.
+                this request; 503, another producer goes on with the rollout.
             EngineError: the engine serves no longer.
         """
         if not rollout.is_open:
             raise _has_ended(rollout)
         self._count_ignored(request.ignored)
-        task = asyncio.create_task(self._answer(rollout, request, number))
+        task = asyncio.create_task(self._answer(rollout, request, number, identity))
         task.add_done_callback(self._fail_with)  # the awaiting request may be cancelled, and its error lost
         rollout.running.add(task)
         try:
@@ -118,33 +121,55 @@ class Calls:
         if not task.cancelled() and isinstance(error := task.exception(), FATAL):
             self.fail(error)
 
-    async def _answer(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
+    async def _answer(self, rollout: AgentRollout, request: ChatRequest, number: int, identity: bytes) -> Answered:
         with self._metrics.agent_calls_running.track_inprogress():
-            return await self._sample(rollout, request, number)
+            run = asyncio.get_running_loop().run_in_executor
+            prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
+            before, is_answered = rollout.recorded.take(identity, prompt.token_ids), False
+            try:
+                answered = await self._sample(rollout, request, number, identity, prompt, before)
+                is_answered = True
+                return answered
+            finally:
+                rollout.calls.pop(number, None)
+                if not is_answered:
+                    rollout.dropped.append(number)
+                    if before is not None:
+                        rollout.recorded.put_back(before)
 
-    async def _sample(self, rollout: AgentRollout, request: ChatRequest, number: int) -> Answered:
+    async def _sample(
+        self,
+        rollout: AgentRollout,
+        request: ChatRequest,
+        number: int,
+        identity: bytes,
+        prompt: RenderedPrompt,
+        before: KeptCall | None,
+    ) -> Answered:
         run = asyncio.get_running_loop().run_in_executor
-        prompt = await run(self._thread, self._prompts.prompt, request, rollout.ledger)
         group = rollout.group
         sampling = msgspec.structs.replace(group.sampling, max_tokens=self._room(request, prompt, rollout))
         await self._weights.wait_for(group.claim.version, self._config.lag_bound)
         sibling = group.rollouts.index(rollout)
         seed = request_seed(self._config, group.claim.index, group.claim.attempt, sibling, number)
+        adopted = [] if before is None else [before.completion]
+        request_id = f"{rollout.id}-{number}"
+        siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
+        rollout.calls[number] = RunningCall(number, prompt.token_ids, identity, siblings)
         try:
-            (completion,) = await sample(
-                self._engine, prompt.token_ids, sampling, 1, f"{rollout.id}-{number}", request.stop, seed
-            )
+            (completion,) = await siblings.sample()
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
-        self._count(len(completion.token_ids) // 4)
+        self._count((len(completion.token_ids) - sum(len(one.token_ids) for one in adopted)) // 4)
         if completion.finish_reason == "error":
             raise ApiError(500, "the engine failed at this request", code="engine_error")
         by_text = False
         if request.stop:
             completion, by_text = await run(self._thread, self._answers.ended, request, completion)
         message = await run(self._thread, self._answers.message, request, prompt.token_ids, completion)
+        message |= before.reply if before is not None else {}  # the ids of its calls are the client's already
         logprobs = await run(self._thread, self._answers.logprobs, request, message) if request.logprobs else None
-        call = self._record(rollout, request, prompt, completion, message, number)
+        call = self._record(rollout, request, prompt, completion, message, number, identity)
         sampled = message["generation_token_ids"]
         stopped = completion.finish_reason == "stop" and not by_text
         if stopped and sampled and self._prompts.is_alternate_stop(sampled[-1]):
@@ -177,6 +202,7 @@ class Calls:
         completion: Completion,
         message: Json,
         number: int,
+        identity: bytes,
     ) -> Call:
         known = prompt.base.spans[-1][1] if prompt.base is not None else 0
         call = Call(
@@ -185,6 +211,7 @@ class Calls:
             context=pack_ids(prompt.token_ids[known:]),
             completion=completion,
             rendered=prompt.rendered,
+            request=identity,
         )
         rollout.ledger.record(call, request.messages, message)
         if prompt.parent is not None:
@@ -196,4 +223,6 @@ class Calls:
 
 
 def _has_ended(rollout: AgentRollout) -> ApiError:
+    if rollout.is_open:
+        return try_again(503, f"rollout {rollout.id} goes on at another producer", "rollout_moving")
     return ApiError(410, f"rollout {rollout.id} has ended", code="rollout_ended")

@@ -5,13 +5,17 @@ import math
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import quote, unquote
 
 import msgspec
 
 from penstock.producers.endpoint.call_ledger import CallLedger
-from penstock.producers.stream.in_flight import Claim, Dead
+from penstock.producers.endpoint.recording import KeptRollout, Recorded, RunningCall, call_parts, encode
+from penstock.producers.stream.in_flight import Claim, Dead, ProgressPart
+from penstock.schemas.keys import number_in
 from penstock.schemas.prompt import Prompt, Reward
 from penstock.schemas.rollout import (
     ABANDONED,
@@ -22,6 +26,7 @@ from penstock.schemas.rollout import (
     SamplingSettings,
     Segment,
     Timings,
+    encode_group,
     one_line,
 )
 from penstock.schemas.segments import CallError, segments
@@ -36,6 +41,9 @@ class AgentRollout:
     """An agent's conversations about one task, from the opening to the end.
 
     reason: why it died; empty while it is open and once it is finished. error: the environment's, if it died of one.
+    calls: those that are answered now. dropped: the numbers of those that ended without an answer.
+    recorded: the calls that an earlier holder had begun, for requests that come again.
+    is_waiting: nobody converses yet; of one whose conversation, held inside the producer, begins anew.
     segments: the trained segments, once it is finished.
     is_abandoned: it died because nothing was heard of its agent.
     """
@@ -44,6 +52,10 @@ class AgentRollout:
     group: "AgentGroup"
     ledger: CallLedger = field(default_factory=CallLedger)
     running: set[asyncio.Task] = field(default_factory=set)
+    calls: dict[int, RunningCall] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    recorded: Recorded = field(default_factory=Recorded)
+    is_waiting: bool = False
     last_seen: float = field(default_factory=time.monotonic)
     reward: Reward | None = None
     reason: str = ""
@@ -54,6 +66,10 @@ class AgentRollout:
     @property
     def is_open(self) -> bool:
         return self.reward is None and not self.reason
+
+    @property
+    def num_sampled(self) -> int:
+        return self.ledger.num_sampled + sum(segment.num_sampled_tokens for segment in self.segments)
 
     def is_idle(self, now: float, timeout_s: float) -> bool:
         return not self.running and now - self.last_seen > timeout_s
@@ -88,10 +104,34 @@ class AgentRollout:
         self.reason = reason
         self._end()
 
-    def _end(self) -> None:
+    def let_go(self) -> None:
+        """Ends its calls here: it stays open, and another producer goes on with it."""
         for task in self.running:
             task.cancel()
-        self.ledger = CallLedger()
+
+    def parts(self, n: int, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
+        """See `Claim.parts`: those of the `n`-th rollout of its group."""
+        name, calls, mark = f"rollouts.{n}", f"calls.{n}.", (self.is_open, self.ledger.unread)
+        if kept.get(name) != mark:
+            finished = None if self.reward is None else Rollout(segments=self.segments, reward=self.reward)
+            num_tokens = 0 if finished is None else finished.num_sampled_tokens
+            left = KeptRollout(
+                id=self.id,
+                unread=self.ledger.unread,
+                reason=self.reason,
+                is_abandoned=self.is_abandoned,
+                finished=finished,
+            )
+            yield ProgressPart(name, mark, num_tokens, partial(encode, left))
+            if not self.is_open:
+                yield from (ProgressPart(call) for call in kept if call.startswith(calls))
+        if self.is_open:
+            yield from call_parts(calls, kept, self.ledger.calls, self.calls.values() if running else ())
+            yield from (ProgressPart(call) for number in self.dropped if (call := f"{calls}{number}") in kept)
+
+    def _end(self) -> None:
+        self.let_go()
+        self.ledger, self.recorded, self.is_waiting = CallLedger(), Recorded(), False
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +142,7 @@ class AgentGroup:
     sampling: the settings of its calls.
     rollout_bytes: the largest encoded size of one rollout.
     posed: monotonic seconds, like `deadline`.
+    sampled_by: the instances of the producers that had it before.
     """
 
     claim: Claim
@@ -112,11 +153,12 @@ class AgentGroup:
     rollout_bytes: int = MAX_ENTRY_BYTES
     posed: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
+    sampled_by: tuple[str, ...] = ()
     rollouts: list[AgentRollout] = field(default_factory=list)
 
     @property
     def has_place(self) -> bool:
-        return len(self.rollouts) < self.size
+        return len(self.rollouts) < self.size or any(rollout.is_waiting for rollout in self.rollouts)
 
     @property
     def is_complete(self) -> bool:
@@ -128,14 +170,39 @@ class AgentGroup:
         return sum(rollout.reward is not None for rollout in self.rollouts)
 
     def open(self, producer_id: str) -> AgentRollout:
+        """A rollout that waits for its conversation, or a new one."""
+        for rollout in self.rollouts:
+            if rollout.is_waiting:
+                rollout.is_waiting, rollout.last_seen = False, time.monotonic()
+                return rollout
         if not self.rollouts:
-            self.deadline = time.monotonic() + self.deadline_s
-            self.claim.has_begun = True
-        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
-        ledger = CallLedger(calls_bytes, self.sampling.token_bytes)
-        rollout = AgentRollout(rollout_id(producer_id), self, ledger)
+            self.begin()
+        rollout = AgentRollout(rollout_id(producer_id, self.claim.index), self, self.new_ledger())
         self.rollouts.append(rollout)
         return rollout
+
+    def begin(self) -> None:
+        """Starts the time until the deadline."""
+        self.deadline = time.monotonic() + self.deadline_s
+        self.claim.has_begun = True
+
+    def new_ledger(self) -> CallLedger:
+        calls_bytes = self.rollout_bytes - self.rollout_bytes // 8  # the rest is for the reward and its parts
+        return CallLedger(calls_bytes, self.sampling.token_bytes)
+
+    def parts(
+        self, header: Callable[[], RolloutGroup], kept: Mapping[str, Hashable], running: bool
+    ) -> Iterator[ProgressPart]:
+        """See `Claim.parts`; none before its first rollout.
+
+        header: the group without rollouts, as it is now.
+        """
+        if not self.rollouts:
+            yield from map(ProgressPart, kept)
+        elif "group" not in kept:
+            yield ProgressPart("group", None, 0, lambda: encode_group(header(), dead=True))
+        for n, rollout in enumerate(self.rollouts):
+            yield from rollout.parts(n, kept, running)
 
     def missing(self) -> str:
         """Why siblings are missing; empty for a whole group."""
@@ -146,12 +213,23 @@ class AgentGroup:
 
     def outcome(self, producer_id: str, fingerprint: EngineFingerprint) -> RolloutGroup | Dead:
         """The group of the finished rollouts; dead without any."""
-        finished = [rollout for rollout in self.rollouts if rollout.reward is not None]
+        finished = [
+            Rollout(segments=one.segments, reward=one.reward) for one in self.rollouts if one.reward is not None
+        ]
+        group = self.record(producer_id, fingerprint, finished)
+        if finished:
+            return group
+        if all(rollout.is_abandoned for rollout in self.rollouts):
+            return Dead(f"{ABANDONED}: nothing was heard of the agents: {self.missing()}", group=group)
+        return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}", group=group)
+
+    def record(self, producer_id: str, fingerprint: EngineFingerprint, rollouts: Sequence[Rollout]) -> RolloutGroup:
+        """The group as it is now, with these rollouts."""
         now = time.time()
-        group = RolloutGroup(
+        return RolloutGroup(
             index=self.claim.index if self.claim.evaluation_id is None else 0,
             prompt=self.prompt,
-            rollouts=tuple(Rollout(segments=one.segments, reward=one.reward or Reward(value=0.0)) for one in finished),
+            rollouts=tuple(rollouts),
             producer_id=producer_id,
             fingerprint=fingerprint,
             sampling=self.sampling,
@@ -161,21 +239,18 @@ class AgentGroup:
             environment=self.claim.environment,
             task=self.claim.task,
             num_tries_lost=self.claim.num_tries_lost,
+            sampled_by=self.sampled_by,
         )
-        if finished:
-            return group
-        if all(rollout.is_abandoned for rollout in self.rollouts):
-            return Dead(f"{ABANDONED}: nothing was heard of the agents: {self.missing()}", group=group)
-        return Dead(f"agents: no rollout of {self.size} finished: {self.missing()}", group=group)
 
 
-def rollout_id(producer_id: str) -> str:
-    """A new id that names the producer and needs no escaping in a URL's path."""
+def rollout_id(producer_id: str, index: int) -> str:
+    """A new id that names the producer and the index and needs no escaping in a URL's path."""
     safe = quote(producer_id, safe="").replace("~", "%7E").replace("%", "~")
-    return f"{safe}.{secrets.token_hex(8)}"
+    return f"{safe}.{index}.{secrets.token_hex(8)}"
 
 
-def producer_of(rollout_id: str) -> str | None:
-    """The producer that opened a rollout; None for an id that `rollout_id` cannot have made."""
-    safe, dot, _ = rollout_id.rpartition(".")
-    return unquote(safe.replace("~", "%")) if dot and safe else None
+def origin_of(rollout_id: str) -> tuple[str, int] | None:
+    """The producer that opened a rollout, and its index; None for an id that `rollout_id` cannot have made."""
+    safe, _, rest = rollout_id.rpartition(".")[0].rpartition(".")
+    index = number_in(rest.encode())
+    return (unquote(safe.replace("~", "%")), index) if safe and index is not None else None

@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any
 
+import msgspec
+
 from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import Calls
 from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.chat.requests import parse_chat
@@ -33,8 +36,10 @@ class RolloutConversation:
 
     async def chat(self, messages: list[Json], **fields: Any) -> Json:
         """See `Conversation.chat`."""
-        request = parse_chat({"messages": messages, **fields}, self._sampling, ignore=self._ignore)
-        answered = await self._calls.answer(self._rollout, request, self._rollout.ledger.begin())
+        document = {"messages": messages, **fields}
+        request = parse_chat(document, self._sampling, ignore=self._ignore)
+        number = self._rollout.ledger.begin()
+        answered = await self._calls.answer(self._rollout, request, number, _identity(document))
         answered.call.delivered = True
         return answered.message
 
@@ -51,6 +56,14 @@ class RolloutConversation:
             finish_reason=calls[-1].completion.finish_reason,
             num_turns=len(calls),
         )
+
+
+def _identity(document: Json) -> bytes:
+    """What identifies a request in the conversation that repeats it; empty if it cannot be said."""
+    try:
+        return digest(msgspec.json.encode(document, order="deterministic"))
+    except (TypeError, ValueError, RecursionError):
+        return b""
 
 
 class Conversations:
@@ -156,7 +169,9 @@ class InsideAgents:
         outcome = await self._conversations.hold(rollout)
         if rollout.is_open:  # a deadline may have ended it, and the environment ignored the cancellation
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
-            if isinstance(outcome, Reward):
+            if rollout.recorded:
+                self._agents.begin_anew(rollout)
+            elif isinstance(outcome, Reward):
                 self._agents.finish(rollout, outcome)
             else:
                 self._agents.give_up(rollout, outcome)

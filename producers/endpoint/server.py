@@ -1,7 +1,6 @@
 """The endpoint over HTTP, in the producer's own event loop: one handler per path, and every error in OpenAI's shape."""
 
 import asyncio
-import hashlib
 import logging
 import socket
 import time
@@ -11,22 +10,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import msgspec
+import yarl
 from aiohttp import web
 from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.access import api_key, check_access
 from penstock.producers.endpoint.agents import Agents
+from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, try_again
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.connections import Connections
-from penstock.producers.endpoint.groups import AgentRollout, producer_of
+from penstock.producers.endpoint.groups import AgentRollout, origin_of
 from penstock.producers.stream.context import ProducerContext
 from penstock.schemas.config import EndpointConfig
 from penstock.schemas.heartbeat import decode_heartbeat
+from penstock.schemas.keys import Field
 from penstock.schemas.process.cancellation import cancel_and_wait
 from penstock.schemas.process.ports import EVERYWHERE, on_free_port
 from penstock.schemas.rollout import SamplingSettings
@@ -55,6 +58,19 @@ RETRY_COUNT = "x-stainless-retry-count"
 """The header in which OpenAI's clients say how often they have sent a request before."""
 SESSION = "X-Session-ID"
 """The header that names a rollout where the path does not."""
+FORWARDED = "X-Penstock-Forwarded"
+"""The header of a request that another producer has passed on, which goes no further."""
+PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
+CONNECT_S = 5.0
+"""How long another producer may take to accept a connection."""
+
+
+class Elsewhere(Exception):
+    """Another producer, at `url`, holds the rollout."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
 
 
 class Api(NamedTuple):
@@ -103,6 +119,8 @@ class EndpointServer:
         self._producer_id = context.producer_id
         self._runner: web.AppRunner | None = None
         self._answering: set[asyncio.Protocol] = set()
+        self._others: aiohttp.ClientSession | None = None
+        """Connections to other producers' endpoints."""
         self._accepting: asyncio.Task[None] | None = None
         self.url = ""
         """The address that agents reach this producer at, once it is started."""
@@ -143,6 +161,8 @@ class EndpointServer:
         assert self._runner.server is not None  # since `setup`
         connections = Connections(listening, self._runner.server, self._answering)
         self._accepting = asyncio.create_task(connections.accept())
+        unlimited, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._others = aiohttp.ClientSession(connector=unlimited, timeout=timeout, auto_decompress=False)
         host = socket.gethostname() if host in EVERYWHERE else host
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("agents are served at %s", self.url)
@@ -171,6 +191,9 @@ class EndpointServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        if self._others is not None:
+            await self._others.close()
+            self._others = None
         self._calls.close()
 
     @web.middleware
@@ -180,6 +203,12 @@ class EndpointServer:
             await _receive_body(request)
             self._answering.add(request.protocol)
             return await handler(request)
+        except Elsewhere as where:
+            try:
+                return await self._forward(request, where.url)
+            except (aiohttp.ClientError, OSError) as error:
+                log.info("%s does not answer for a rollout that it holds: %s", where.url, error)
+                answer = _is_moving(_rollout_id(request))
         except ApiError as error:
             answer = error
         except web.HTTPRequestEntityTooLarge:
@@ -209,6 +238,7 @@ class EndpointServer:
     async def _open(self, request: web.Request) -> web.Response:
         rollout = await self._agents.open()
         group = rollout.group
+        await self._agents.save(group)
         return _json({
             "id": rollout.id,
             "base_url": f"{request.scheme}://{request.host}/r/{rollout.id}/v1",
@@ -231,6 +261,7 @@ class EndpointServer:
             rollout = await self._rollout(request)
             if wrong := self._agents.finish(rollout, reward):
                 raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
+            await self._agents.save(rollout.group)
         return _json({"id": rollout_id, "status": "finished"})
 
     async def _answer(self, api: Api, request: web.Request) -> web.StreamResponse:
@@ -242,9 +273,10 @@ class EndpointServer:
 
         document, asked = await asyncio.to_thread(parse) if len(data) > LARGE_BODY_BYTES else parse()
         rollout = await self._rollout(request)
-        identity = hashlib.blake2b(request.path.encode() + b"\0" + data, digest_size=16).digest()
+        identity = digest(request.path.encode() + b"\0" + data)
         number = rollout.ledger.begin(identity, is_retry=request.headers.get(RETRY_COUNT, "0") != "0")
-        answered = await self._calls.answer(rollout, asked, number)
+        answered = await self._calls.answer(rollout, asked, number, identity)
+        await self._agents.save(rollout.group)
         finished = response(
             f"chatcmpl-{rollout.id}-{answered.call.number}",
             self._model,
@@ -274,34 +306,58 @@ class EndpointServer:
         """The rollout that a path or a header names.
 
         Raises:
-            ApiError: 400 without either, 404 if no producer knows it, 409 if another has it, 410 if it has ended.
+            Elsewhere: another producer holds it.
+            ApiError: 400 without either, 404 if no producer knows it, 410 if it has ended, 503 while it is on its way
+                from one producer to another.
         """
         rollout_id = _rollout_id(request)
         rollout = self._agents.find(rollout_id)
         if rollout is not None:
             rollout.last_seen = time.monotonic()
             return rollout
-        producer_id = producer_of(rollout_id)
-        if producer_id is not None and producer_id != self._producer_id:
-            url = await self._url_of(producer_id)
-            if url is not None:
-                where = url or "an unknown address"
-                raise ApiError(
-                    409,
-                    f"rollout {rollout_id} lives on producer {producer_id} at {where}",
-                    code="rollout_elsewhere",
-                    fields={"url": f"{url}/r/{rollout_id}/v1" if url else None},
-                )
-        raise ApiError(404, f"rollout {rollout_id}: no such rollout", code="no_such_rollout")
+        url = await self._url_of_holder(rollout_id)
+        if url is None:
+            raise ApiError(404, f"rollout {rollout_id}: no such rollout, or no longer", code="no_such_rollout")
+        if not url or FORWARDED in request.headers:
+            raise _is_moving(rollout_id)
+        raise Elsewhere(url)
 
-    async def _url_of(self, producer_id: str) -> str | None:
-        """The address that a producer serves agents at, empty if it is unknown; None if there is no such producer."""
+    async def _url_of_holder(self, rollout_id: str) -> str | None:
+        """The address of the producer that holds a rollout; empty while none does, or if it cannot be said; None if
+        none ever will."""
+        if (origin := origin_of(rollout_id)) is None or self._agents.holds(origin[1]):
+            return None
+        opener, index = origin
         try:
             async with asyncio.timeout(LOOK_UP_S):
-                data: Any = await self._connection.commands.get(self._keys.producer(producer_id))
-            return decode_heartbeat(data).endpoint if data is not None else None
-        except (TimeoutError, RedisError, msgspec.DecodeError):
+                holder: Any = await self._connection.commands.hget(self._keys.progress(index), Field.PRODUCER)
+                producer_id = opener if holder is None else holder.decode()
+                data: Any = None
+                if producer_id != self._producer_id:
+                    data = await self._connection.commands.get(self._keys.producer(producer_id))
+            if data is None:
+                return None if holder is None else ""
+            return decode_heartbeat(data).endpoint
+        except (TimeoutError, RedisError, ValueError):
             return ""
+
+    async def _forward(self, request: web.Request, url: str) -> web.Response:
+        """The answer of another producer. A client that hangs up here hangs up there.
+
+        Raises:
+            aiohttp.ClientError, OSError: it does not answer.
+        """
+        assert self._others is not None  # since `start`
+        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers[FORWARDED] = self._producer_id
+        where = yarl.URL(url + request.raw_path, encoded=True)
+        async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
+            kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
+            return web.Response(status=reply.status, body=await reply.read(), headers=kept)
+
+
+def _is_moving(rollout_id: str) -> ApiError:
+    return try_again(503, f"rollout {rollout_id} waits for a producer that goes on with it", "rollout_moving")
 
 
 def _rollout_id(request: web.Request) -> str:

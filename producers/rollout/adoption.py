@@ -6,6 +6,7 @@ anew would favor short or long answers.
 
 import itertools
 import math
+from collections.abc import Collection
 
 from penstock.producers.interfaces import Completion
 from penstock.producers.weights.follower import steps_between
@@ -34,23 +35,33 @@ def adopted(
         UnusableProgressError: it is of another prompt, engine or sampling, of another shape, or of policies that are
             too far from the one held.
     """
-    for name in ("fingerprint", "sampling"):
-        there, here = getattr(found, name), getattr(group, name)
-        for field in here.__struct_fields__:
-            if (theirs := getattr(there, field)) != (ours := getattr(here, field)):
-                raise UnusableProgressError(f"{name}.{field} = {theirs!r}, expected {ours!r}")
+    check_origin(found, group)
     if len(found.rollouts) != num_siblings:
         raise UnusableProgressError(f"{len(found.rollouts)} siblings, expected {num_siblings}")
     completions = [_completion(found.rollouts[n], n, context, group) for n in range(num_siblings)]
     versions = {span.version for one in completions for span in one.version_spans}
     if not versions:
         raise UnusableProgressError("no token, expected at least one")
-    newest = max(versions)
+    check_versions(versions, held, lag_bound)
+    return completions
+
+
+def check_origin(found: RolloutGroup, group: RolloutGroup) -> None:
+    """Raises UnusableProgressError: another engine or sampling."""
+    for name in ("fingerprint", "sampling"):
+        there, here = getattr(found, name), getattr(group, name)
+        for field in here.__struct_fields__:
+            if (theirs := getattr(there, field)) != (ours := getattr(here, field)):
+                raise UnusableProgressError(f"{name}.{field} = {theirs!r}, expected {ours!r}")
+
+
+def check_versions(versions: Collection[int], held: int, lag_bound: int) -> None:
+    """Raises UnusableProgressError: the newest version is too far from the one held."""
+    newest = max(versions, default=held)
     if steps_between(held, newest) > lag_bound or lag_bound < steps_between(newest, held) < math.inf:
         raise UnusableProgressError(
             f"newest token of policy {newest}, expected {held} or up to {lag_bound} steps from it"
         )
-    return completions
 
 
 def _completion(rollout: Rollout, n: int, context: bytes, group: RolloutGroup) -> Completion:

@@ -40,19 +40,6 @@ def _seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest())
 
 
-async def sample(
-    engine: Engine,
-    prompt_ids: list[int],
-    sampling: SamplingSettings,
-    num_siblings: int,
-    request_id: str,
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-) -> list[Completion]:
-    """Samples completions of one prompt; see `Siblings`."""
-    return await Siblings(engine, prompt_ids, sampling, num_siblings, request_id, stop, seed).sample()
-
-
 class Siblings:
     """The completions of one prompt, which can be looked at while they are sampled; the engine may end one at a text of
     `stop`.

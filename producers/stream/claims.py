@@ -73,6 +73,10 @@ class Claims:
         """
         return await self._connection.retrying(self._take)
 
+    async def take_lost(self) -> list[Claim]:
+        """Adds what is free for takeover to the table and returns it: at most one entry; see `take`."""
+        return await self._connection.retrying(self._take_lost)
+
     async def keep(self) -> None:
         """Waits `claim_refresh_s`, then tells Redis that the claims in the table are alive; runs until cancelled.
 
@@ -89,12 +93,16 @@ class Claims:
 
         To be called once nothing claims or runs any more.
         """
-        # The last claim may have been cancelled after the server executed it.
-        await self._connection.retrying(self._adopt_lost)
+        await self.find_lost()
         claims = list(self._table)
         if claims:
             await self._connection.retrying(lambda: self._hand_back(claims))
         return len(claims)
+
+    async def find_lost(self) -> None:
+        """Adds claims of this id whose reply was lost to the table: the last one may have been cancelled after the
+        server executed it."""
+        await self._connection.retrying(self._adopt_lost)
 
     async def give_back(self, claim: Claim) -> None:
         """Makes one claim that was never started available to the other producers at once."""
@@ -104,6 +112,18 @@ class Claims:
         # A command that fails halfway leaves claims in the table that no later command would return.
         if not self._accepted:
             await self._find()
+        return self._returned()
+
+    async def _take_lost(self) -> list[Claim]:
+        try:
+            for stream in self._streams:
+                if self._accepted or await self._take_over(stream) is not None:
+                    break
+        except ResponseError as error:
+            _raise_unless_no_group(error)  # the next claim creates it again
+        return self._returned()
+
+    def _returned(self) -> list[Claim]:
         found, self._accepted = self._accepted, []
         return found
 
@@ -298,11 +318,12 @@ class Claims:
     async def _hand_back(self, claims: list[Claim]) -> None:
         """Releases a new entry in place of each claimed prompt: a claimed entry cannot be returned to its stream, and a
         new one reaches a waiting producer without a search for idle claims. The id of an evaluation says what it is and
-        cannot be used twice, so its claim is marked idle for the next producer that looks."""
+        cannot be used twice, so its claim is marked idle for the next producer that looks; so is that of conversations
+        that can be gone on with, for which agents wait: behind new prompts they might wait for each other."""
         pipeline = self._connection.commands.pipeline(transaction=True)
         for claim in claims:
             before, stream, entry_id = claim.attempt - 1, claim.stream, claim.entry_id
-            if claim.evaluation_id is None:
+            if claim.evaluation_id is None and not (claim.converses and claim.has_progress):
                 fields = {
                     Field.INDEX: claim.index,
                     Field.VERSION: claim.version,

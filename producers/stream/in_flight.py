@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,20 @@ from penstock.schemas.rollout import RolloutGroup
 
 SHARE = 4
 """A read claims at most one in so many of the free groups, so that several idle producers share the prompts."""
+
+
+class ProgressPart(NamedTuple):
+    """A part of a conversation group's progress that has changed.
+
+    mark: what it is known by the next time.
+    num_tokens: sampled tokens in it.
+    encode: None for a part that is no more.
+    """
+
+    name: str
+    mark: Hashable = None
+    num_tokens: int = 0
+    encode: Callable[[], bytes] | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -42,10 +56,15 @@ class Claim:
     """The group as far as an earlier holder of this prompt came with it."""
     so_far: Callable[[], RolloutGroup | None] = lambda: None
     """The group as far as its siblings are sampled; None while nothing is, or it cannot be said."""
+    converses: bool = False
+    """Its siblings are conversations; their progress is kept in parts."""
+    parts: Callable[[Mapping[str, Hashable], bool], Iterable[ProgressPart]] | None = None
+    """The parts of its progress that have changed since these marks by name, those of running calls if True; None where
+    there is nothing to be said of them."""
     has_progress: bool = False
     """Redis may hold its progress, which goes with the claim."""
     num_lost_before: int | None = None
-    """Tries lost before the one that this holder goes on from; None if it begins anew."""
+    """Tries lost before this holder's, or before the one that it goes on from; None: as attempts and returns say."""
     has_begun: bool = False
     """Something was sampled for it, perhaps."""
 
@@ -136,6 +155,7 @@ class InFlightTable:
         self._sequences_free -= self._sequences(claim)
 
     def remove(self, claim: Claim) -> None:
+        claim.parts = None  # whoever keeps the claim must not keep its conversations
         if self._claims.pop((claim.stream, claim.entry_id), None) is not None:
             self._sequences_free += self._sequences(claim)
             self._changed.set()

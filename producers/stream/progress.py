@@ -4,7 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -13,9 +14,9 @@ from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ANSWER_S, ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
-from penstock.schemas.keys import Keys
+from penstock.schemas.keys import Field, Keys
 from penstock.schemas.producer_parity import quarantine_in
-from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group
+from penstock.schemas.rollout import MAX_ENTRY_BYTES, RecordError, RolloutGroup, decode_group, encode_group
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,36 @@ FULL_PAUSE_S = 60.0
 """Nothing is saved for so long after Redis was at its memory limit."""
 
 
+LARGEST_PARTS = 4 * MAX_ENTRY_BYTES
+"""The most bytes of one group's parts that are read: calls take up to twice an entry, and as much again in text."""
+
+
+@dataclass(slots=True, eq=False)
+class _KeptParts:
+    """What Redis has of a group that is kept in parts.
+
+    marks: by the part's name. sizes: its tokens and bytes; their sums are `num_tokens` and `num_bytes`.
+    num_recoveries: outages of Redis before it was written; a later one may have lost it.
+    is_given_up: there was no room for it.
+    """
+
+    marks: dict[str, Hashable] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_bytes: int = 0
+    num_recoveries: int = 0
+    is_given_up: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def clear(self) -> None:
+        self.marks, self.sizes, self.num_tokens, self.num_bytes = {}, {}, 0, 0
+
+
 class RolloutProgress:
     """Saves what the groups in flight have sampled and finds what others have saved: one string per index, written as a
-    whole, so that the last writer's is whole whoever else writes.
+    whole, so that the last writer's is whole whoever else writes. Of a group that converses one hash in its place, of
+    which only the parts that have changed are written: their names begin with their writer's id, and a field names the
+    writer that counts, the last one to begin.
 
     A hint and never an acknowledgement: no command is repeated, and none that fails ends anything. A group's append
     drops its progress in the same MULTI. At the memory limit all that this producer has saved is dropped at once.
@@ -45,8 +73,10 @@ class RolloutProgress:
         metrics: ProducerMetrics,
         config: ProducersConfig,
         instance: str,
+        producer_id: str,
     ) -> None:
         self._connection = connection
+        self._producer_id = producer_id
         self._keys = keys
         self._table = table
         self._metrics = metrics
@@ -55,6 +85,7 @@ class RolloutProgress:
         self._ttl_s = int(max(SHORTEST_TTL_S, 2 * config.generation_deadline_s))
         self._saved: dict[Claim, tuple[int, int]] = {}
         """Tokens and bytes of the progress that Redis has of this table's claims."""
+        self._kept: dict[Claim, _KeptParts] = {}
         self._saving = asyncio.Lock()
         self._full_until = 0.0
         self._failing: set[str] = set()
@@ -78,12 +109,16 @@ class RolloutProgress:
         async with self._saving:
             encode_s, started = 0.0, time.monotonic()
             self._saved = {claim: size for claim, size in self._saved.items() if self._holds(claim)}
+            self._kept = {claim: kept for claim, kept in self._kept.items() if self._holds(claim)}
             if self._connection.is_full:
                 await self._make_room()
             for claim in self._table:
                 if time.monotonic() < self._full_until:
                     break
                 if time.monotonic() - (claim.generating_since or 0.0) < min_age_s:
+                    continue
+                if claim.converses:
+                    encode_s += await self.save_parts(claim)
                     continue
                 began = time.thread_time()
                 payload = self._payload(claim)
@@ -93,6 +128,97 @@ class RolloutProgress:
             self._metrics.progress_write_s.observe(time.monotonic() - started)
             return encode_s
 
+    async def save_parts(self, claim: Claim, *, running: bool = True) -> float:
+        """Saves the parts of one group that have changed, all of them the first time; returns the seconds of
+        the processor that encoding took. Without room for all of them none is kept: the rest would not be the group.
+
+        running: also what calls that are still answered have come to.
+        """
+        if claim.parts is None or not self._config.progress_s:
+            return 0.0
+        kept = self._kept.setdefault(claim, _KeptParts())
+        async with kept.lock:
+            if kept.is_given_up or time.monotonic() < self._full_until or claim.parts is None or not self._holds(claim):
+                return 0.0
+            if kept.num_recoveries != self._connection.num_recoveries:
+                kept.clear()
+                kept.num_recoveries = self._connection.num_recoveries
+            began = time.thread_time()
+            try:
+                parts = [(part, part.encode and part.encode()) for part in claim.parts(kept.marks, running)]
+            except (TypeError, ValueError, OverflowError) as error:  # a prompt's or a reward's values are the user's
+                await self._give_up(claim, kept, "%s: %s", claim, error)
+                return 0.0
+            encode_s = time.thread_time() - began
+            if not parts:
+                return encode_s
+            num_tokens, num_bytes = kept.num_tokens, kept.num_bytes
+            for part, data in parts:
+                tokens_before, bytes_before = kept.sizes.get(part.name, (0, 0))
+                num_tokens += part.num_tokens - tokens_before
+                num_bytes += len(data or b"") - bytes_before
+            if num_bytes > self._room(claim):
+                limit = self._config.progress_mb
+                await self._give_up(claim, kept, "%s: no room left (producers.progress_mb = %d)", claim, limit)
+                return encode_s
+            key, prefix = self._keys.progress(claim.index), f"{self._producer_id}/"
+            fields: dict[Any, Any] = {prefix + part.name: data for part, data in parts if data is not None}
+            gone = [prefix + part.name for part, data in parts if data is None]
+            pipeline = self._connection.commands.pipeline(transaction=True)
+            if not kept.marks:
+                pipeline.delete(key)
+                fields[Field.PRODUCER] = self._producer_id
+            if fields:
+                pipeline.hset(key, mapping=fields)
+            if gone:
+                pipeline.hdel(key, *gone)
+            pipeline.expire(key, self._ttl_s)
+            marks = kept.marks
+            if (
+                await self._tried(pipeline.execute) is None or marks is not kept.marks
+            ):  # refused, or all dropped meanwhile
+                return encode_s
+            for part, data in parts:
+                if data is None:
+                    del marks[part.name], kept.sizes[part.name]
+                else:
+                    marks[part.name], kept.sizes[part.name] = part.mark, (part.num_tokens, len(data))
+            kept.num_tokens, kept.num_bytes = num_tokens, num_bytes
+            await self._has_written(claim, num_tokens, num_bytes, sum(len(data or b"") for _, data in parts))
+            return encode_s
+
+    async def find_parts(self, claim: Claim) -> dict[str, bytes]:
+        """The parts that the last holder of a claim has saved, by name; none where nothing can be gone on from."""
+        if not self._config.progress_s:
+            return {}
+        key = self._keys.progress(claim.index)
+        fields: Any = await self._tried(lambda: self._connection.commands.hgetall(key))
+        if not fields:
+            return {}
+        claim.has_progress = True
+        if claim.attempt >= self._config.max_attempts:
+            log.warning("%s begins anew at its last attempt", claim)
+            return {}
+        prefix = fields.get(Field.PRODUCER, b"") + b"/"
+        parts = {
+            name.removeprefix(prefix).decode(errors="replace"): data
+            for name, data in fields.items()
+            if name.startswith(prefix)
+        }
+        if (num_bytes := sum(map(len, parts.values()))) > LARGEST_PARTS:
+            self._metrics.progress_failures.labels("record").inc()
+            why = f"{num_bytes:,} bytes, expected at most {LARGEST_PARTS:,}"
+            log.warning("%s begins anew, its progress cannot be read: %s", claim, why)
+            return {}
+        return parts
+
+    async def forget(self, claim: Claim) -> None:
+        """Drops what is saved of one claim, by whomever."""
+        self._saved.pop(claim, None)
+        if claim in self._kept:
+            self._kept[claim].clear()
+        await self._delete(claim)
+
     async def end(self) -> None:
         """Drops what was saved, and saves nothing from now on."""
         self._full_until = math.inf
@@ -101,6 +227,8 @@ class RolloutProgress:
     async def _drop(self) -> None:
         claims = [claim for claim in self._table if claim.has_progress]
         self._saved = {}
+        for kept in self._kept.values():
+            kept.clear()
         if claims:
             await self._delete(*claims)
 
@@ -127,12 +255,16 @@ class RolloutProgress:
             self._metrics.progress_failures.labels("record").inc()
             log.warning("%s begins anew, its progress cannot be read: %s", claim, error)
             return None
+        return None if await self.is_quarantined(claim, found) else found
+
+    async def is_quarantined(self, claim: Claim, found: RolloutGroup) -> bool:
+        """Whether a quarantined producer has sampled some of what was found; logs it."""
         samplers = list(found.samplers)
-        told: Any = await self._tried(lambda: commands.hmget(self._keys.parity, samplers))
+        told: Any = await self._tried(lambda: self._connection.commands.hmget(self._keys.parity, samplers))
         if any(map(quarantine_in, told or ())):
             log.warning("%s begins anew, its progress is of a quarantined producer: %s", claim, found.producer_id)
-            return None
-        return found
+            return True
+        return False
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
         """Tokens and encoding of a claim's group; None if there is nothing new, or no room for it."""
@@ -140,31 +272,42 @@ class RolloutProgress:
         if group is None:
             return None
         num_tokens = sum(rollout.num_sampled_tokens for rollout in group.rollouts)
-        tokens_before, bytes_before = self._saved.get(claim, (0, 0))
-        if num_tokens <= tokens_before:
+        if num_tokens <= self._saved.get(claim, (0, 0))[0]:
             return None
         try:
             payload = encode_group(group.finished_by(self._instance), dead=True)
         except (RecordError, UnicodeEncodeError) as error:
             self._fail("size", "%s: %s", claim, error)
             return None
-        num_bytes = sum(size for _, size in self._saved.values()) - bytes_before + len(payload)
-        if num_bytes > self._config.progress_mb * 1e6:
+        if len(payload) > self._room(claim):
             self._fail("size", "%s: no room left (producers.progress_mb = %d)", claim, self._config.progress_mb)
             return None
         return num_tokens, payload
 
     async def _write(self, claim: Claim, num_tokens: int, payload: bytes) -> None:
         commands, key = self._connection.commands, self._keys.progress(claim.index)
-        if not await self._tried(lambda: commands.set(key, payload, ex=self._ttl_s)):
-            return
+        if await self._tried(lambda: commands.set(key, payload, ex=self._ttl_s)):
+            await self._has_written(claim, num_tokens, len(payload), len(payload))
+
+    async def _has_written(self, claim: Claim, num_tokens: int, num_bytes: int, num_written: int) -> None:
+        """Records what Redis has of a claim, and how many bytes of it were written now."""
         claim.has_progress = True
         self._failing &= {"size"}
-        self._metrics.progress_tokens.labels("saved").inc(num_tokens - self._saved.get(claim, (0, 0))[0])
-        self._metrics.progress_bytes.inc(len(payload))
-        self._saved[claim] = num_tokens, len(payload)
+        self._metrics.progress_tokens.labels("saved").inc(max(0, num_tokens - self._saved.get(claim, (0, 0))[0]))
+        self._metrics.progress_bytes.inc(num_written)
+        self._saved[claim] = num_tokens, num_bytes
         if not self._holds(claim) or time.monotonic() < self._full_until:  # appended, or all was dropped, meanwhile
             await self._delete(claim)
+
+    def _room(self, claim: Claim) -> float:
+        """The most bytes that a claim's progress may have."""
+        others = sum(size for other, (_, size) in self._saved.items() if other is not claim)
+        return self._config.progress_mb * 1e6 - others
+
+    async def _give_up(self, claim: Claim, kept: _KeptParts, why: str, *values: object) -> None:
+        kept.is_given_up = True
+        self._fail("size", why, *values)
+        await self.forget(claim)
 
     def _holds(self, claim: Claim) -> bool:
         return (claim.stream, claim.entry_id) in self._table

@@ -82,6 +82,11 @@ class WeightFollower:
         self.last_error = ""
 
     @property
+    def version(self) -> int:
+        """Of the policy that the engine holds."""
+        return self._engine.policy_version
+
+    @property
     def behind(self) -> float:
         """Optimizer steps between the engine's policy and the newest; infinite before the first load."""
         if not self.loaded or self.newest is None:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+RETRY_AFTER_S = 2
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,6 +50,11 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error | self.fields}
+
+
+def try_again(status: int, message: str, code: str) -> ApiError:
+    """An error that tells its client to send the request again."""
+    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

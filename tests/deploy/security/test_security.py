@@ -20,7 +20,7 @@ from penstock.deploy.security import __main__ as command
 from penstock.deploy.security.acl import ADMIN, ROLES, acl_file, user_name, user_names
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable
+from penstock.producers.stream.in_flight import Claim, DeadRollout, InFlightTable, ProgressPart
 from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
@@ -191,13 +191,20 @@ async def test_a_producer_keeps_the_progress_of_its_rollouts(guarded: RealServer
     admin, metrics = client_of(ADMIN), ProducerMetrics()
     connection = ProducerConnection.open(url_of(guarded, user_name("test", role)), outage_s=5, metrics=metrics)
     table = InFlightTable(num_groups=1, group_size=3)
-    progress = RolloutProgress(connection, KEYS, table, metrics, ProducersConfig(), "i1")
+    progress = RolloutProgress(connection, KEYS, table, metrics, ProducersConfig(), "i1", "a")
     claim = Claim(stream=KEYS.prompts, entry_id=b"1-0", index=41, version=0, so_far=wire_examples.group_in_flight)
     table.add(claim)
     await progress.save()
     assert admin.exists(KEYS.progress(41)) and await progress.find(
         claim
     ) == wire_examples.group_in_flight().finished_by("i1")
+    parts = [ProgressPart("group", None, 0, lambda: b"g"), ProgressPart("calls.0.0", 1, 1, lambda: b"c")]
+    claim.converses, claim.parts = True, lambda kept, running: parts
+    await progress.save()
+    parts = [ProgressPart("calls.0.0")]
+    await progress.save()
+    assert await progress.find_parts(claim) == {"group": b"g"}
+    assert admin.hget(KEYS.progress(41), Field.PRODUCER) == b"a" and admin.ttl(KEYS.progress(41)) > 0
     await progress.end()
     await connection.close()
     assert not admin.exists(KEYS.progress(41))

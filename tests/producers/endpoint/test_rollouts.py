@@ -437,22 +437,6 @@ async def test_answers_to_one_request_that_are_all_read_are_all_trained(serve) -
     assert await trained_lengths(one, rollout) == [1, 2, 3, 4]
 
 
-async def test_a_rollout_of_another_producer_is_there_under_its_url(serve) -> None:
-    one = await serve(producer_id="host/0~1")
-    two = await serve(producer_id="b", beside=one)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
-    await until(lambda: one.url.encode() in (one.server.client.get(KEYS.producer("host/0~1")) or b""))
-    for method, path in (("POST", "v1/chat/completions"), ("GET", "v1/models"), ("POST", "finish")):
-        body = {"messages": ASKED} if "chat" in path else 1.0
-        status, answer = await two.client.request(method, f"/r/{rollout['id']}/{path}", body)
-        assert status == 409 and answer["error"]["url"] == f"{one.url}/r/{rollout['id']}/v1"
-    assert (await one.client.request("GET", f"/r/{rollout['id']}/v1/models"))[0] == 200
-    for unknown in ("nobody", "nobody.0123", "b.0123"):
-        status, answer = await two.client.request("GET", f"/r/{unknown}/v1/models")
-        assert (status, answer["error"]["code"]) == (404, "no_such_rollout")
-
-
 async def test_evaluations_are_answered_beside_the_agents(serve) -> None:
     one = await serve(sampling=SamplingConfig(max_tokens=4))
     one.trainer.evaluate(0, 3)
@@ -463,8 +447,9 @@ async def test_evaluations_are_answered_beside_the_agents(serve) -> None:
 
 
 async def test_a_producer_that_stops_leaves_its_agents_groups_to_the_stream_or_to_others(serve, monkeypatch) -> None:
+    """Where they have no progress that others could go on from."""
     monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.2)
-    one = await serve(group_size=4)
+    one = await serve(group_size=4, producers=msgspec.structs.replace(QUICK, progress_s=0.0))
     one.trainer.release(1, 2)
     rollouts = [await one.client.open() for _ in range(6)]
     for rollout in rollouts[:2]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from penstock.producers.interfaces import EngineError
-from penstock.producers.rollout.sampling import sample
+from penstock.producers.rollout.sampling import Siblings
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 
 pytestmark = [
@@ -124,7 +124,7 @@ async def test_siblings_that_the_engine_aborts_are_resumed(tied_engine):
     running = engine._llm.output_processor.external_req_ids
     for attempt in range(20):  # an engine that is ahead of this loop has ended them all
         asked.clear()
-        task = asyncio.create_task(sample(Watched(), PROMPT, sampling, 8, f"aborted-{attempt}"))
+        task = asyncio.create_task(Siblings(Watched(), PROMPT, sampling, 8, f"aborted-{attempt}").sample())
         while not task.done() and len(asked) < 4:
             await asyncio.sleep(0.02)
             await engine._llm.abort(list(running))

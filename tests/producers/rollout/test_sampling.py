@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.producers.interfaces import Completion, EngineError
-from penstock.producers.rollout.sampling import sample
+from penstock.producers.rollout.sampling import Siblings
 from penstock.schemas.rollout import SamplingSettings, VersionSpan, pack_floats, pack_ids, unpack_floats, unpack_ids
 
 
@@ -33,7 +33,7 @@ class BreakingEngine:
 
 async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_of_the_budget() -> None:
     engine = BreakingEngine((2, 5, "abort"), (0, 5, "abort"), (1, 5, "abort"), (3, 6, "stop"))
-    (completion,) = await sample(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call")
+    (completion,) = await Siblings(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call").sample()
     ids = unpack_ids(completion.token_ids).tolist()
     assert len(ids) == 6 and completion.finish_reason == "stop"
     assert completion.version_spans == (VersionSpan(5, 0, 3), VersionSpan(6, 3, 6))
@@ -50,9 +50,11 @@ async def test_an_aborted_answer_goes_on_from_its_partial_ids_with_what_is_left_
 
 async def test_the_parts_of_an_answer_keep_the_ids_that_each_was_sampled_from() -> None:
     parts = (2, 5, "abort"), (0, 5, "abort"), (3, 6, "stop")
-    (completion,) = await sample(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8, top_k=1), 1, "call")
+    (completion,) = await Siblings(
+        BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8, top_k=1), 1, "call"
+    ).sample()
     assert completion.sampling_mask is not None and b"".join(completion.sampling_mask) == completion.token_ids
-    (completion,) = await sample(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8), 1, "call")
+    (completion,) = await Siblings(BreakingEngine(*parts), [1, 2], SamplingSettings(max_tokens=8), 1, "call").sample()
     assert completion.sampling_mask is None
 
 
@@ -60,24 +62,24 @@ async def test_the_parts_of_a_seeded_answer_have_seeds_of_their_own_the_same_eac
     seeds = []
     for seed in (5, 5, 6, None):
         engine = BreakingEngine((1, 5, "abort"), (1, 5, "abort"), (1, 5, "stop"))
-        await sample(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call", seed=seed)
+        await Siblings(engine, [1, 2], SamplingSettings(max_tokens=8), 1, "call", seed=seed).sample()
         seeds.append(engine.seeds)
     assert seeds[0] == seeds[1] and seeds[3] == [None] * 3
     assert seeds[0][0] == 5 and len({*seeds[0], *seeds[2]}) == 6
 
 
 async def test_a_budget_used_up_in_parts_ends_by_length() -> None:
-    (completion,) = await sample(
+    (completion,) = await Siblings(
         BreakingEngine((2, 1, "abort"), (2, 1, "abort")), [1], SamplingSettings(max_tokens=4), 1, "c"
-    )
+    ).sample()
     assert completion.finish_reason == "length" and len(completion.token_ids) == 16
 
 
 async def test_an_engine_that_gets_nowhere_is_given_up() -> None:
     with pytest.raises(EngineError, match="aborted 4 times in a row without a token"):
-        await sample(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), 1, "c")
+        await Siblings(BreakingEngine(*[(0, 1, "abort")] * 9), [1], SamplingSettings(max_tokens=4), 1, "c").sample()
 
 
 async def test_an_engine_that_answers_with_another_number_is_broken() -> None:
     with pytest.raises(EngineError, match="request c: 1 completions, expected 2"):
-        await sample(BreakingEngine((2, 1, "stop")), [1], SamplingSettings(max_tokens=4), 2, "c")
+        await Siblings(BreakingEngine((2, 1, "stop")), [1], SamplingSettings(max_tokens=4), 2, "c").sample()

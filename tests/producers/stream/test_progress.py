@@ -58,7 +58,7 @@ class Desk:
         self.client = client
         self.metrics = metrics
         self.connection = connection
-        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings), "i1")
+        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings), "i1", "a")
         self.writer = Writer(connection, KEYS, self.table, metrics, "a", "i1")
 
     def claim(self, index: int, num_tokens: int | None = None, attempt: int = 1) -> Claim:

@@ -1,0 +1,106 @@
+"""Taking over the rollouts of an earlier holder of a prompt; see penstock.producers.rollout.adoption."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.chat.errors import ApiError
+from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
+from penstock.producers.endpoint.recording import KeptCall, KeptRollout
+from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
+from penstock.producers.rollout.episode import UNSCORED, rollout_of
+from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, decode_group, encode_group
+from penstock.schemas.segments import segments
+
+_rollouts = msgspec.msgpack.Decoder(KeptRollout)
+_calls = msgspec.msgpack.Decoder(KeptCall)
+
+
+def adopt(
+    group: AgentGroup, parts: Mapping[str, bytes], here: RolloutGroup, *, held: int, lag_bound: int, anew: bool
+) -> int:
+    """Puts the rollouts of an earlier holder into a group; returns the tokens in them.
+
+    Finished ones are whole. Of one whose agent is outside, the calls are in its ledger again, and the last request, if
+    it comes again, is answered as it was, or its answer gone on with: whether the agent has read it is not known.
+
+    Args:
+        parts: as `AgentGroup.parts` makes them.
+        here: the group that is to be sampled here, without rollouts.
+        held: version of the policy that the engine holds.
+        anew: conversations are held inside the producer and begin anew; the calls that they repeat are answered as they
+            were, and only those are in the ledger.
+
+    Raises:
+        UnusableProgressError: it is torn, of another prompt, engine or sampling, or of policies that are too far from
+            the one held; or it holds what no record may. The group is as it was.
+    """
+    try:
+        found = decode_group(parts["group"], dead=True)
+        group.claim.num_lost_before = found.num_tries_lost + 1
+        if (found.index, found.prompt) != (here.index, here.prompt):
+            raise UnusableProgressError(f"index {found.index} and its prompt, expected this one of index {here.index}")
+        check_origin(found, here)
+        num_rollouts = max((int(name.split(".")[1]) + 1 for name in parts if "." in name), default=0)
+        if num_rollouts > group.size:
+            raise UnusableProgressError(f"{num_rollouts} siblings, expected at most {group.size}")
+        rollouts, checked, versions, num_tokens = [], list[Rollout](), set[int](), 0
+        for n in range(num_rollouts):
+            kept = _rollouts.decode(parts[f"rollouts.{n}"])
+            calls = [_calls.decode(data) for name, data in parts.items() if name.startswith(f"calls.{n}.")]
+            calls.sort(key=lambda call: call.number)
+            rollout = _restored(group, kept, calls, anew=anew)
+            rollouts.append(rollout)
+            sampled = [] if kept.finished is None else [kept.finished]
+            sampled += [rollout_of(b"", call.completion, UNSCORED) for call in calls]
+            num_tokens += sum(one.num_sampled_tokens for one in sampled)
+            versions |= {span.version for one in sampled for part in one.segments for span in part.version_spans}
+            if chains := segments(rollout.ledger.recorded())[0]:
+                sampled.append(Rollout(segments=tuple(chain.segment for chain in chains), reward=UNSCORED))
+            checked += sampled
+        for one in checked:  # one by one: of all calls twice there may be more than one entry holds
+            whole = msgspec.structs.replace(here, rollouts=(one,))
+            decode_group(encode_group(whole, dead=True), dead=True)
+    except (KeyError, msgspec.DecodeError, ValueError, RecursionError, RecordError, ApiError) as error:
+        if isinstance(error, UnusableProgressError):
+            raise
+        why = f"part {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UnusableProgressError(why) from error
+    check_versions(versions, held, lag_bound)
+    for rollout in rollouts:
+        rollout.is_waiting = anew and rollout.is_open
+        if rollout.is_waiting:
+            rollout.ledger = group.new_ledger()
+    group.rollouts = rollouts
+    if rollouts:
+        group.begin()
+    group.claim.num_lost_before, group.sampled_by = found.num_tries_lost, found.samplers
+    return num_tokens
+
+
+def _restored(group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], *, anew: bool) -> AgentRollout:
+    rollout = AgentRollout(kept.id, group, group.new_ledger())
+    rollout.reason, rollout.is_abandoned = kept.reason, kept.is_abandoned
+    if kept.finished is not None:
+        rollout.segments, rollout.reward = kept.finished.segments, kept.finished.reward
+    if not rollout.is_open:
+        return rollout
+    answered: dict[int, Call] = {}
+    for call in calls:
+        if call.is_answered:
+            answered[call.number] = Call(
+                number=call.number,
+                base=None if call.base < 0 else answered[call.base],
+                context=call.context,
+                completion=call.completion,
+                rendered=None,
+                request=call.request,
+                chain=call.chain,
+                reply=call.reply,
+            )
+    rollout.ledger.restore(list(answered.values()), kept.unread)
+    again = calls if anew else {call.request: call for call in calls}.values()
+    for call in again:
+        rollout.recorded.add(call)
+    return rollout

@@ -1,0 +1,500 @@
+"""Agents' rollouts outlive their producer: two producers on a real server, their engines scripted."""
+
+import asyncio
+import itertools
+
+import openai
+import pytest
+from msgspec.structs import replace
+
+from agent_client import ADD, ANSWER, CALL, as_plain_client, spelled, tool_user
+from chat_templates import decode
+from penstock.producers.endpoint.adoption import adopt
+from penstock.producers.endpoint.call_ledger import Call
+from penstock.producers.endpoint.groups import AgentGroup, origin_of, rollout_id
+from penstock.producers.endpoint.server import FORWARDED
+from penstock.producers.interfaces import Completion
+from penstock.producers.rollout.adoption import UnusableProgressError
+from penstock.producers.stream.in_flight import Claim
+from penstock.schemas.config import EndpointConfig
+from penstock.schemas.keys import Field
+from penstock.schemas.prompt import Prompt
+from penstock.schemas.rollout import (
+    RolloutGroup,
+    SamplingSettings,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+    unpack_ids,
+)
+from producer_run import KEYS, QUICK
+from scripted_engine import FINGERPRINT, ScriptedEngine
+from tool_caller import ToolCaller
+from waiting import until
+
+pytestmark = pytest.mark.redis
+
+ASKED = [{"role": "user", "content": "what is three plus four"}]
+PORTLESS = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
+
+
+def path_of(rollout: dict, what: str = "v1/chat/completions") -> str:
+    return f"/r/{rollout['id']}/{what}"
+
+
+async def kill(one) -> None:
+    """Ends a producer as a crash does: its claims stay, and its heartbeat."""
+    one.task.cancel()
+    await asyncio.gather(one.task, return_exceptions=True)
+
+
+async def stop(one) -> None:
+    one.producer.stop.set()
+    await asyncio.wait_for(one.task, 20)
+
+
+async def asked_again(one, rollout: dict, body: dict) -> dict:
+    """The answer to a request that is sent until a producer holds the rollout."""
+    async with asyncio.timeout(20):
+        while True:
+            status, answer = await one.client.request("POST", path_of(rollout), body)
+            if status == 200:
+                return answer["choices"][0]["message"]
+            assert (status, answer["error"]["code"]) == (503, "rollout_moving"), answer
+            await asyncio.sleep(0.05)
+
+
+def resumable(prompt_ids: list[int], sibling: int) -> list[int]:
+    """As `tool_user`, also where an answer has begun already."""
+    script = tool_user()
+    for num in range(len(spelled(CALL)), 0, -1):
+        before, begun = prompt_ids[:-num], prompt_ids[-num:]
+        opened = decode("chatml", before).count("<|im_start|>") > 1
+        if opened and (whole := script(before, sibling))[:num] == begun:
+            return whole[num:]
+    return script(prompt_ids, sibling)
+
+
+def sampled(group: RolloutGroup) -> list[list[list[int]]]:
+    """Of each rollout the runs of sampled tokens, of all segments."""
+    return [
+        [unpack_ids(part.token_ids)[start:end].tolist() for part in one.segments for start, end in part.loss_mask]
+        for one in group.rollouts
+    ]
+
+
+def versions(group: RolloutGroup) -> list[list[int]]:
+    return [[span.version for part in one.segments for span in part.version_spans] for one in group.rollouts]
+
+
+@pytest.mark.parametrize("end", [kill, stop])
+async def test_conversations_go_on_at_another_producer(serve, monkeypatch, end) -> None:
+    """A finished sibling is whole, the others go on with what they were told, each token under its own policy."""
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.1)
+    one = await serve(group_size=3)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open() for _ in range(2)]
+    finished = await one.client.converse(rollouts[0])
+    await one.client.finish(rollouts[0], 0.25, steps=2.0)
+    first = await one.client.chat(rollouts[1], ASKED, tools=[ADD])
+    one.trainer.announce(1)
+    two = await serve(producer_id="b", beside=one, group_size=3)
+    await end(one)
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "7"}
+    body = {"messages": [*ASKED, as_plain_client(first), result], "tools": [ADD]}
+    second = await asked_again(two, rollouts[1], body)
+    told = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["content"] == ANSWER and second["prompt_token_ids"][: len(told)] == told
+    await two.client.finish(rollouts[1], 0.5)
+    third = await two.client.open()  # the place that nobody had taken
+    assert third["index"] == 1
+    await two.client.converse(third, 1)
+    await two.client.finish(third, 0.75)
+    (group,) = await two.groups(1)
+    assert [(one.reward.value, one.reward.parts) for one in group.rollouts] == [
+        (0.25, {"steps": 2.0}), (0.5, {}), (0.75, {}),
+    ]  # fmt: skip
+    script = tool_user()
+    assert sampled(group)[1] == [first["generation_token_ids"], second["generation_token_ids"]]
+    assert sampled(group)[0][0] == script(first["prompt_token_ids"], 0) and finished[3]["content"] == ANSWER
+    assert versions(group)[:2] == [[0, 0], [0, 1]]
+    assert group.num_tries_lost == 0 and group.missing == "" and group.producer_id == "b"
+    assert two.count("penstock_progress_tokens_total", what="adopted") == sum(
+        len(run) for runs in (sampled(group)[0], sampled(group)[1][:1]) for run in runs
+    )
+    await until(lambda: one.server.client.xlen(KEYS.prompts) == 0 and not one.server.client.exists(KEYS.progress(1)))
+    assert one.dead_rollouts() == []
+
+
+async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, monkeypatch) -> None:
+    """Another producer comes under the address of the first, as behind a name; the client only tries again."""
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.1)
+    monkeypatch.setattr("penstock.producers.endpoint.chat.errors.RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr("openai._base_client.BaseClient._calculate_retry_timeout", lambda *_: 0.05)
+    script = tool_user()
+    one = await serve(ScriptedEngine(script=script, token_s=0.05, max_model_len=4096), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    async with openai.AsyncOpenAI(base_url=rollout["base_url"], api_key="none", max_retries=1000) as client:
+
+        async def ask(messages: list) -> tuple[object, str | None]:
+            reply = await client.chat.completions.create(model="x", messages=messages, tools=[ADD])
+            return reply.choices[0].message, reply.choices[0].finish_reason
+
+        asking = asyncio.create_task(ask(ASKED))
+        await until(lambda: one.engine.num_active == 1)
+        await stop(one)
+        port = int(one.url.rpartition(":")[2])
+        engine = ScriptedEngine(script=resumable, max_model_len=4096)
+        two = await serve(engine, "b", beside=one, group_size=1, endpoint=replace(PORTLESS, port=port))
+        assert two.url == one.url
+        message, reason = await asyncio.wait_for(asking, 30)
+        assert reason == "tool_calls" and message.generation_token_ids == script(message.prompt_token_ids, 0)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+        reply, _ = await ask([*ASKED, message, result])
+        assert reply.content == ANSWER
+    await two.client.finish(rollout, 1.0)
+    (group,) = await two.groups(1)
+    assert sampled(group) == [[message.generation_token_ids, reply.generation_token_ids]]
+    assert len(two.engine.requests) == 2 and two.engine.num_active == 0
+
+
+async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve) -> None:
+    one = await serve(ScriptedEngine(script=tool_user(), token_s=0.02, max_model_len=4096), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
+    await until(lambda: one.engine.requests and len(one.engine.sampled(one.engine.requests[0])[0].token_ids) >= 48)
+    await one.producer._progress.save()
+    saved = unpack_ids(one.engine.sampled(one.engine.requests[0])[0].token_ids).tolist()[:12]
+    await kill(one)
+    await asyncio.gather(asking, return_exceptions=True)
+    one.trainer.announce(1)
+    given: list[list[int]] = []
+
+    def rest(prompt_ids: list[int], sibling: int) -> list[int]:
+        given.append(prompt_ids)
+        return spelled("the rest")
+
+    two = await serve(ScriptedEngine(script=rest, max_model_len=4096), "b", beside=one, group_size=1)
+    reply = await asked_again(two, rollout, {"messages": ASKED})
+    ids = reply["generation_token_ids"]
+    assert given == [reply["prompt_token_ids"] + ids[: -len(spelled("the rest"))]] and ids[:12] == saved
+    await two.client.finish(rollout, 1.0)
+    (group,) = await two.groups(1)
+    assert sampled(group) == [[ids]] and versions(group) == [[0, 1]]
+    assert two.count("penstock_agent_tokens_total") == len(ids)
+
+
+async def test_an_answer_that_its_client_may_not_have_read_is_given_again(serve) -> None:
+    """It is trained once, and its calls keep their ids."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    first = await one.client.chat(rollout, ASKED, tools=[ADD])
+    await kill(one)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    again = await asked_again(two, rollout, {"messages": ASKED, "tools": [ADD]})
+    assert again == first and two.engine.requests == []
+    await two.client.chat(rollout, ASKED, tools=[ADD])  # read over a connection that stays: asked for on purpose
+    assert len(two.engine.requests) == 1
+    await two.client.finish(rollout, 1.0)
+    (group,) = await two.groups(1)
+    assert sampled(group) == [[first["generation_token_ids"]] * 2]
+
+
+async def test_a_finish_is_kept_although_its_producer_dies_before_the_group_is_whole(serve) -> None:
+    one = await serve(group_size=2)
+    one.trainer.release(1, 1)
+    rollouts = [await one.client.open() for _ in range(2)]
+    for rollout in rollouts:
+        await one.client.converse(rollout)
+    await one.client.finish(rollouts[0], 1.0)
+    await kill(one)
+    two = await serve(producer_id="b", beside=one, group_size=2)
+    status, _ = 503, None
+    while status == 503:
+        status, _ = await two.client.request("POST", path_of(rollouts[1], "finish"), 0.0)
+    assert status == 200
+    await two.client.finish(rollouts[0], 1.0)  # whoever does not know whether it was heard
+    (group,) = await two.groups(1)
+    assert [one.reward.value for one in group.rollouts] == [1.0, 0.0] and two.engine.requests == []
+
+
+async def test_the_same_producer_restarted_goes_on_and_a_third_follows(serve) -> None:
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    messages = await one.client.converse(rollout, 1)
+    await kill(one)
+    again = await serve(producer_id="a", beside=one, group_size=1)
+    messages += [{"role": "tool", "tool_call_id": "x", "content": "7"}]
+    reply = await asked_again(again, rollout, {"messages": messages, "tools": [ADD]})
+    await kill(again)
+    third = await serve(producer_id="c", beside=one, group_size=1)
+    messages += [as_plain_client(reply), {"role": "user", "content": "and then"}]
+    await asked_again(third, rollout, {"messages": messages, "tools": [ADD]})
+    await third.client.finish(rollout, 1.0)
+    (group,) = await third.groups(1)
+    assert len(group.rollouts[0].segments) == 1 and len(group.rollouts[0].segments[0].loss_mask) == 3
+    assert group.num_tries_lost == 0
+
+
+async def test_every_producer_serves_every_rollout(serve) -> None:
+    one = await serve(producer_id="host/0~1", group_size=1)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await until(lambda: one.url.encode() in (one.server.client.get(KEYS.producer("host/0~1")) or b""))
+    reply = await two.client.chat(rollout, ASKED)
+    assert len(one.engine.requests) == 1 and two.engine.requests == []
+    status, kind, text = await two.client.text(path_of(rollout), {"messages": ASKED, "stream": True})
+    assert (status, kind) == (200, "text/event-stream") and text.endswith("data: [DONE]\n\n")
+    status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED, "n": 2})
+    assert (status, body["error"]["code"]) == (400, "unsupported_value")
+    await two.client.finish(rollout, 1.0)
+    assert sampled((await one.groups(1))[0]) == [[reply["generation_token_ids"]] * 2]
+    status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (410, "rollout_ended")  # the one that has opened it knows
+    for unknown in ("nobody", "nobody.0123", "b.0123", "b.1.0123", "nobody.9.0123", "b.x.1"):
+        status, body = await two.client.request("GET", f"/r/{unknown}/v1/models")
+        assert (status, body["error"]["code"]) == (404, "no_such_rollout")
+
+
+async def test_a_rollout_that_nobody_holds_is_asked_for_again(serve) -> None:
+    """Its producer is gone; the other has no room, or is not who it is thought to be."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 2)
+    rollout = await one.client.open()
+    full = replace(QUICK, groups_in_flight=1)
+    two = await serve(producer_id="b", beside=one, group_size=1, producers=full)
+    other = await two.client.open()
+    await kill(one)
+    path = path_of(rollout)
+    async with two.client._session.post(path, json={"messages": ASKED}) as reply:
+        assert reply.status == 503 and reply.headers["Retry-After"] == "2"
+        assert (await reply.json())["error"]["code"] == "rollout_moving"
+    one.server.client.delete(KEYS.producer("a"))
+    assert (await two.client.request("POST", path, {"messages": ASKED}))[0] == 503
+    async with two.client._session.post(path, json={"messages": ASKED}, headers={FORWARDED: "c"}) as reply:
+        assert reply.status == 503
+    await two.client.chat(other, ASKED)
+    await two.client.finish(other, 1.0)
+    await asked_again(two, rollout, {"messages": ASKED})
+
+
+async def test_a_rollout_whose_index_is_settled_is_no_more(serve) -> None:
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED)
+    await one.client.finish(rollout, 1.0)
+    await one.groups(1)
+    await until(lambda: not one.server.client.exists(KEYS.progress(1)))
+    await kill(one)
+    one.server.client.delete(KEYS.producer("a"))
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (404, "no_such_rollout")
+
+
+async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog) -> None:
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED)
+    await kill(one)
+    key = KEYS.progress(1)
+    one.server.client.hset(key, "a/calls.0.0", one.server.client.hget(key, "a/calls.0.0")[:-3])
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    status = 503
+    while status == 503:
+        status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
+    assert (status, body["error"]["code"]) == (404, "no_such_rollout")
+    assert "group 1 begins anew, its progress is of no use: Input data was truncated" in caplog.text
+    assert two.count("penstock_progress_failures_total", reason="record") == 1
+    other = await two.client.open()
+    assert other["index"] == 1
+    await two.client.chat(other, ASKED)
+    await two.client.finish(other, 1.0)
+    (group,) = await two.groups(1)
+    assert len(group.rollouts) == 1 and group.num_tries_lost == 1
+
+
+def new_group(size: int = 1, answer: str = "") -> AgentGroup:
+    claim = Claim(stream=KEYS.prompts, entry_id=b"1-1", index=1, version=0)
+    return AgentGroup(claim, Prompt(text="1", answer=answer), size, 50.0, SamplingSettings(max_tokens=9))
+
+
+def all_parts(group: AgentGroup) -> dict[str, bytes]:
+    return {part.name: part.encode() for part in group.parts(lambda: group.record("a", FINGERPRINT, ()), {}, True)}
+
+
+def left(version: int = 0) -> dict[str, bytes]:
+    """What a rollout of two calls leaves: an answer, and a continuation of it."""
+    group = new_group()
+    rollout = group.open("a")
+    base = None
+    for n, context in enumerate(([1, 2], [5])):
+        completion = Completion(
+            token_ids=pack_ids([3, 4]),
+            behavior_logprobs=pack_floats([-0.5, -0.25]),
+            version_spans=(VersionSpan(version, 0, 2),),
+            finish_reason="stop",
+        )
+        number = rollout.ledger.begin(b"%d" % n)
+        call = Call(
+            number=number, base=base, context=pack_ids(context), completion=completion, rendered=None, request=b"%d" % n
+        )
+        rollout.ledger.record(call, [*ASKED] * (n + 1), {"role": "assistant", "content": f"said {n}"})
+        base = call
+    return all_parts(group)
+
+
+def taken(group: AgentGroup, parts: dict[str, bytes], fingerprint=FINGERPRINT, held: int = 0) -> int:
+    here = group.record("b", fingerprint, ())
+    return adopt(group, parts, here, held=held, lag_bound=2, anew=False)
+
+
+def test_a_rollout_is_taken_over_call_by_call() -> None:
+    group = new_group()
+    assert taken(group, left(2)) == 4 and group.claim.num_tries_lost == 0
+    (rollout,) = group.rollouts
+    first, second = rollout.ledger.recorded()
+    assert second.prompt_token_ids == pack_ids([1, 2, 3, 4, 5]) and second.version_spans == (VersionSpan(2, 0, 2),)
+    assert unpack_ids(first.prompt_token_ids).tolist() == [1, 2] and first.delivered and second.delivered
+    assert rollout.ledger.begin(b"0") == 2 and [one.number for one in rollout.ledger.calls] == [0, 1]
+    assert rollout.id.startswith("a.1.") and not group.has_place
+    again = all_parts(group)
+    assert again.keys() == left(2).keys() and again["calls.0.1"] == left(2)["calls.0.1"]
+
+
+def spoiled(name: str, data: bytes | None) -> dict[str, bytes]:
+    parts = left()
+    return {key: part for key, part in {**parts, name: data}.items() if part is not None}
+
+
+@pytest.mark.parametrize(
+    ("group", "parts", "message"),
+    [
+        (new_group(), spoiled("calls.0.0", left()["calls.0.0"][:-3]), "truncated"),
+        (new_group(), spoiled("group", b"\xc1"), "not a rollout group"),
+        (new_group(), spoiled("group", None), "part 'group' is missing"),
+        (new_group(), spoiled("rollouts.0", None), "part 'rollouts.0' is missing"),
+        (new_group(), spoiled("calls.0.0", None), "part 0 is missing"),
+        (new_group(), spoiled("rollouts.1", left()["rollouts.0"]), "2 siblings, expected at most 1"),
+        (
+            new_group(),
+            spoiled("calls.0.0", left()["calls.0.0"].replace(pack_floats([-0.5]), pack_floats([7]))),
+            "at mo",
+        ),
+        (
+            new_group(),
+            spoiled("group", left()["group"].replace(b"schema_version\x01", b"schema_version\x02")),
+            "knows 1",
+        ),
+        (new_group(answer="another"), left(), "index 1 and its prompt, expected this one of index 1"),
+        (new_group(), left(version=3), "newest token of policy 3, expected 0 or up to 2 steps from it"),
+    ],
+    ids=["torn", "garbage", "no group", "no rollout", "no call", "siblings", "logprob", "newer", "prompt", "policy"],
+)
+def test_progress_that_breaks_the_rules_is_refused_whole(group: AgentGroup, parts: dict[str, bytes], message) -> None:
+    with pytest.raises(UnusableProgressError, match=message):
+        taken(group, parts)
+    assert group.rollouts == []
+
+
+def test_progress_of_another_engine_is_refused() -> None:
+    with pytest.raises(UnusableProgressError, match=r"fingerprint\.version = '1', expected '2'"):
+        taken(new_group(), left(), replace(FINGERPRINT, version="2"))
+
+
+async def test_without_room_for_it_a_conversation_has_no_progress(serve, caplog, monkeypatch) -> None:
+    one = await serve(group_size=1)
+    monkeypatch.setattr(one.producer._progress, "_room", lambda claim: 1500)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    assert one.server.client.exists(KEYS.progress(1))
+    await one.client.converse(rollout, 4)
+    assert not one.server.client.exists(KEYS.progress(1))
+    assert caplog.text.count("progress of rollouts is not kept: group 1: no room left") == 1
+    await one.client.finish(rollout, 1.0)
+    assert len((await one.groups(1))[0].rollouts) == 1
+
+
+class Slow(ToolCaller):
+    """Its last turn waits until it may end. tag: of the first message."""
+
+    def __init__(self, tag: str = "") -> None:
+        super().__init__()
+        self.may_end, self.num_at_end, self.tag = asyncio.Event(), 0, tag
+        self._order = itertools.count()
+
+    async def converse(self, prompt, conversation):
+        n = next(self._order)
+        outer = self
+
+        class Tagged:
+            async def chat(self, messages, **fields):
+                if len(messages) > 4:
+                    outer.num_at_end += 1
+                    if n:  # the first one ends in any case
+                        await outer.may_end.wait()
+                first = {**messages[0], "content": messages[0]["content"] + outer.tag}
+                return await conversation.chat([first, *messages[1:]], **fields)
+
+        return await super().converse(prompt, Tagged())
+
+
+async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_answers_it_had(serve) -> None:
+    first, second = Slow(), Slow()
+    second.may_end.set()
+    one = await serve(environment=first, group_size=3)
+    one.trainer.release(1, 1)
+    await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
+    await one.producer._progress.save()
+    one.trainer.announce(1)
+    await kill(one)
+    two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
+    (group,) = await two.groups(1)
+    assert len(two.engine.requests) == 2  # the last turns of the two that were not finished
+    assert all(reply in first.replies for reply in second.replies[:4])
+    assert [len(runs) for runs in sampled(group)] == [3, 3, 3]
+    assert sorted(map(tuple, versions(group))) == [(0, 0, 0), (0, 0, 1), (0, 0, 1)]
+    assert group.num_tries_lost == 0
+
+
+async def test_a_conversation_that_takes_another_course_begins_its_group_anew(serve, caplog) -> None:
+    first, second = Slow(), Slow(tag="!")
+    second.may_end.set()
+    one = await serve(environment=first, group_size=3)
+    one.trainer.release(1, 1)
+    await until(lambda: first.num_at_end == 3 and len(first.replies) == 7)
+    await one.producer._progress.save()
+    one.trainer.announce(1)
+    await kill(one)
+    two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
+    (group,) = await two.groups(1)
+    assert {version for found in versions(group) for version in found} == {1} and len(group.rollouts) == 3
+    assert caplog.text.count("group 1 begins anew: a conversation that was repeated has taken another course") == 1
+    assert group.num_tries_lost == 1 and group.missing == ""
+
+
+async def test_what_another_holds_by_now_is_not_taken_for_the_holder_s(serve) -> None:
+    """A producer that was taken for dead goes on writing: only the last one to begin counts."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED)
+    one.server.client.hset(KEYS.progress(1), mapping={Field.PRODUCER: "b", "b/group": b"", "b/rollouts.0": b""})
+    await one.client.chat(rollout, [{"role": "user", "content": "more"}])
+    fields = one.server.client.hgetall(KEYS.progress(1))
+    assert fields[Field.PRODUCER] == b"b" and b"a/calls.0.1" in fields
+    found = await one.producer._progress.find_parts(next(iter(one.producer.table)))
+    assert found == {"group": b"", "rollouts.0": b""}
+
+
+def test_a_rollouts_id_says_where_it_is_from() -> None:
+    assert origin_of(rollout_id("host/0~1.x", 12)) == ("host/0~1.x", 12)
+    for wrong in ("", "a", "a.b", "a.x.b", ".1.b"):
+        assert origin_of(wrong) is None
