@@ -299,9 +299,10 @@ class Agents:
                 self._open[rollout.id] = rollout
         self._metrics.agent_rollouts_open.set(len(self._open))
         self._metrics.in_flight.set(len(self._table))
-        await self.save(group)
         if group.is_complete:
             self._hand_over(group)
+        else:
+            await self.save(group)
 
     async def _adopt(self, group: AgentGroup, parts: dict[str, bytes], *, anew: bool) -> None:
         claim, here = group.claim, group.record(self._producer_id, self._fingerprint, ())
