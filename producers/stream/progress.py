@@ -174,9 +174,10 @@ class RolloutProgress:
                 pipeline.hdel(key, *gone)
             pipeline.expire(key, self._ttl_s)
             marks = kept.marks
-            if (
-                await self._tried(pipeline.execute) is None or marks is not kept.marks
-            ):  # refused, or all dropped meanwhile
+            if await self._tried(pipeline.execute) is None:
+                return encode_s
+            if marks is not kept.marks:  # all was dropped meanwhile
+                await self._delete(claim)
                 return encode_s
             for part, data in parts:
                 if data is None:
