@@ -70,7 +70,7 @@ class Keys:
     def progress(self, index: int) -> str:
         """With a time to live: the group of an index as far as its siblings are sampled. A string, encoded as a group
         that was given up, in which an unfinished sibling has the finish reason `abort`; of conversations a hash of
-        their parts (`<producer>/<part>`) and of the producer that holds them (`producer`)."""
+        their parts (`<instance>/<part>`) and of the producer that holds them (`producer`, `instance`)."""
         return f"{self._progress_prefix}{index}"
 
     @property
@@ -95,6 +95,8 @@ class Field:
     """Number of a task within its environment; absent where it is the index."""
     ROLLOUT = b"rollout"
     PRODUCER = b"producer"
+    INSTANCE = b"instance"
+    """A start of the producer, see `penstock.schemas.heartbeat.Heartbeat`."""
     ATTEMPT = b"attempt"
     """Earlier attempts of a prompt that was handed back; absent from a fresh release."""
     TRIES_LOST = b"tries_lost"

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.producers.endpoint.call_ledger import Call
-from penstock.producers.endpoint.chat.errors import ApiError
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.endpoint.recording import KeptCall, KeptRollout
 from penstock.producers.rollout.adoption import UnusableProgressError, check_origin, check_versions
 from penstock.producers.rollout.episode import UNSCORED, rollout_of
-from penstock.schemas.rollout import RecordError, Rollout, RolloutGroup, decode_group, encode_group
+from penstock.schemas.rollout import Rollout, RolloutGroup, decode_group, encode_group, one_line
 from penstock.schemas.segments import segments
 
 _rollouts = msgspec.msgpack.Decoder(KeptRollout)
@@ -48,12 +47,11 @@ def adopt(
         rollouts, checked, versions, num_tokens = [], list[Rollout](), set[int](), 0
         for n in range(num_rollouts):
             kept = _rollouts.decode(parts[f"rollouts.{n}"])
-            calls = [_calls.decode(data) for name, data in parts.items() if name.startswith(f"calls.{n}.")]
-            calls.sort(key=lambda call: call.number)
-            rollout = _restored(group, kept, calls, anew=anew)
+            calls, left = _calls_in(parts, f"calls.{n}."), _calls_in(parts, f"left.{n}.")
+            rollout = _restored(group, kept, calls, left, anew=anew)
             rollouts.append(rollout)
             sampled = [] if kept.finished is None else [kept.finished]
-            sampled += [rollout_of(b"", call.completion, UNSCORED) for call in calls]
+            sampled += [rollout_of(b"", call.completion, UNSCORED) for call in (*calls, *left)]
             num_tokens += sum(one.num_sampled_tokens for one in sampled)
             versions |= {span.version for one in sampled for part in one.segments for span in part.version_spans}
             if chains := segments(rollout.ledger.recorded())[0]:
@@ -62,11 +60,11 @@ def adopt(
         for one in checked:  # one by one: of all calls twice there may be more than one entry holds
             whole = msgspec.structs.replace(here, rollouts=(one,))
             decode_group(encode_group(whole, dead=True), dead=True)
-    except (KeyError, msgspec.DecodeError, ValueError, RecursionError, RecordError, ApiError) as error:
-        if isinstance(error, UnusableProgressError):
-            raise
-        why = f"part {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UnusableProgressError(why) from error
+    except UnusableProgressError:
+        raise
+    except Exception as error:  # another process's record: whatever is in it must not end this producer
+        why = f"part {error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UnusableProgressError(one_line(why)) from error
     check_versions(versions, held, lag_bound)
     for rollout in rollouts:
         rollout.is_waiting = anew and rollout.is_open
@@ -79,7 +77,15 @@ def adopt(
     return num_tokens
 
 
-def _restored(group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], *, anew: bool) -> AgentRollout:
+def _calls_in(parts: Mapping[str, bytes], prefix: str) -> list[KeptCall]:
+    """The calls whose parts have this prefix, in the order of the numbers behind it."""
+    names = sorted((name for name in parts if name.startswith(prefix)), key=lambda name: int(name[len(prefix) :]))
+    return [_calls.decode(parts[name]) for name in names]
+
+
+def _restored(
+    group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], left: list[KeptCall], *, anew: bool
+) -> AgentRollout:
     rollout = AgentRollout(kept.id, group, group.new_ledger())
     rollout.reason, rollout.is_abandoned = kept.reason, kept.is_abandoned
     if kept.finished is not None:
@@ -100,7 +106,8 @@ def _restored(group: AgentGroup, kept: KeptRollout, calls: list[KeptCall], *, an
                 reply=call.reply,
             )
     rollout.ledger.restore(list(answered.values()), kept.unread)
-    again = calls if anew else {call.request: call for call in calls}.values()
+    # What the last holder was asked again is older than what is left, if everything is; else the newest answer counts.
+    again = [*calls, *left] if anew else {call.request: call for call in (*left, *calls)}.values()
     for call in again:
-        rollout.recorded.add(call)
+        rollout.recorded.add(call, in_ledger=not anew and call.is_answered)
     return rollout

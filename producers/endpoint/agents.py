@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.producers.endpoint.adoption import adopt
-from penstock.producers.endpoint.chat.errors import ApiError, try_again
+from penstock.producers.endpoint.chat.errors import ApiError, is_moving, try_again
 from penstock.producers.endpoint.groups import AgentGroup, AgentRollout
 from penstock.producers.rollout.adoption import UnusableProgressError
 from penstock.producers.rollout.run_environments import RunEnvironments, pose
@@ -153,10 +153,45 @@ class Agents:
 
     async def save(self, group: AgentGroup) -> None:
         """Saves what has changed of a group, before an agent relies on it. Without an answer of Redis the agent goes on
-        all the same: what it was told is lost if this producer is killed."""
+        all the same: what it was told is lost if this producer is killed.
+
+        Raises:
+            ApiError: 503, another producer goes on with the group, and does not know what has changed.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SAVE_S):
                 await self._progress.save_parts(group.claim, running=False)
+        self._check_held(group)
+
+    async def check_held(self, group: AgentGroup) -> None:
+        """Raises ApiError: 503, another producer goes on with the group."""
+        await self._progress.find_moved([group.claim])
+        self._check_held(group)
+
+    def _check_held(self, group: AgentGroup) -> None:
+        self._leave_moved()
+        if group.claim.has_moved:
+            raise is_moving(f"of {group.claim}")
+
+    def _leave_moved(self) -> None:
+        """Lets go of the groups that others go on with, while this producer was taken for dead."""
+        for group in list(self._groups):
+            if group.claim.has_moved:
+                log.warning("%s goes on at another producer, which took this one for dead", group.claim)
+                self._leave(group)
+                self._table.remove(group.claim)
+                self._metrics.in_flight.set(len(self._table))
+
+    def _leave(self, group: AgentGroup) -> None:
+        """Ends what happens here of a group that another producer goes on with."""
+        group.claim.parts, group.claim.has_moved = None, True  # what would be saved now lacks the calls that end here
+        for rollout in group.rollouts:
+            self._open.pop(rollout.id, None)
+            self._ended.pop(rollout.id, None)
+            rollout.let_go()
+        self._groups.remove(group)
+        self._metrics.agent_rollouts_open.set(len(self._open))
+        self._changed.set()
 
     def finish(self, rollout: AgentRollout, reward: Reward) -> str:
         """Freezes a rollout with its reward; the last of a group completes the group. Returns the problem with one that
@@ -178,7 +213,9 @@ class Agents:
         pause_s = min(1.0, self._idle_timeout_s / 4, self._group_deadline_s / 4)
         while True:
             await asyncio.sleep(pause_s)
-            now = time.monotonic()
+            now = time.monotonic()  # before: a producer that is suspended here must not find its agents idle
+            await self._progress.find_moved()
+            self._leave_moved()
             self._end_overdue(now)
             await self._hand_back_unopened(now)
             if not self._environments.any_converse:
@@ -228,11 +265,7 @@ class Agents:
             await cancel_and_wait([self._claiming])
         for group in list(self._groups):
             if group.claim.has_progress:
-                group.claim.parts = None  # what is saved from now on would lack the calls that end here
-                for rollout in group.rollouts:
-                    self._open.pop(rollout.id, None)
-                    rollout.let_go()
-                self._groups.remove(group)
+                self._leave(group)
             elif append and group.num_finished >= LEAST_SHORT_GROUP:
                 self._close_group(group, "producer stopped")
             else:

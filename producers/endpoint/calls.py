@@ -1,6 +1,7 @@
 """One call of an agent: rendered, spliced, sampled, parsed, and recorded in the rollout's ledger."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from redis.exceptions import RedisError
 
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.chat.answers import Answers
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request, try_again
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest
 from penstock.producers.endpoint.groups import AgentRollout
 from penstock.producers.endpoint.prompts import Prompts, RenderedPrompt
@@ -71,6 +72,7 @@ class Calls:
         self._metrics = metrics
         self._count = count
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint")
+        self._request_numbers = itertools.count()
         self._ignored: set[str] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the error that ends this producer once a call has met it, even if that call was cancelled."""
@@ -88,7 +90,7 @@ class Calls:
                 this request; 503, another producer goes on with the rollout.
             EngineError: the engine serves no longer.
         """
-        if not rollout.is_open:
+        if not rollout.is_open or rollout.group.claim.has_moved:
             raise _has_ended(rollout)
         self._count_ignored(request.ignored)
         task = asyncio.create_task(self._answer(rollout, request, number, identity))
@@ -129,6 +131,8 @@ class Calls:
             try:
                 answered = await self._sample(rollout, request, number, identity, prompt, before)
                 is_answered = True
+                if before is not None:
+                    rollout.recorded.answered(before)
                 return answered
             finally:
                 rollout.calls.pop(number, None)
@@ -153,7 +157,7 @@ class Calls:
         sibling = group.rollouts.index(rollout)
         seed = request_seed(self._config, group.claim.index, group.claim.attempt, sibling, number)
         adopted = [] if before is None else [before.completion]
-        request_id = f"{rollout.id}-{number}"
+        request_id = f"{rollout.id}-{number}-{next(self._request_numbers)}"  # a rollout may come back from elsewhere
         siblings = Siblings(self._engine, prompt.token_ids, sampling, 1, request_id, request.stop, seed, adopted)
         rollout.calls[number] = RunningCall(number, prompt.token_ids, identity, siblings)
         try:
@@ -224,5 +228,5 @@ class Calls:
 
 def _has_ended(rollout: AgentRollout) -> ApiError:
     if rollout.is_open:
-        return try_again(503, f"rollout {rollout.id} goes on at another producer", "rollout_moving")
+        return is_moving(f"rollout {rollout.id}")
     return ApiError(410, f"rollout {rollout.id} has ended", code="rollout_ended")

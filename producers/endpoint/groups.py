@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from penstock.producers.endpoint.call_ledger import CallLedger
-from penstock.producers.endpoint.recording import KeptRollout, Recorded, RunningCall, call_parts, encode
+from penstock.producers.endpoint.recording import KeptRollout, Recorded, RunningCall, call_parts, encode, left_parts
 from penstock.producers.stream.in_flight import Claim, Dead, ProgressPart
 from penstock.schemas.keys import number_in
 from penstock.schemas.prompt import Prompt, Reward
@@ -112,6 +112,7 @@ class AgentRollout:
     def parts(self, n: int, kept: Mapping[str, Hashable], running: bool) -> Iterator[ProgressPart]:
         """See `Claim.parts`: those of the `n`-th rollout of its group."""
         name, calls, mark = f"rollouts.{n}", f"calls.{n}.", (self.is_open, self.ledger.unread)
+        yield from left_parts(f"left.{n}.", kept, self.recorded.left)
         if kept.get(name) != mark:
             finished = None if self.reward is None else Rollout(segments=self.segments, reward=self.reward)
             num_tokens = 0 if finished is None else finished.num_sampled_tokens

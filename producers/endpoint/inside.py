@@ -167,7 +167,8 @@ class InsideAgents:
 
     async def _converse(self, rollout: AgentRollout) -> None:
         outcome = await self._conversations.hold(rollout)
-        if rollout.is_open:  # a deadline may have ended it, and the environment ignored the cancellation
+        # Unless the environment has ignored its cancellation: at a deadline, or as another producer goes on with it.
+        if rollout.is_open and not rollout.group.claim.has_moved:
             rollout.running.discard(asyncio.current_task())  # this task must not cancel itself
             if rollout.recorded:
                 self._agents.begin_anew(rollout)

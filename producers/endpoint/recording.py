@@ -69,12 +69,18 @@ class RunningCall:
 @dataclass(slots=True, eq=False)
 class Recorded:
     """The calls of an earlier holder, for requests that come again: each is answered once as it was answered before,
-    and goes on from where it was if it was running."""
+    and goes on from where it was if it was running.
 
+    left: those that are in no ledger, by their place among them, until they are answered here.
+    """
+
+    left: dict[int, KeptCall] = field(default_factory=dict)
     _by_request: dict[bytes, deque[KeptCall]] = field(default_factory=dict)
 
-    def add(self, call: KeptCall) -> None:
+    def add(self, call: KeptCall, *, in_ledger: bool) -> None:
         self._by_request.setdefault(call.request, deque()).append(call)
+        if not in_ledger:
+            self.left[len(self.left)] = call
 
     def take(self, request: bytes, prompt_ids: Sequence[int]) -> KeptCall | None:
         """The oldest call of this request, if the engine was given the same ids for it."""
@@ -89,6 +95,10 @@ class Recorded:
     def put_back(self, call: KeptCall) -> None:
         """Returns one that was taken, and not answered."""
         self._by_request.setdefault(call.request, deque()).appendleft(call)
+
+    def answered(self, call: KeptCall) -> None:
+        """One that was taken is in the ledger now."""
+        self.left = {place: one for place, one in self.left.items() if one is not call}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_request.values()))
@@ -108,6 +118,15 @@ def call_parts(
         found = one.siblings.so_far()
         if found and (num_tokens := len(found[0].token_ids) // 4) and kept.get(name) != num_tokens:
             yield ProgressPart(name, num_tokens, num_tokens, partial(_running, one, found[0]))
+
+
+def left_parts(prefix: str, kept: Mapping[str, Hashable], left: Mapping[int, KeptCall]) -> Iterator[ProgressPart]:
+    """The parts of what is left of an earlier holder's calls, for the next one, that have changed since `kept`."""
+    names = {f"{prefix}{place}": call for place, call in left.items()}
+    yield from (ProgressPart(name) for name in kept if name.startswith(prefix) and name not in names)
+    for name, call in names.items():
+        if name not in kept:
+            yield ProgressPart(name, ANSWERED, len(call.completion.token_ids) // 4, partial(encode, call))
 
 
 def _answered(call: Call) -> bytes:

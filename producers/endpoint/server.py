@@ -22,7 +22,7 @@ from penstock.producers.endpoint.call_ledger import digest
 from penstock.producers.endpoint.calls import FATAL, Calls
 from penstock.producers.endpoint.chat import responses
 from penstock.producers.endpoint.chat.answers import chunks, finish_reason, response
-from penstock.producers.endpoint.chat.errors import ApiError, bad_request, try_again
+from penstock.producers.endpoint.chat.errors import ApiError, bad_request, is_moving
 from penstock.producers.endpoint.chat.requests import ChatRequest, parse_chat, parse_finish, parse_json
 from penstock.producers.endpoint.connections import Connections
 from penstock.producers.endpoint.groups import AgentRollout, origin_of
@@ -63,6 +63,8 @@ FORWARDED = "X-Penstock-Forwarded"
 PASSED_ON = ("Authorization", "Content-Type", RETRY_COUNT, SESSION)
 CONNECT_S = 5.0
 """How long another producer may take to accept a connection."""
+HOLDER_S = 2.0
+"""How often it is looked up, while a request waits for another producer, whether that one still holds the rollout."""
 
 
 class Elsewhere(Exception):
@@ -205,10 +207,12 @@ class EndpointServer:
             return await handler(request)
         except Elsewhere as where:
             try:
-                return await self._forward(request, where.url)
+                return await self._forwarded(request, where.url)
+            except ApiError as error:
+                answer = error
             except (aiohttp.ClientError, OSError) as error:
                 log.info("%s does not answer for a rollout that it holds: %s", where.url, error)
-                answer = _is_moving(_rollout_id(request))
+                answer = is_moving(f"rollout {_rollout_id(request)}")
         except ApiError as error:
             answer = error
         except web.HTTPRequestEntityTooLarge:
@@ -259,6 +263,7 @@ class EndpointServer:
         rollout_id = _rollout_id(request)
         if not self._agents.is_finished_with(rollout_id, reward):
             rollout = await self._rollout(request)
+            await self._agents.check_held(rollout.group)
             if wrong := self._agents.finish(rollout, reward):
                 raise ApiError(400, f"rollout {rollout_id} cannot be finished: {wrong}", code=rollout.reason)
             await self._agents.save(rollout.group)
@@ -319,13 +324,13 @@ class EndpointServer:
         if url is None:
             raise ApiError(404, f"rollout {rollout_id}: no such rollout, or no longer", code="no_such_rollout")
         if not url or FORWARDED in request.headers:
-            raise _is_moving(rollout_id)
+            raise is_moving(f"rollout {rollout_id}")
         raise Elsewhere(url)
 
     async def _url_of_holder(self, rollout_id: str) -> str | None:
         """The address of the producer that holds a rollout; empty while none does, or if it cannot be said; None if
         none ever will."""
-        if (origin := origin_of(rollout_id)) is None or self._agents.holds(origin[1]):
+        if (origin := origin_of(rollout_id)) is None or self._is_here(rollout_id):
             return None
         opener, index = origin
         try:
@@ -341,6 +346,27 @@ class EndpointServer:
         except (TimeoutError, RedisError, ValueError):
             return ""
 
+    def _is_here(self, rollout_id: str) -> bool:
+        """Whether this producer holds the group that a rollout was opened in."""
+        origin = origin_of(rollout_id)
+        return origin is not None and self._agents.holds(origin[1])
+
+    async def _forwarded(self, request: web.Request, url: str) -> web.Response:
+        """As `_forward`, as long as that producer holds the rollout: one that was suspended accepts requests.
+
+        Raises:
+            ApiError: 503, it holds it no longer.
+        """
+        rollout_id = _rollout_id(request)
+        forwarding = asyncio.create_task(self._forward(request, url))
+        try:
+            while not (await asyncio.wait({forwarding}, timeout=HOLDER_S))[0]:
+                if self._is_here(rollout_id) or await self._url_of_holder(rollout_id) not in (url, "", None):
+                    raise is_moving(f"rollout {rollout_id}")
+            return forwarding.result()
+        finally:
+            await cancel_and_wait([forwarding])
+
     async def _forward(self, request: web.Request, url: str) -> web.Response:
         """The answer of another producer. A client that hangs up here hangs up there.
 
@@ -354,10 +380,6 @@ class EndpointServer:
         async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
             return web.Response(status=reply.status, body=await reply.read(), headers=kept)
-
-
-def _is_moving(rollout_id: str) -> ApiError:
-    return try_again(503, f"rollout {rollout_id} waits for a producer that goes on with it", "rollout_moving")
 
 
 def _rollout_id(request: web.Request) -> str:

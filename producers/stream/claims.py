@@ -84,9 +84,10 @@ class Claims:
         """
         while True:
             await asyncio.sleep(self._config.claim_refresh_s)
-            # An empty refresh would count as an answer of Redis, so it does not go through the connection.
-            if by_stream := self._to_be_kept():
-                await self._connection.retrying(partial(self._refresh, by_stream))
+            async with self._table.marking:
+                # An empty refresh would count as an answer of Redis, so it does not go through the connection.
+                if by_stream := self._to_be_kept():
+                    await self._connection.retrying(partial(self._refresh, by_stream))
 
     async def hand_back(self) -> int:
         """Makes every claim of this id available to the other producers at once; returns how many there were.
@@ -96,7 +97,7 @@ class Claims:
         await self.find_lost()
         claims = list(self._table)
         if claims:
-            await self._connection.retrying(lambda: self._hand_back(claims))
+            await self._make_free(claims)
         return len(claims)
 
     async def find_lost(self) -> None:
@@ -106,7 +107,11 @@ class Claims:
 
     async def give_back(self, claim: Claim) -> None:
         """Makes one claim that was never started available to the other producers at once."""
-        await self._connection.retrying(lambda: self._hand_back([claim]))
+        await self._make_free([claim])
+
+    async def _make_free(self, claims: list[Claim]) -> None:
+        async with self._table.marking:
+            await self._connection.retrying(lambda: self._hand_back(claims))
 
     async def _take(self) -> list[Claim]:
         # A command that fails halfway leaves claims in the table that no later command would return.

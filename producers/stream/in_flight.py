@@ -67,6 +67,8 @@ class Claim:
     """Tries lost before this holder's, or before the one that it goes on from; None: as attempts and returns say."""
     has_begun: bool = False
     """Something was sampled for it, perhaps."""
+    has_moved: bool = False
+    """Of conversations: another producer goes on with it, or will."""
 
     def __post_init__(self) -> None:
         self.task = self.task or self.index
@@ -118,6 +120,9 @@ class InFlightTable:
         self._claims: dict[tuple[str, bytes], Claim] = {}
         self._sequences_free = num_groups * group_size
         self._changed = asyncio.Event()
+        self.marking = asyncio.Lock()
+        """Held while Redis is told whose claims are alive or free: a refresh that comes in behind the hand-back of the
+        same claim would undo it."""
 
     def __len__(self) -> int:
         return len(self._claims)

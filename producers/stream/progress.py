@@ -4,11 +4,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from penstock.producers.observe.metrics import ProducerMetrics
 from penstock.producers.stream.connection import ANSWER_S, ProducerConnection
@@ -40,6 +40,7 @@ class _KeptParts:
 
     marks: by the part's name. sizes: its tokens and bytes; their sums are `num_tokens` and `num_bytes`.
     num_recoveries: outages of Redis before it was written; a later one may have lost it.
+    has_begun: it was written, and named this producer as its holder.
     is_given_up: there was no room for it.
     """
 
@@ -48,6 +49,7 @@ class _KeptParts:
     num_tokens: int = 0
     num_bytes: int = 0
     num_recoveries: int = 0
+    has_begun: bool = False
     is_given_up: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -58,8 +60,8 @@ class _KeptParts:
 class RolloutProgress:
     """Saves what the groups in flight have sampled and finds what others have saved: one string per index, written as a
     whole, so that the last writer's is whole whoever else writes. Of a group that converses one hash in its place, of
-    which only the parts that have changed are written: their names begin with their writer's id, and a field names the
-    writer that counts, the last one to begin.
+    which only the parts that have changed are written: their names begin with their writer's instance, and a field
+    names the one that counts, the last to begin. One that was taken for dead finds another's there, and lets go.
 
     A hint and never an acknowledgement: no command is repeated, and none that fails ends anything. A group's append
     drops its progress in the same MULTI. At the memory limit all that this producer has saved is dropped at once.
@@ -143,6 +145,10 @@ class RolloutProgress:
             if kept.num_recoveries != self._connection.num_recoveries:
                 kept.clear()
                 kept.num_recoveries = self._connection.num_recoveries
+            if kept.has_begun and not kept.marks:  # written as a whole again, if it is still this producer's
+                await self.find_moved([claim])
+                if claim.has_moved:
+                    return 0.0
             began = time.thread_time()
             try:
                 parts = [(part, part.encode and part.encode()) for part in claim.parts(kept.marks, running)]
@@ -161,24 +167,31 @@ class RolloutProgress:
                 limit = self._config.progress_mb
                 await self._give_up(claim, kept, "%s: no room left (producers.progress_mb = %d)", claim, limit)
                 return encode_s
-            key, prefix = self._keys.progress(claim.index), f"{self._producer_id}/"
+            key, prefix = self._keys.progress(claim.index), f"{self._instance}/"
             fields: dict[Any, Any] = {prefix + part.name: data for part, data in parts if data is not None}
             gone = [prefix + part.name for part, data in parts if data is None]
-            pipeline = self._connection.commands.pipeline(transaction=True)
+            # An answer waits for this, mostly for one new call.
+            pipeline = self._connection.commands.pipeline(transaction=not kept.marks or bool(gone))
+            pipeline.hget(key, Field.INSTANCE)
             if not kept.marks:
                 pipeline.delete(key)
-                fields[Field.PRODUCER] = self._producer_id
+                fields |= {Field.PRODUCER: self._producer_id, Field.INSTANCE: self._instance}
             if fields:
                 pipeline.hset(key, mapping=fields)
             if gone:
                 pipeline.hdel(key, *gone)
             pipeline.expire(key, self._ttl_s)
             marks = kept.marks
-            if await self._tried(pipeline.execute) is None:
+            if (answers := await self._tried(pipeline.execute)) is None:
                 return encode_s
             if marks is not kept.marks:  # all was dropped meanwhile
                 await self._delete(claim)
                 return encode_s
+            if marks and answers[0] != self._instance.encode():
+                kept.clear()  # lost by Redis: the next time as a whole
+                claim.has_moved = answers[0] is not None
+                return encode_s
+            kept.has_begun = True
             for part, data in parts:
                 if data is None:
                     del marks[part.name], kept.sizes[part.name]
@@ -188,19 +201,40 @@ class RolloutProgress:
             await self._has_written(claim, num_tokens, num_bytes, sum(len(data or b"") for _, data in parts))
             return encode_s
 
+    async def find_moved(self, claims: Iterable[Claim] | None = None) -> None:
+        """Asks of claims, by default all that converse, whether another producer has begun to go on with them."""
+        claims = [claim for claim in claims or self._table if claim in self._kept and self._kept[claim].has_begun]
+        if not claims:
+            return
+        pipeline = self._connection.commands.pipeline(transaction=False)
+        for claim in claims:
+            pipeline.hget(self._keys.progress(claim.index), Field.INSTANCE)
+            pipeline.expire(self._keys.progress(claim.index), self._ttl_s)  # an agent may be silent for long
+        if (answers := await self._tried(pipeline.execute)) is not None:
+            for claim, instance in zip(claims, answers[::2], strict=True):
+                claim.has_moved |= instance not in (None, self._instance.encode())
+
     async def find_parts(self, claim: Claim) -> dict[str, bytes]:
-        """The parts that the last holder of a claim has saved, by name; none where nothing can be gone on from."""
+        """The parts that the last holder of a claim has saved, by name; none where nothing can be gone on from.
+
+        Repeated until Redis answers: to begin anew would drop what agents were told.
+        """
         if not self._config.progress_s:
             return {}
         key = self._keys.progress(claim.index)
-        fields: Any = await self._tried(lambda: self._connection.commands.hgetall(key))
+        try:
+            fields: Any = await self._connection.retrying(lambda: self._connection.commands.hgetall(key))
+        except ResponseError as error:
+            self._metrics.progress_failures.labels("record").inc()
+            log.warning("%s begins anew, its progress cannot be read: %s", claim, error)
+            claim.has_progress, fields = True, {}
         if not fields:
             return {}
         claim.has_progress = True
         if claim.attempt >= self._config.max_attempts:
             log.warning("%s begins anew at its last attempt", claim)
             return {}
-        prefix = fields.get(Field.PRODUCER, b"") + b"/"
+        prefix = fields.get(Field.INSTANCE, b"") + b"/"
         parts = {
             name.removeprefix(prefix).decode(errors="replace"): data
             for name, data in fields.items()

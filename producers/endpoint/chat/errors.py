@@ -24,7 +24,6 @@ class ApiError(Exception):
         code: one word that identifies the error; for programs.
         param: the field of the request that caused it.
         headers: further headers of the response.
-        fields: further fields of the error object.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class ApiError(Exception):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
-        fields: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -43,18 +41,21 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
-        self.fields = dict(fields or {})
 
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error | self.fields}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def try_again(status: int, message: str, code: str) -> ApiError:
     """An error that tells its client to send the request again."""
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def is_moving(what: str) -> ApiError:
+    """503: it is on its way from one producer to another."""
+    return try_again(503, f"{what} waits for a producer that goes on with it", "rollout_moving")
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from agent_client import AgentClient, tool_user
 from chat_templates import tokenizer_of
@@ -22,6 +23,8 @@ from scripted_engine import ScriptedEngine
 from tagged_calls import TaggedCalls
 from waiting import until
 
+QUICK_PRODUCERS = replace(QUICK, claim_idle_s=600.0)
+"""A producer that stands still for a while is not taken for dead."""
 QUICK_ENDPOINT = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
 
 
@@ -77,7 +80,12 @@ async def serve(redis_server, connect, make_config, hand_trainer, tmp_path: Path
         teacher: Any = None,
         **changes: Any,
     ) -> Served:
-        fields = {"producers": QUICK, "sampling": SamplingConfig(max_tokens=200), "endpoint": endpoint, **changes}
+        fields = {
+            "producers": QUICK_PRODUCERS,
+            "sampling": SamplingConfig(max_tokens=200),
+            "endpoint": endpoint,
+            **changes,
+        }
         by_name = environment if isinstance(environment, dict) else {}
         if by_name:
             named = tuple(EnvironmentConfig(name=name, path="tests:Own") for name in by_name)

@@ -3,21 +3,24 @@
 import asyncio
 import itertools
 
+import msgspec
 import openai
 import pytest
 from msgspec.structs import replace
 
-from agent_client import ADD, ANSWER, CALL, as_plain_client, spelled, tool_user
+from agent_client import ADD, ANSWER, CALL, AgentClient, as_plain_client, spelled, tool_user
 from chat_templates import decode
+from penstock.producers.endpoint.access import KEY
 from penstock.producers.endpoint.adoption import adopt
 from penstock.producers.endpoint.call_ledger import Call
 from penstock.producers.endpoint.groups import AgentGroup, origin_of, rollout_id
 from penstock.producers.endpoint.server import FORWARDED
 from penstock.producers.interfaces import Completion
 from penstock.producers.rollout.adoption import UnusableProgressError
+from penstock.producers.stream.claims import FREE_AT_ONCE_MS
 from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import EndpointConfig
-from penstock.schemas.keys import Field
+from penstock.schemas.keys import PRODUCERS_GROUP, Field
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import (
     RolloutGroup,
@@ -35,17 +38,55 @@ from waiting import until
 pytestmark = pytest.mark.redis
 
 ASKED = [{"role": "user", "content": "what is three plus four"}]
+QUICK_PRODUCERS = replace(QUICK, claim_idle_s=600.0)
 PORTLESS = EndpointConfig(port=0, idle_timeout_s=20.0, group_deadline_s=40.0)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch) -> None:
+    """What an agent was told is in Redis, however slow this machine is."""
+    monkeypatch.setattr("penstock.producers.endpoint.agents.SAVE_S", 60.0)
 
 
 def path_of(rollout: dict, what: str = "v1/chat/completions") -> str:
     return f"/r/{rollout['id']}/{what}"
 
 
+def free_claims(one) -> None:
+    """Others may take over what a producer holds, as after `claim_idle_s` without a refresh."""
+    client, whose = one.server.client, one.producer._context.producer_id
+    rows = client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9, whose)
+    ids = [row["message_id"] for row in rows]
+    if ids:
+        client.xclaim(KEYS.prompts, PRODUCERS_GROUP, whose, 0, ids, idle=FREE_AT_ONCE_MS, justid=True)
+
+
 async def kill(one) -> None:
-    """Ends a producer as a crash does: its claims stay, and its heartbeat."""
-    one.task.cancel()
-    await asyncio.gather(one.task, return_exceptions=True)
+    """Ends a producer as a crash does, a while ago: its claims and its heartbeat stay."""
+    async with one.producer.table.marking:  # no refresh is on its way
+        one.task.cancel()
+        await asyncio.gather(one.task, return_exceptions=True)
+    free_claims(one)
+
+
+async def take_for_dead(one) -> None:
+    """What a producer holds is free for others, as if it had been suspended for a while; it goes on."""
+
+    async def not_refreshed(by_stream: dict) -> None:
+        pass
+
+    async with one.producer.table.marking:
+        one.producer._claims._refresh = not_refreshed
+    free_claims(one)
+
+
+async def taken_over_by(two, index: int = 1) -> None:
+    instance = two.producer._context.instance.encode()
+    await until(lambda: two.server.client.hget(KEYS.progress(index), Field.INSTANCE) == instance)
+
+
+async def asked_nothing(claims: object = None) -> None:
+    """In place of `RolloutProgress.find_moved`: a producer that has not asked yet."""
 
 
 async def stop(one) -> None:
@@ -55,7 +96,7 @@ async def stop(one) -> None:
 
 async def asked_again(one, rollout: dict, body: dict) -> dict:
     """The answer to a request that is sent until a producer holds the rollout."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             status, answer = await one.client.request("POST", path_of(rollout), body)
             if status == 200:
@@ -159,7 +200,9 @@ async def test_the_openai_client_goes_on_where_its_producer_was_stopped(serve, m
     assert len(two.engine.requests) == 2 and two.engine.num_active == 0
 
 
-async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve) -> None:
+@pytest.mark.parametrize("between", [False, True], ids=["", "one between"])
+async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve, between) -> None:
+    """Also if a producer had it in between which nobody has asked."""
     one = await serve(ScriptedEngine(script=tool_user(), token_s=0.02, max_model_len=4096), group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
@@ -169,6 +212,9 @@ async def test_a_call_in_flight_goes_on_from_its_last_saved_token(serve) -> None
     saved = unpack_ids(one.engine.sampled(one.engine.requests[0])[0].token_ids).tolist()[:12]
     await kill(one)
     await asyncio.gather(asking, return_exceptions=True)
+    if between:
+        await taken_over_by(middle := await serve(producer_id="m", beside=one, group_size=1))
+        await kill(middle)
     one.trainer.announce(1)
     given: list[list[int]] = []
 
@@ -266,7 +312,7 @@ async def test_a_rollout_that_nobody_holds_is_asked_for_again(serve) -> None:
     one = await serve(group_size=1)
     one.trainer.release(1, 2)
     rollout = await one.client.open()
-    full = replace(QUICK, groups_in_flight=1)
+    full = replace(QUICK_PRODUCERS, groups_in_flight=1)
     two = await serve(producer_id="b", beside=one, group_size=1, producers=full)
     other = await two.client.open()
     await kill(one)
@@ -305,13 +351,14 @@ async def test_progress_that_is_of_no_use_begins_anew_and_says_why(serve, caplog
     await one.client.chat(rollout, ASKED)
     await kill(one)
     key = KEYS.progress(1)
-    one.server.client.hset(key, "a/calls.0.0", one.server.client.hget(key, "a/calls.0.0")[:-3])
+    (name,) = (name for name in one.server.client.hgetall(key) if name.endswith(b"/calls.0.0"))
+    one.server.client.hset(key, name, one.server.client.hget(key, name)[:-3])
     two = await serve(producer_id="b", beside=one, group_size=1)
     status = 503
     while status == 503:
         status, body = await two.client.request("POST", path_of(rollout), {"messages": ASKED})
     assert (status, body["error"]["code"]) == (404, "no_such_rollout")
-    assert "group 1 begins anew, its progress is of no use: Input data was truncated" in caplog.text
+    assert "group 1 begins anew, its progress is of no use: DecodeError: Input data was truncated" in caplog.text
     assert two.count("penstock_progress_failures_total", reason="record") == 1
     other = await two.client.open()
     assert other["index"] == 1
@@ -374,6 +421,14 @@ def spoiled(name: str, data: bytes | None) -> dict[str, bytes]:
     return {key: part for key, part in {**parts, name: data}.items() if part is not None}
 
 
+def reply_of(**fields: object) -> dict[str, bytes]:
+    """As `left`, with these fields in the first answer's message."""
+    parts = left()
+    call = msgspec.msgpack.decode(parts["calls.0.0"])
+    call["reply"] |= fields
+    return parts | {"calls.0.0": msgspec.msgpack.encode(call)}
+
+
 @pytest.mark.parametrize(
     ("group", "parts", "message"),
     [
@@ -394,9 +449,22 @@ def spoiled(name: str, data: bytes | None) -> dict[str, bytes]:
             "knows 1",
         ),
         (new_group(answer="another"), left(), "index 1 and its prompt, expected this one of index 1"),
+        (new_group(), reply_of(tool_calls=5), "TypeError: 'int' object is not iterable"),
         (new_group(), left(version=3), "newest token of policy 3, expected 0 or up to 2 steps from it"),
     ],
-    ids=["torn", "garbage", "no group", "no rollout", "no call", "siblings", "logprob", "newer", "prompt", "policy"],
+    ids=[
+        "torn",
+        "garbage",
+        "no group",
+        "no rollout",
+        "no call",
+        "siblings",
+        "logprob",
+        "newer",
+        "prompt",
+        "reply",
+        "policy",
+    ],
 )
 def test_progress_that_breaks_the_rules_is_refused_whole(group: AgentGroup, parts: dict[str, bytes], message) -> None:
     with pytest.raises(UnusableProgressError, match=message):
@@ -446,7 +514,16 @@ class Slow(ToolCaller):
         return await super().converse(prompt, Tagged())
 
 
-async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_answers_it_had(serve) -> None:
+class Silent(ToolCaller):
+    """Never asks anything."""
+
+    async def converse(self, prompt, conversation):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["", "one between"])
+async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_answers_it_had(serve, between) -> None:
+    """Also if a producer had it in between at which it did not come so far."""
     first, second = Slow(), Slow()
     second.may_end.set()
     one = await serve(environment=first, group_size=3)
@@ -455,6 +532,9 @@ async def test_an_environment_s_conversation_that_repeats_its_calls_gets_the_ans
     await one.producer._progress.save()
     one.trainer.announce(1)
     await kill(one)
+    if between:
+        await taken_over_by(middle := await serve(producer_id="m", beside=one, environment=Silent(), group_size=3))
+        await kill(middle)
     two = await serve(producer_id="b", beside=one, environment=second, group_size=3)
     (group,) = await two.groups(1)
     assert len(two.engine.requests) == 2  # the last turns of the two that were not finished
@@ -480,18 +560,170 @@ async def test_a_conversation_that_takes_another_course_begins_its_group_anew(se
     assert group.num_tries_lost == 1 and group.missing == ""
 
 
-async def test_what_another_holds_by_now_is_not_taken_for_the_holder_s(serve) -> None:
-    """A producer that was taken for dead goes on writing: only the last one to begin counts."""
+async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_on(serve, monkeypatch, caplog) -> None:
+    """An answer that the new holder would not know is not given, nor is a reward for half of a conversation taken."""
     one = await serve(group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
-    await one.client.chat(rollout, ASKED)
-    one.server.client.hset(KEYS.progress(1), mapping={Field.PRODUCER: "b", "b/group": b"", "b/rollouts.0": b""})
-    await one.client.chat(rollout, [{"role": "user", "content": "more"}])
-    fields = one.server.client.hgetall(KEYS.progress(1))
-    assert fields[Field.PRODUCER] == b"b" and b"a/calls.0.1" in fields
-    found = await one.producer._progress.find_parts(next(iter(one.producer.table)))
-    assert found == {"group": b"", "rollouts.0": b""}
+    first = await one.client.chat(rollout, ASKED, tools=[ADD])
+    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    await take_for_dead(one)
+    await taken_over_by(two)
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "7"}
+    messages = [*ASKED, as_plain_client(first), result]
+    second = await asked_again(two, rollout, {"messages": messages, "tools": [ADD]})
+    more = {"messages": [*messages, as_plain_client(second), {"role": "user", "content": "more"}], "tools": [ADD]}
+    status, body = await one.client.request("POST", path_of(rollout), more)
+    assert (status, body["error"]["code"]) == (503, "rollout_moving")
+    assert len(one.producer.table) == 0 and "group 1 goes on at another producer" in caplog.text
+    third = await asked_again(one, rollout, more)  # passed on
+    assert len(two.engine.requests) == 2 and len(one.engine.requests) == 2
+    status = 503
+    while status == 503:
+        status, _ = await one.client.request("POST", path_of(rollout, "finish"), 1.0)
+    (group,) = await two.groups(1)
+    assert sampled(group) == [[reply["generation_token_ids"] for reply in (first, second, third)]]
+    assert group.producer_id == "b" and group.num_tries_lost == 0
+
+
+async def test_a_rollout_may_come_back_to_a_producer_that_let_go_of_it(serve, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.1)
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    first = await one.client.chat(rollout, ASKED, tools=[ADD])
+    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    await take_for_dead(one)
+    await taken_over_by(two)
+    more = {"messages": [*ASKED, as_plain_client(first), {"role": "user", "content": "more"}], "tools": [ADD]}
+    assert (await one.client.request("POST", path_of(rollout), more))[0] == 503
+    await stop(two)
+    reply = await asked_again(one, rollout, more)
+    await one.client.finish(rollout, 1.0)
+    (group,) = await one.groups(1)
+    assert sampled(group) == [[first["generation_token_ids"], reply["generation_token_ids"]]]
+    assert group.producer_id == "a" and len(one.engine.requests) == 3 and two.engine.requests == []
+
+
+async def test_a_reward_is_for_the_holder_of_the_whole_conversation(serve, monkeypatch) -> None:
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED, tools=[ADD])
+    asks, asked = one.producer._progress.find_moved, asyncio.Event()
+    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    await take_for_dead(one)
+    await taken_over_by(two)
+
+    async def late(claims: object = None) -> None:
+        if claims is not None:
+            asked.set()
+            await asks(claims)
+
+    monkeypatch.setattr(one.producer._progress, "find_moved", late)
+    status, body = await one.client.request("POST", path_of(rollout, "finish"), 1.0)
+    assert (status, body["error"]["code"]) == (503, "rollout_moving") and asked.is_set()
+    assert one.server.client.xlen(KEYS.rollouts) == 0
+
+
+async def test_agents_that_went_elsewhere_are_not_idle_here(serve, monkeypatch) -> None:
+    """A producer that wakes up after their time would settle the index with nothing."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await one.client.chat(rollout, ASKED, tools=[ADD])
+    asks = one.producer._progress.find_moved
+    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    two = await serve(producer_id="b", beside=one, group_size=1)
+    await take_for_dead(one)
+    await taken_over_by(two)
+    one.producer.endpoint.agents.find(rollout["id"]).last_seen = -1e9
+    monkeypatch.setattr(one.producer._progress, "find_moved", asks)
+    await until(lambda: len(one.producer.table) == 0)
+    assert one.server.client.xlen(KEYS.rollouts) == 0 and one.dead_rollouts() == []
+    reply = await asked_again(two, rollout, {"messages": ASKED})
+    await two.client.finish(rollout, 1.0)
+    (group,) = await two.groups(1)
+    assert sampled(group)[0][-1] == reply["generation_token_ids"]
+
+
+async def test_a_request_does_not_wait_for_a_producer_that_holds_its_rollout_no_longer(serve, monkeypatch) -> None:
+    """It was passed on to one that takes connections and answers nothing."""
+    monkeypatch.setattr("penstock.producers.endpoint.server.HOLDER_S", 0.05)
+    one = await serve(ScriptedEngine(script=tool_user(), token_s=600.0, max_model_len=4096), group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
+    full = replace(QUICK_PRODUCERS, groups_in_flight=1)
+    one.trainer.release(2, 2)
+    two = await serve(producer_id="b", beside=one, group_size=1, producers=full)
+    other = await two.client.open()  # it has no room for what it is to take over
+    asking = asyncio.create_task(asked_again(two, rollout, {"messages": ASKED}))
+    await until(lambda: one.engine.num_active == 1)
+    await take_for_dead(one)
+    await two.client.chat(other, ASKED)
+    await two.client.finish(other, 1.0)
+    await asking
+    assert len(two.engine.requests) == 2
+    await until(lambda: one.engine.num_active == 0)  # nobody waits for it any more
+
+
+async def test_no_answer_leaves_a_stopping_producer_that_its_successor_does_not_know(serve, monkeypatch) -> None:
+    """The producer stops between the answer's last token and its saving."""
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    await until(lambda: next(iter(one.producer.table)).has_progress)
+    save, reached, stopped = one.producer._progress.save_parts, asyncio.Event(), asyncio.Event()
+
+    async def late(claim: Claim, *, running: bool = True) -> float:
+        if not running:
+            reached.set()
+            await stopped.wait()
+        return await save(claim, running=running)
+
+    monkeypatch.setattr(one.producer._progress, "save_parts", late)
+    asking = asyncio.create_task(one.client.request("POST", path_of(rollout), {"messages": ASKED}))
+    await reached.wait()
+    await one.producer.endpoint.agents.close(append=True)
+    stopped.set()
+    status, body = await asking
+    assert (status, body["error"]["code"]) == (503, "rollout_moving")
+
+
+async def test_an_agent_does_not_wait_for_a_redis_that_is_slow(serve, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.producers.endpoint.agents.SAVE_S", 0.05)
+    one = await serve(group_size=1)
+    one.trainer.release(1, 1)
+
+    async def hangs(claim: Claim, *, running: bool = True) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    monkeypatch.setattr(one.producer._progress, "save_parts", hangs)
+    rollout = await one.client.open()
+    await one.client.converse(rollout)
+    await one.client.finish(rollout, 1.0)
+    assert len((await one.groups(1))[0].rollouts) == 1
+
+
+async def test_the_run_s_key_opens_every_producer(serve, monkeypatch) -> None:
+    """A request that is passed on carries the key that it came with, and no other."""
+    monkeypatch.setenv(KEY, "secret")
+    one = await serve(group_size=1, key="secret")
+    one.trainer.release(1, 1)
+    rollout = await one.client.open()
+    two = await serve(producer_id="b", beside=one, group_size=1, key="secret")
+    await until(lambda: one.url.encode() in (one.server.client.get(KEYS.producer("a")) or b""))
+    await asked_again(two, rollout, {"messages": ASKED})
+    assert len(one.engine.requests) == 1 and two.engine.requests == []
+    stranger = AgentClient(two.url, "guessed")
+    status, _ = await stranger.request("POST", path_of(rollout), {"messages": ASKED})
+    await stranger.close()
+    assert status == 401 and len(one.engine.requests) == 1
 
 
 def test_a_rollouts_id_says_where_it_is_from() -> None:

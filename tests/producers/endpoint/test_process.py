@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 ASKED = [{"role": "user", "content": "what is three plus four"}]
 
 
-def calls_running(server) -> float:
+def counted(server, metric: str) -> float:
     data = server.client.get(KEYS.producer("a"))
     with urllib.request.urlopen(f"http://127.0.0.1:{decode_heartbeat(data).metrics_port}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
-    (line,) = (line for line in lines if line.startswith("penstock_agent_calls_running{"))
+    (line,) = (line for line in lines if line.startswith(metric + "{"))
     return float(line.split()[-1])
 
 
@@ -58,7 +58,8 @@ async def test_a_signal_ends_a_producer_in_the_middle_of_an_agent_s_call(
     rollout = await client.open()
     path = f"/r/{rollout['id']}/v1/chat/completions"
     calling = asyncio.create_task(client.request("POST", path, {"messages": ASKED}))
-    await until(lambda: calls_running(server) == 1, 60)
+    await until(lambda: counted(server, "penstock_agent_calls_running") == 1, 60)
+    await until(lambda: counted(server, "penstock_progress_bytes_total") > 0, 60)  # it knows that others can go on
     process.send_signal(signal.SIGTERM)
     # Far less than the call would take.
     await until(lambda: process.poll() is not None, 60)

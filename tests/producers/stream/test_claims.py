@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from redis import exceptions
 
-from penstock.producers.stream.claims import Claims
+from penstock.producers.stream.claims import FREE_AT_ONCE_MS, Claims
 from penstock.producers.stream.connection import ProducerConnection
 from penstock.producers.stream.in_flight import Claim, InFlightTable
 from penstock.schemas.config import ProducersConfig
@@ -232,6 +232,33 @@ async def test_what_is_handed_back_reaches_others_at_once_with_its_attempts(stre
     assert indexes(claims) == [1, 2]
     assert {claim.attempt for claim in claims} == {3} and {claim.version for claim in claims} == {3}
     assert [claim.num_tries_lost for claim in claims] == [2, 3], "of the second, something was sampled"
+
+
+async def test_a_refresh_on_its_way_does_not_undo_a_hand_back(streams, monkeypatch) -> None:
+    """A conversation that can be gone on with is free at once, though its claim was just about to be refreshed."""
+    holder = await Holder(streams.connection).opened()
+    release(streams.client, 1)
+    (claim,) = await holder.claims.take()
+    claim.converses = claim.has_progress = True
+    refresh, on_its_way, sent, done = holder.claims._refresh, asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def late(by_stream: dict) -> None:
+        on_its_way.set()
+        await sent.wait()
+        await refresh(by_stream)
+        done.set()
+
+    monkeypatch.setattr(holder.claims, "_refresh", late)
+    keeping = asyncio.create_task(holder.claims.keep())
+    await on_its_way.wait()
+    handing_back = asyncio.create_task(holder.claims.hand_back())
+    await asyncio.wait({handing_back}, timeout=0.1)  # as far as it comes
+    sent.set()
+    await asyncio.gather(handing_back, done.wait())
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    rows = streams.client.xpending_range(KEYS.prompts, PRODUCERS_GROUP, "-", "+", 9, idle=FREE_AT_ONCE_MS // 2)
+    assert [row["message_id"] for row in rows] == [claim.entry_id] and len(holder.table) == 0
 
 
 async def test_handing_back_includes_claims_whose_reply_never_came(streams) -> None:

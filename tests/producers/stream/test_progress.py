@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
+from collections.abc import Hashable, Mapping
 
 import pytest
 from msgspec.structs import replace
+from redis.exceptions import ConnectionError
 
 from penstock.producers.rollout.episode import UNSCORED
 from penstock.producers.stream import progress as module
 from penstock.producers.stream.connection import ProducerConnection
-from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable
+from penstock.producers.stream.in_flight import Claim, Dead, InFlightTable, ProgressPart
 from penstock.producers.stream.progress import RolloutProgress
 from penstock.producers.stream.writer import Writer
 from penstock.schemas.config import ProducersConfig
@@ -58,14 +60,28 @@ class Desk:
         self.client = client
         self.metrics = metrics
         self.connection = connection
-        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, ProducersConfig(**settings), "i1", "a")
-        self.writer = Writer(connection, KEYS, self.table, metrics, "a", "i1")
+        self.instance = settings.pop("instance", "i1")
+        config = ProducersConfig(**settings)
+        self.progress = RolloutProgress(connection, KEYS, self.table, metrics, config, self.instance, "a")
+        self.writer = Writer(connection, KEYS, self.table, metrics, "a", self.instance)
 
     def claim(self, index: int, num_tokens: int | None = None, attempt: int = 1) -> Claim:
         claim = Claim(stream=KEYS.prompts, entry_id=b"%d-1" % index, index=index, version=0, attempt=attempt)
         if num_tokens is not None:
             claim.so_far = lambda: so_far(index, num_tokens)
         self.table.add(claim)
+        return claim
+
+    def talk(self, index: int, calls: dict[str, bytes]) -> Claim:
+        """A claim that converses; its calls by name, which may be changed."""
+        claim = self.claim(index)
+        claim.converses = True
+
+        def parts(kept: Mapping[str, Hashable], running: bool) -> list[ProgressPart]:
+            changed = [(name, data) for name, data in calls.items() if kept.get(name) != data]
+            return [ProgressPart(name, data, 1, lambda data=data: data) for name, data in changed]
+
+        claim.parts = parts
         return claim
 
     def saved(self) -> list[int]:
@@ -264,19 +280,24 @@ async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog
     await connection.close()
 
 
+@pytest.mark.parametrize("converse", [False, True])
 @pytest.mark.redis
 async def test_at_the_memory_limit_progress_is_the_first_to_go(
-    redis_server, connect, metrics, caplog, monkeypatch
+    redis_server, connect, metrics, caplog, monkeypatch, converse
 ) -> None:
     caplog.set_level(logging.WARNING)
     server = redis_server()
     one = Desk(connect(server), server.client, metrics)
-    one.claim(1, 5)
+
+    def claim(index: int) -> None:
+        one.talk(index, {"calls.0.0": b"said"}) if converse else one.claim(index, 5)
+
+    claim(1)
     await one.progress.save()
     assert one.saved() == [1]
     used = server.client.info("memory")["used_memory"]
     server.client.config_set("maxmemory", used - 1)
-    one.claim(2, 5)
+    claim(2)
     await one.progress.save()
     assert one.saved() == [] and one.failures("memory") == 1
     server.client.config_set("maxmemory", 0)
@@ -287,6 +308,78 @@ async def test_at_the_memory_limit_progress_is_the_first_to_go(
     assert one.saved() == [1, 2]
     (warning,) = caplog.messages
     assert warning.startswith("progress of rollouts is not kept: Redis is at its memory limit: ")
+
+
+async def test_a_conversation_in_redis_is_gone_on_with_though_redis_fails_once(desk, monkeypatch) -> None:
+    one, other = desk(), desk(instance="i2")
+    one.talk(1, {"calls.0.0": b"said"})
+    await one.progress.save()
+    read, errors = one.connection.commands.hgetall, [ConnectionError("reset"), TimeoutError()]
+
+    async def fails(key: str) -> object:
+        if errors:
+            raise errors.pop()
+        return await read(key)
+
+    monkeypatch.setattr(one.connection.commands, "hgetall", fails)
+    assert await other.progress.find_parts(other.claim(1, attempt=2)) == {"calls.0.0": b"said"}
+
+
+async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatch, caplog) -> None:
+    one, other = desk(), desk()
+    one.talk(1, {"calls.0.0": b"said", "calls.0.1": b"said"})
+    await one.progress.save()
+    monkeypatch.setattr(module, "LARGEST_PARTS", 7)
+    one.client.set(KEYS.progress(2), b"of a single turn")
+    claims = [other.claim(n, attempt=2) for n in (1, 2)]
+    assert [await other.progress.find_parts(claim) for claim in claims] == [{}, {}]
+    assert one.failures("record") == 2 and all(claim.has_progress for claim in claims)
+    assert "group 1 begins anew, its progress cannot be read: 8 bytes, expected at most 7" in caplog.text
+    assert "group 2 begins anew, its progress cannot be read: WRONGTYPE" in caplog.text
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["suspended", "cut off"])
+async def test_of_two_that_keep_one_conversation_the_last_to_begin_counts(desk, away) -> None:
+    """Whatever the first one does: it was suspended, or Redis was out of its reach, and it has the same id perhaps."""
+    one, other = desk(), desk(instance="i2")
+    calls = {"calls.0.0": b"said"}
+    first = one.talk(1, calls)
+    await one.progress.save()
+    assert await other.progress.find_parts(second := other.talk(1, {"calls.0.0": b"said", "calls.0.1": b"new"}))
+    await other.progress.save()
+    if away:
+        one.connection._outage.num_ended += 1
+    calls["calls.0.1"] = b"late"
+    await one.progress.save()
+    assert first.has_moved and not second.has_moved
+    await other.progress.find_moved()
+    assert not second.has_moved
+    found = await desk().progress.find_parts(desk().claim(1, attempt=2))
+    assert found == {"calls.0.0": b"said", "calls.0.1": b"new"}
+
+
+async def test_who_only_asks_finds_that_another_goes_on(desk) -> None:
+    one, other = desk(), desk(instance="i2")
+    claims = [one.talk(n, {"calls.0.0": b"said"}) for n in (1, 2)]
+    await one.progress.save()
+    other.talk(2, {"calls.0.0": b"said"})
+    await other.progress.save()
+    one.client.expire(KEYS.progress(1), 9)
+    await one.progress.find_moved()
+    assert one.client.ttl(KEYS.progress(1)) > 9  # agents may be silent for longer than it lives
+    assert [claim.has_moved for claim in claims] == [False, True]
+
+
+async def test_a_conversation_that_redis_has_lost_is_written_again_as_a_whole(desk) -> None:
+    """It was emptied between two calls, which no command has noticed."""
+    one, calls = desk(), {"calls.0.0": b"said"}
+    claim = one.talk(1, calls)
+    await one.progress.save()
+    one.client.flushall()
+    calls["calls.0.1"] = b"more"
+    await one.progress.save()
+    await one.progress.save()
+    assert await one.progress.find_parts(claim) == calls and not claim.has_moved
 
 
 async def test_appends_that_the_server_refuses_drop_the_progress_too(desk, monkeypatch) -> None:
