@@ -170,10 +170,10 @@ class RolloutProgress:
             key, prefix = self._keys.progress(claim.index), f"{self._instance}/"
             fields: dict[Any, Any] = {prefix + part.name: data for part, data in parts if data is not None}
             gone = [prefix + part.name for part, data in parts if data is None]
-            # An answer waits for this, mostly for one new call.
-            pipeline = self._connection.commands.pipeline(transaction=not kept.marks or bool(gone))
-            pipeline.hget(key, Field.INSTANCE)
-            if not kept.marks:
+            pipeline = self._connection.commands.pipeline(transaction=True)
+            if kept.marks:
+                pipeline.hget(key, Field.INSTANCE)
+            else:
                 pipeline.delete(key)
                 fields |= {Field.PRODUCER: self._producer_id, Field.INSTANCE: self._instance}
             if fields:
