@@ -39,12 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("vllm"):
-            # One worker shares its engines among the tests that ask for them, another starts whole runs.
-            is_shared = not {"vllm_engine", "shared_engine"}.isdisjoint(getattr(item, "fixturenames", ()))
-            item.add_marker(pytest.mark.xdist_group("engines" if is_shared else "runs"))
+            item.add_marker(pytest.mark.xdist_group(_group(set(getattr(item, "fixturenames", ())))))
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: install the extra cpu or gpu"))
     items.sort(key=_place)
+
+
+def _group(names: set[str]) -> str:
+    """One worker shares its engines among the tests that ask for them, one the runs of the demo, one starts others."""
+    if names & {"vllm_engine", "shared_engine"}:
+        return "engines"
+    return "demo" if names & {"live_run", "resumed_run"} else "runs"
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool, bool, bool]:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,10 +36,25 @@ def label_of(version: int) -> int:
     return FIRST_TOKEN + version % 50
 
 
-async def sample_throughout(engine: Any, stop: asyncio.Event, seed: int, longest: int = 480) -> list[Completion]:
-    """Completions of requests that come and go, of all lengths, until `stop`."""
+async def update_until_seen(
+    update: Callable[[], Awaitable[object]], completions: list[Completion], num_updates: int, stop: asyncio.Event
+) -> None:
+    """So many updates, and more until a completion was sampled by three versions: where the machine is busy, many end
+    between two updates."""
+    for number in range(20 * num_updates):
+        if number >= num_updates and any(len(each.version_spans) >= 3 for each in completions):
+            break
+        await asyncio.sleep(0.05 if number < num_updates else 0.0)
+        await update()
+    await asyncio.sleep(0.05)
+    stop.set()
+
+
+async def sample_throughout(
+    engine: Any, stop: asyncio.Event, seed: int, done: list[Completion], longest: int = 480
+) -> None:
+    """Requests that come and go, of all lengths, until `stop`; what they have sampled goes to `done`."""
     rng = random.Random(seed)
-    done: list[Completion] = []
 
     async def requests(name: int) -> None:
         number = 0
@@ -53,7 +68,6 @@ async def sample_throughout(engine: Any, stop: asyncio.Event, seed: int, longest
             done.extend(await engine.generate(prompt, sampling, num_siblings, f"{name}-{number}"))
 
     await asyncio.gather(*(requests(n) for n in range(8)))
-    return done
 
 
 def count_mislabelled(completions: Iterable[Completion]) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shared_engine import EngineHost, boot_shared
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, versions_of
+from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -29,16 +29,12 @@ async def test_no_token_is_mislabelled_by_an_engine_that_computes_a_step_ahead(
     async def update() -> None:
         await follower._load(host.announce(lambda version: telling(base, label_of(version))))
 
-    async def update_all_along() -> None:
-        for _ in range(NUM_UPDATES):
-            await asyncio.sleep(0.05)
-            await update()
-        stop.set()
-
+    completions: list = []
     try:
         await update()
-        completions, _ = await asyncio.gather(
-            sample_throughout(shared.engine, stop, 0, longest=160), update_all_along()
+        await asyncio.gather(
+            sample_throughout(shared.engine, stop, 0, completions, longest=160),
+            update_until_seen(update, completions, NUM_UPDATES, stop),
         )
     finally:
         host.close()

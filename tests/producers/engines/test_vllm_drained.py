@@ -37,10 +37,14 @@ async def test_a_drained_update_waits_for_what_is_in_flight_and_clears_the_cache
     engine = drained_engine
     old, new = make_qwen3(tied=False, seed=0), make_qwen3(tied=False, seed=1)
     sampling = SamplingSettings(max_tokens=LENGTH)
-    before = asyncio.create_task(engine.generate(PROMPT, sampling, 4, "before"))
     requests = engine._llm.output_processor.request_states
-    while [state.is_prefilling for state in requests.values()] != [False] * 4:  # noqa: ASYNC110 - vLLM has no event
-        await asyncio.sleep(0.001)
+    for attempt in range(20):  # on a busy machine it may have ended before it is seen under way
+        before = asyncio.create_task(engine.generate(PROMPT, sampling, 4, f"before-{attempt}"))
+        # vLLM has no event.
+        while not before.done() and [state.is_prefilling for state in requests.values()] != [False] * 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if not before.done():
+            break
     assert not before.done(), "nothing is in flight when the update comes"
     loading = asyncio.create_task(engine.load_weights(*write_policy(parameters(new), 1, tmp_path)))
     await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from penstock.schemas.policy import TensorSpec, WeightManifest
 from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import RolloutGroup, SamplingSettings, unpack_floats, unpack_ids
 from shared_engine import qwen3, run_config
-from telling_weights import count_mislabelled, label_of, sample_throughout, versions_of
+from telling_weights import count_mislabelled, label_of, sample_throughout, update_until_seen, versions_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -153,14 +153,13 @@ async def test_no_token_is_mislabelled_while_adapters_come_in_flight(adapted: Ad
     stop = asyncio.Event()
     await adapted.load(adapted.telling(label_of(len(adapted.files))))
 
-    async def update_all_along() -> None:
-        for _ in range(NUM_UPDATES):
-            await asyncio.sleep(0.05)
-            await adapted.load(adapted.telling(label_of(len(adapted.files))))
-        await asyncio.sleep(0.05)
-        stop.set()
-
-    completions, _ = await asyncio.gather(sample_throughout(adapted.engine, stop, 0, longest=160), update_all_along())
+    completions: list = []
+    await asyncio.gather(
+        sample_throughout(adapted.engine, stop, 0, completions, longest=160),
+        update_until_seen(
+            lambda: adapted.load(adapted.telling(label_of(len(adapted.files)))), completions, NUM_UPDATES, stop
+        ),
+    )
     assert max(len(each.version_spans) for each in completions) >= 3, "no completion saw several updates"
     num_tokens, num_wrong = count_mislabelled(completions)
     print(f"{num_tokens} tokens")

@@ -92,7 +92,7 @@ def test_no_process_of_an_engine_outlives_a_killed_parent(parents, tmp_path, mom
     finally:
         parent.kill()
     try:
-        wait_for(lambda: not family(mark), timeout_s=5)
+        wait_for(lambda: not family(mark), timeout_s=60)
     finally:
         for process in family(mark):
             process.kill()

@@ -20,7 +20,7 @@ from penstock.schemas.prompt import Prompt
 from penstock.schemas.rollout import SamplingSettings, unpack_floats, unpack_ids
 from scripted_engine import ScriptedEngine
 from shared_engine import PROMPT, EngineHost, boot_shared, run_config
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, versions_of
+from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -104,15 +104,12 @@ async def test_no_token_is_mislabelled_while_both_ranks_load_from_a_copy_that_ot
     async def update(one) -> None:
         await one._load(host.announce(lambda version: telling(base, label_of(version))))
 
-    async def update_all_along() -> None:
-        for _ in range(NUM_UPDATES):
-            await asyncio.sleep(0.05)
-            await asyncio.gather(update(follower), update(beside))
-        stop.set()
-
+    completions: list = []
     await update(follower)
-    sampling = sample_throughout(parallel_engine.engine, stop, 0, longest=160)
-    completions, _ = await asyncio.gather(sampling, update_all_along())
+    await asyncio.gather(
+        sample_throughout(parallel_engine.engine, stop, 0, completions, longest=160),
+        update_until_seen(lambda: asyncio.gather(update(follower), update(beside)), completions, NUM_UPDATES, stop),
+    )
     host.close()
     assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
     assert len(versions_of(completions)) > NUM_UPDATES / 2

@@ -3,32 +3,24 @@ copy that is patched while they load."""
 
 import asyncio
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from shared_engine import EngineHost
-from telling_weights import count_mislabelled, label_of, sample_throughout, telling, versions_of
+from telling_weights import count_mislabelled, label_of, sample_throughout, telling, update_until_seen, versions_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_UPDATES = 16
 
 
-async def update_all_along(host, follower, base, stop: asyncio.Event):
-    for _ in range(NUM_UPDATES):
-        await asyncio.sleep(0.05)
-        version = await load_telling(host, follower, base)
-        assert follower._engine.policy_version >= version
-    await asyncio.sleep(0.05)
-    stop.set()
-
-
-async def load_telling(host, follower, base) -> int:
+async def load_telling(host, follower, base) -> None:
     """Announces the next version, whose greedy token names its number, and has it or a newer one loaded."""
     manifest = host.announce(lambda version: telling(base, label_of(version)))
     await follower._load(manifest)
-    return manifest.version
+    assert follower._engine.policy_version >= manifest.version
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -39,13 +31,13 @@ async def test_no_token_is_mislabelled_on_two_engines_of_one_host_updated_while_
     followers = [host.follower(shared.engine) for shared in engines]
     for follower in followers:
         await load_telling(host, follower, base)
-    stops = [asyncio.Event() for _ in engines]
-    sampling = [
-        sample_throughout(shared.engine, stop, seed)
-        for seed, (shared, stop) in enumerate(zip(engines, stops, strict=True))
-    ]
-    updating = [update_all_along(host, each, base, stop) for each, stop in zip(followers, stops, strict=True)]
-    *sampled, _, _ = await asyncio.gather(*sampling, *updating)
+    sampled: tuple[list, list] = [], []
+    work = []
+    for seed, (shared, follower, done) in enumerate(zip(engines, followers, sampled, strict=True)):
+        stop, update = asyncio.Event(), partial(load_telling, host, follower, base)
+        work.append(sample_throughout(shared.engine, stop, seed, done))
+        work.append(update_until_seen(update, done, NUM_UPDATES, stop))
+    await asyncio.gather(*work)
     host.close()
     for completions in sampled:
         assert max(len(c.version_spans) for c in completions) >= 3, "no completion saw several updates"
