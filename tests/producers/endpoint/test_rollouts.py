@@ -277,10 +277,10 @@ async def test_an_agent_whose_tool_takes_long_keeps_its_rollout_by_asking_for_th
     one.trainer.release(1, 1)
     asking, silent = await one.client.open(), await one.client.open()
     for rollout in (asking, silent):
-        agents_of(one)._open[rollout["id"]].last_seen -= 299.0
+        agents_of(one)._open[rollout["id"]].last_seen -= 200.0
     async with openai.AsyncOpenAI(base_url=asking["base_url"], api_key="none") as client:
         await client.models.list()
-    agents_of(one)._end_overdue(time.monotonic() + 2.0)
+    agents_of(one)._end_overdue(time.monotonic() + 150.0)
     assert list(agents_of(one)._open) == [asking["id"]]
 
 
