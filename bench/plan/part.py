@@ -30,7 +30,8 @@ _FINGERPRINT = EngineFingerprint(
 
 
 class PartPace(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of n sequences takes `base_s + n * sequence_s`; lengths are log-normal; `update_s` is a batch's."""
+    """A step of n sequences takes `base_s + n * sequence_s`; lengths are log-normal; an update of n sampled tokens
+    takes `update_s + n * token_s`."""
 
     base_s: float
     sequence_s: float
@@ -38,6 +39,7 @@ class PartPace(msgspec.Struct, frozen=True, kw_only=True):
     sigma: float
     pause_s: float
     update_s: float
+    token_s: float = 0.0
 
 
 class Tossed(Arithmetic):
@@ -134,8 +136,8 @@ class PacedEngine:
                 self._running = [each for each in self._running if each.left]
 
 
-def draw_out(update_s: float) -> None:
-    """Makes every step of the trainer take so long, unless it takes longer by itself."""
+def draw_out(pace: PartPace) -> None:
+    """Makes every step of the trainer take its time, unless it takes longer by itself."""
     from penstock.consumers.learning.batch import Batch
     from penstock.consumers.learning.learner import Learner
     from penstock.consumers.learning.step_report import StepReport
@@ -143,9 +145,10 @@ def draw_out(update_s: float) -> None:
     step = Learner.step
 
     def drawn_out(self: Learner, batch: Batch) -> StepReport:
-        end_s = time.monotonic() + update_s
+        began_s = time.monotonic()
         report = step(self, batch)
-        time.sleep(max(0.0, end_s - time.monotonic()))
+        takes_s = pace.update_s + pace.token_s * sum(report.lag_histogram.values())
+        time.sleep(max(0.0, began_s + takes_s - time.monotonic()))
         return report
 
     Learner.step = drawn_out  # type: ignore[method-assign, unused-ignore]
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command[0] == "trainer":
         from penstock.deploy.cli import main as penstock
 
-        draw_out(pace.update_s)
+        draw_out(pace)
         return penstock(command)
     from penstock.producers.__main__ import main as produce
 

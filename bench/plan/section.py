@@ -1,7 +1,8 @@
 """The plan section: runs in real time, each planned from its own record, and each from the record of another one."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,23 +37,36 @@ SHARED = (
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults take about seven minutes, most of them asleep."""
+    """The defaults take about a quarter of an hour, most of it asleep."""
 
     num_updates: int = 40
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """overrides: of the run file. median: of the lengths of its completions."""
+
     producers: int
     max_lag: int
     overrides: tuple[str, ...] = ()
+    median: float = PACE.median
 
 
-SCENARIOS = {
+PRODUCERS = {
     "one producer": Scenario(producers=1, max_lag=2),
     "three producers": Scenario(producers=3, max_lag=2),
     "one producer, max_lag = 6": Scenario(producers=1, max_lag=6),
     "three producers, max_lag = 0": Scenario(producers=3, max_lag=0),
 }
+"""They are the limit of the first run."""
+TRAINER = {
+    "slow trainer": Scenario(producers=2, max_lag=2),
+    "slow trainer, max_lag = 5": Scenario(producers=2, max_lag=5),
+    "slow trainer, four producers, max_lag = 1": Scenario(producers=4, max_lag=1),
+    "slow trainer, completions twice as long": Scenario(producers=2, max_lag=2, median=2 * PACE.median),
+    "slow trainer, half as large batches": Scenario(producers=2, max_lag=2, overrides=("groups_per_batch=4",)),
+}
+"""It is that of the first run."""
+SLOW_TRAINER = msgspec.structs.replace(PACE, update_s=0.6, token_s=0.001)
 
 
 class _Quiet(View):
@@ -66,28 +80,27 @@ class _Quiet(View):
         """There is no frame."""
 
 
-def measure_plans(bench: Bench) -> list[Figure | Breakdown]:
+def measure_plans(scenarios: Mapping[str, Scenario], pace: PartPace, bench: Bench) -> list[Figure | Breakdown]:
     """Each scenario in real time; then planned from its own record, and from that of the first one."""
     model, runs = bench.folder / "model", bench.folder / "runs"
     make_model(model, train=False)
-    configs = {}
-    for n, (name, scenario) in enumerate(SCENARIOS.items()):
-        print(f"  {name} ...", flush=True)
-        own = (f"producers.count={scenario.producers}", f"max_lag={scenario.max_lag}", *scenario.overrides)
-        sizes = (f"name=plan-{n}", f'model.path="{model}"', f"num_updates={bench.settings.num_updates}")
-        configs[name] = load_config(bench.run_file, [*SHARED, *sizes, *own])
-        run_paced(configs[name], runs)
     figures: list[Figure | Breakdown] = []
-    first = next(iter(configs.values()))
-    for name, config in configs.items():
-        figures += plan_figures(f"{name}, by its own record", plan(config.folder(runs)))
-        if config is not first:
-            changed = [f"max_lag={config.max_lag}"]
-            found = plan(first.folder(runs), producers=config.producers.count, set=changed)
-            recorded = plan(config.folder(runs)).recorded
-            figures += plan_figures(
-                f"{name}, by the record of {next(iter(configs))}", msgspec.structs.replace(found, recorded=recorded)
-            )
+    first: RunConfig | None = None
+    for n, (name, scenario) in enumerate(scenarios.items()):
+        print(f"  {name} ...", flush=True)
+        changed = (f"max_lag={scenario.max_lag}", *scenario.overrides)
+        sizes = (f"name=plan-{n}", f'model.path="{model}"', f"num_updates={bench.settings.num_updates}")
+        config = load_config(bench.run_file, [*SHARED, *sizes, f"producers.count={scenario.producers}", *changed])
+        run_paced(config, msgspec.structs.replace(pace, median=scenario.median), runs)
+        own = plan(config.folder(runs))
+        figures += plan_figures(f"{name}, by its own record", own)
+        if first is None:
+            first, first_name = config, name
+            continue
+        lengths = None if scenario.median == pace.median else f"log-normal:{scenario.median:g}:{pace.sigma:g}"
+        found = plan(first.folder(runs), producers=scenario.producers, lengths=lengths, set=changed)
+        found = msgspec.structs.replace(found, recorded=own.recorded)
+        figures += plan_figures(f"{name}, by the record of {first_name}", found)
     return figures
 
 
@@ -113,13 +126,13 @@ def plan_figures(what: str, found: Plan) -> Sequence[Figure]:
     return figures
 
 
-def run_paced(config: RunConfig, runs: Path) -> None:
-    """Runs `config` to its end at `PACE`. Raises PartDied, ServerError, ConfigError as the launcher does."""
+def run_paced(config: RunConfig, pace: PartPace, runs: Path) -> None:
+    """Runs `config` to its end at `pace`. Raises PartDied, ServerError, ConfigError as the launcher does."""
 
     def command_for(part: str, config: RunConfig, runs: Path, resume: bool) -> Sequence[str]:
         command = part_command(part, config, runs, resume)
         arguments = command[command.index("penstock.deploy.cli") + 1 :]
-        return [sys.executable, "-m", "bench.plan.part", msgspec.json.encode(PACE).decode(), *arguments]
+        return [sys.executable, "-m", "bench.plan.part", msgspec.json.encode(pace).decode(), *arguments]
 
     with RunFolder(config, runs, resume=False) as folder:
         folder.save(config)
@@ -131,4 +144,10 @@ def run_paced(config: RunConfig, runs: Path) -> None:
                 raise KeyboardInterrupt
 
 
-PLAN = BenchSection("plan", {"plans": measure_plans}, PlanSettings(), PlanSettings(num_updates=6), uses_run_file=True)
+PLAN = BenchSection(
+    "plan",
+    {"producers": partial(measure_plans, PRODUCERS, PACE), "trainer": partial(measure_plans, TRAINER, SLOW_TRAINER)},
+    PlanSettings(),
+    PlanSettings(num_updates=6),
+    uses_run_file=True,
+)

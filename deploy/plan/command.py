@@ -18,6 +18,7 @@ _NUMBERS = {
     "--tokens-per-s": (float, "X", "sampled by one producer with all its seats taken"),
     "--alone-per-s": (float, "X", "sampled by one producer with a single sequence (default: 4 times a seat's share)"),
     "--trainer-tokens-per-s": (float, "X", "sampled tokens of a batch by the seconds that its update takes"),
+    "--update-s": (float, "S", "of an update beside that, whatever its batch has (default: 0)"),
     "--weights-s": (float, "S", "from the end of an update until engines sample with its policy (default: 1)"),
     "--flat": (float, "SHARE", "of tasks whose rewards do not differ (default: 0)"),
 }
@@ -43,15 +44,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN.toml|RUN",
-        help="a run file, or a run with record = true (its name or folder): its pace, and what it came to beside it",
+        help="a run file, or a run that has been (its name or folder): its pace, and what it came to beside it",
     )
     for option, (kind, metavar, help) in _NUMBERS.items():
         parser.add_argument(option, type=kind, metavar=metavar, help=help)
     parser.add_argument(
         "--lengths",
         metavar="FILE|NAME",
-        help="of completions: a file with a number of tokens a line, a distribution such as log-normal:800:1.2, or a "
-        "recorded run",
+        help="of completions: a file with a number of tokens a line or row (.parquet), a distribution such as "
+        "log-normal:800:1.2, or a run",
     )
     add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for a machine")
@@ -76,11 +77,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _print(found: "Plan") -> None:
     console, pace = standard_output(), found.pace
-    weights_s = pace["announce_s"] + pace["load_s"]
+    weights_s, rate, update_s = pace["announce_s"] + pace["load_s"], pace["trainer_tokens_per_s"], pace["update_s"]
+    takes = ([f"{rate:,.0f} tokens/s"] if rate else []) + ([f"{update_s:.2g} s an update"] if update_s else [])
     console.print(
         f"{found.name}: {found.num_producers} x {pace['tokens_per_s']:,.0f} tokens/s with all {pace['seats']:,.0f} "
-        f"seats taken, {pace['alone_per_s']:,.0f} with one; the trainer takes {pace['trainer_tokens_per_s']:,.0f} "
-        f"tokens/s; a policy is in the engines after {weights_s:.2g} s"
+        f"seats taken, {pace['alone_per_s']:,.0f} with one; the trainer takes {' and '.join(takes)}; a policy is in "
+        f"the engines after {weights_s:.2g} s"
     )
     console.print(_table(found))
     console.print(f"lag of {found.planned['num_updates']:,} planned updates' tokens, in optimizer steps")

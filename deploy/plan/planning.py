@@ -10,17 +10,15 @@ import msgspec
 
 from penstock.deploy.launch.command_line import DEFAULT_RUNS, find_run_file, shipped_run_files
 from penstock.deploy.launch.run_folder import RUN_FILE, find_run_folder
-from penstock.deploy.plan.producer import EngineSpeed, seats
+from penstock.deploy.plan.producer import ALONE, EngineSpeed, seats
 from penstock.deploy.plan.recorded import PacedRun, read_run
 from penstock.deploy.plan.simulation import Course, RunPace, Simulation
-from penstock.deploy.plan.workload import Lengths, lengths_of, of_groups
+from penstock.deploy.plan.workload import Lengths, lengths_of
 from penstock.deploy.watch.flow import waited_for
 from penstock.schemas.config import ConfigError, Overrides, RunConfig, load_config
 
 MOST_UPDATES = 200
 """Simulated at most; rates and shares change little after."""
-ALONE = 4.0
-"""A sequence that has an engine for itself is taken to be so many times as fast as with all seats taken."""
 WEIGHTS_S = 1.0
 _ABOVE_ZERO = ("tokens-per-s", "alone-per-s", "trainer-tokens-per-s")
 
@@ -28,13 +26,14 @@ _ABOVE_ZERO = ("tokens-per-s", "alone-per-s", "trainer-tokens-per-s")
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is planned, by the name of a figure (`figures_of`).
 
-    pace: by the names of `plan`'s arguments; the seats of one producer, and the parts of `weights_s`.
+    pace: by the names of `plan`'s arguments; the seats of one producer, and the parts of `weights_s`. The trainer's
+        rate is None where an update takes the same time whatever its batch has.
     recorded: of the run whose pace it has. as_recorded: of that run in simulated time, where other things are planned.
     """
 
     name: str
     num_producers: int
-    pace: dict[str, float]
+    pace: dict[str, Any]
     planned: dict[str, Any]
     recorded: dict[str, Any] | None = None
     as_recorded: dict[str, Any] | None = None
@@ -48,6 +47,7 @@ def plan(
     alone_per_s: float | None = None,
     lengths: str | Path | None = None,
     trainer_tokens_per_s: float | None = None,
+    update_s: float | None = None,
     weights_s: float | None = None,
     flat: float | None = None,
     set: Overrides = (),
@@ -55,15 +55,16 @@ def plan(
 ) -> Plan:
     """A run in simulated time, by the rules of the real one: release, credit, claims, lag, staleness, batches.
 
-    run: a run file, the name of a shipped one, or a run with `record = true`, which says how fast everything is and
-        how long completions are, as far as the arguments do not.
+    run: a run file, the name of a shipped one, or a run, which says how fast everything is and how long completions
+        are, as far as the arguments do not: by its record of rollouts, or with less detail by its logs.
     producers: how many; by default those of the run file, or of the recorded run.
     tokens_per_s: sampled by one producer with all its seats taken; a seat is for one sequence, and there are
         `engine.max_num_seqs` of them or as many as `producers.groups_in_flight` groups have, if these are fewer.
     alone_per_s: by one whose engine has a single sequence. By default 4 times what a seat has where all are taken.
-    lengths: a file with a number of tokens, or an array of those of siblings, a line; a distribution as
-        `log-normal:800:1.2`; or a recorded run.
+    lengths: a file with a number of tokens, or an array of those of siblings, a line or a row (`.parquet`); a
+        distribution as `log-normal:800:1.2`; or a run.
     trainer_tokens_per_s: sampled tokens of a batch by the seconds that its update takes.
+    update_s: seconds of an update beside those, whatever its batch has; by default 0 where the rate is given.
     weights_s: from the end of an update until engines sample with its policy; by default 1.
     flat: share of tasks whose rewards do not differ.
     set: fields of the run file to change.
@@ -74,11 +75,14 @@ def plan(
     """
     runs = Path(runs)
     found = _recorded(run, runs)
+    if found is not None and (parts := -(-found.course.num_updates // MOST_UPDATES)) > 1:
+        found = found.thinned(parts)
     config = load_config(find_run_folder(str(run), runs) / RUN_FILE if found else find_run_file(Path(run)), set)
     numbers = {
         "tokens-per-s": tokens_per_s,
         "alone-per-s": alone_per_s,
         "trainer-tokens-per-s": trainer_tokens_per_s,
+        "update-s": update_s,
         "weights-s": weights_s,
         "flat": flat,
     }
@@ -87,17 +91,19 @@ def plan(
     if lengths is not None:
         draw = _lengths(str(lengths), runs)
     elif found is not None:
-        draw = of_groups(found.groups)
+        draw = found.lengths
     else:
         raise ConfigError(f"--lengths is not given: expected it with {run}, which has no record of completions")
     num_producers = producers or (found.num_producers if found else config.producers.count)
     num_updates = min(MOST_UPDATES, found.course.num_updates if found else config.num_updates)
+    if found is not None and num_producers != found.num_producers:
+        pace = msgspec.structs.replace(pace, joins_s=())
     planned = Simulation(config, num_producers, pace, draw, num_updates).run()
     recorded = as_recorded = None
     if found is not None:
         recorded = figures_of(found.course, found.config)
         if (config, num_producers, pace) != (found.config, found.num_producers, found.pace) or lengths is not None:
-            own = Simulation(found.config, found.num_producers, found.pace, of_groups(found.groups), num_updates)
+            own = Simulation(found.config, found.num_producers, found.pace, found.lengths, num_updates)
             as_recorded = figures_of(own.run(), found.config)
     return Plan(
         name=config.name,
@@ -142,13 +148,15 @@ def figures_of(course: Course, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _shown(pace: RunPace, num_seats: int) -> dict[str, float]:
-    names = ("trainer_tokens_per_s", "announce_s", "load_s", "pause_s", "flat")
+def _shown(pace: RunPace, num_seats: int) -> dict[str, Any]:
     speed = pace.speed.tokens_per_s
-    own: dict[str, float] = {
-        "seats": num_seats, "tokens_per_s": num_seats * speed(num_seats), "alone_per_s": speed(1)
-    }  # fmt: skip
-    return own | {name: getattr(pace, name) for name in names}
+    own = {
+        "seats": num_seats,
+        "tokens_per_s": num_seats * speed(num_seats),
+        "alone_per_s": speed(1),
+        "trainer_tokens_per_s": 1 / pace.token_s if pace.token_s else None,
+    }
+    return own | {name: getattr(pace, name) for name in ("update_s", "announce_s", "load_s", "pause_s", "flat")}
 
 
 def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
@@ -166,7 +174,7 @@ def _recorded(run: str | Path, runs: Path) -> PacedRun | None:
 
 def _lengths(given: str, runs: Path) -> Lengths:
     if not Path(given).is_file() and (Path(given).is_dir() or (runs / given).is_dir()):
-        return of_groups(read_run(find_run_folder(given, runs)).groups)
+        return read_run(find_run_folder(given, runs)).lengths
     return lengths_of(given)
 
 
@@ -189,9 +197,11 @@ def _pace(config: RunConfig, found: PacedRun | None, numbers: Mapping[str, float
         raise ConfigError(f"{', '.join(missing)}: missing; a run file does not say how fast the parts of a run are")
     full, alone = given.pop("tokens_per_s", None), given.pop("alone_per_s", None)
     fields: dict[str, Any] = given
+    if (rate := given.pop("trainer_tokens_per_s", None)) is not None:
+        fields = {"update_s": 0.0, "token_s": 1 / rate} | given
     if full or alone:
         fields["speed"] = _speed(seats(config), full, alone, found)
-    if (weights_s := given.pop("weights_s", None if found else WEIGHTS_S)) is not None:
+    if (weights_s := fields.pop("weights_s", None if found else WEIGHTS_S)) is not None:
         fields |= {"announce_s": 0.0, "load_s": weights_s}
     return RunPace(**fields) if found is None else msgspec.structs.replace(found.pace, **fields)
 

@@ -15,8 +15,10 @@ from penstock.producers.weights.follower import steps_between
 from penstock.schemas.config import RunConfig
 from penstock.schemas.rollout import VersionSpan
 
+ALONE = 4.0
+"""A sequence that has an engine for itself is taken to be so many times as fast as with all seats taken."""
 _ROUNDING = 1e-6
-"""Tokens."""
+"""Tokens, and parts of a `SpeedCourse`."""
 
 
 class Clock:
@@ -51,9 +53,24 @@ class EngineSpeed(NamedTuple):
         each_s = (seats / tokens_per_s - 1 / alone_per_s) / (seats - 1) if seats > 1 else 0.0
         return cls(1 / alone_per_s - each_s, each_s)
 
-    def tokens_per_s(self, num_sequences: int) -> float:
+    def tokens_per_s(self, num_sequences: float) -> float:
         """Of each sequence."""
         return 1 / (self.base_s + num_sequences * self.sequence_s)
+
+
+class SpeedCourse(NamedTuple):
+    """The factors of an engine's speed, each for so many seconds, over and over again."""
+
+    factors: tuple[float, ...]
+    each_s: float
+
+    def at(self, time_s: float) -> tuple[float, float]:
+        """The factor, and how long it still lasts."""
+        place = int(time_s / self.each_s + _ROUNDING)
+        return self.factors[place % len(self.factors)], (place + 1) * self.each_s - time_s
+
+
+STEADY = SpeedCourse((1.0,), math.inf)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +86,21 @@ class EngineJob:
 class SimulatedEngine:
     """Samples every sequence that has a seat at the same speed; the others wait in line.
 
-    served: the tokens of a sequence that would have had a seat from the start.
+    course: of its speed. served: the tokens of a sequence that would have had a seat from the start.
     """
 
-    def __init__(self, clock: Clock, speed: EngineSpeed, seats: int, done: Callable[[EngineJob], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        speed: EngineSpeed,
+        seats: int,
+        done: Callable[[EngineJob], None],
+        course: SpeedCourse = STEADY,
+    ) -> None:
         self._clock = clock
         self._speed = speed
+        self._course = course
+        self._factor = 1.0
         self._seats = seats
         self._done = done
         self._served = 0.0
@@ -144,10 +170,10 @@ class SimulatedEngine:
         if self.is_paused:
             self.paused_s += passed_s
         elif self._running:
-            self._served += passed_s * self._speed.tokens_per_s(len(self._running))
+            self._served += passed_s * self._factor * self._speed.tokens_per_s(len(self._running))
 
     def _plan(self) -> None:
-        """Gives seats, and sets the alarm for the sequence that ends next."""
+        """Gives seats, and sets the alarm for the sequence that ends next, or for the next change of the speed."""
         while self._waiting and len(self._running) < self._seats and not self.is_paused:
             job, sibling = self._waiting.popleft()
             end = self._served + job.lengths[sibling]
@@ -156,8 +182,9 @@ class SimulatedEngine:
         if self._running and not self.is_paused:
             left = self._running[0][0] - self._served
             turn = self._turn
-            delay_s = left / self._speed.tokens_per_s(len(self._running))
-            self._clock.after(max(0.0, delay_s), lambda: self._end(turn))
+            self._factor, lasts_s = self._course.at(self._clock.now_s)
+            delay_s = left / (self._factor * self._speed.tokens_per_s(len(self._running)))
+            self._clock.after(min(max(0.0, delay_s), lasts_s), lambda: self._end(turn))
 
     def _end(self, turn: int) -> None:
         if turn != self._turn:
@@ -189,6 +216,7 @@ class SimulatedEngine:
 class SimulatedProducer:
     """Claims, waits for weights as `penstock.producers.loop.Producer` does, samples, and hands finished jobs on.
 
+    speed, course: of its engine.
     draw: the lengths of the siblings of a claim. finish: takes a job that is sampled, or given up for its deadline.
     wake: called after a load, when it may claim again.
     """
@@ -198,16 +226,15 @@ class SimulatedProducer:
         clock: Clock,
         config: RunConfig,
         speed: EngineSpeed,
-        start_s: float,
         load_s: float,
         pause_s: float,
         draw: Callable[[Claim], Sequence[int]],
         finish: Callable[["SimulatedProducer", EngineJob], None],
         wake: Callable[[], None],
+        course: SpeedCourse,
     ) -> None:
         self._clock = clock
         self._config = config
-        self._start_s = start_s
         self._load_s, self._pause_s = max(load_s, pause_s), pause_s
         self._draw = draw
         self._finish = finish
@@ -217,7 +244,7 @@ class SimulatedProducer:
             group_size=config.group_size,
             num_samples=max(how.num_samples or 1 for how in config.held_out.values()),
         )
-        self.engine = SimulatedEngine(clock, speed, seats(config), self._sampled)
+        self.engine = SimulatedEngine(clock, speed, seats(config), self._sampled, course)
         self.newest = 0
         self._loading: int | None = None
         self._early: list[Claim] = []
@@ -236,6 +263,11 @@ class SimulatedProducer:
         self._start()
         return bool(claims)
 
+    def join(self, version: int) -> None:
+        """Begins late, with the newest policy."""
+        self.newest = version
+        self.engine.load(version)
+
     def announce(self, version: int) -> None:
         """Takes note of a policy, and loads the newest."""
         self.newest = version
@@ -250,7 +282,7 @@ class SimulatedProducer:
                 self._early.append(claim)
                 continue
             job = EngineJob(claim, self._draw(claim))
-            self._clock.after(self._start_s, partial(self.engine.add, job))
+            self.engine.add(job)
             self._clock.after(self._config.producers.generation_deadline_s, partial(self._overdue, job))
 
     def _fetch(self) -> None:

@@ -1,153 +1,304 @@
 """The pace and the course of a run that has been, from its record of rollouts and its telemetry."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, dropwhile, pairwise
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from penstock.deploy.plan.producer import EngineSpeed
+from penstock.consumers.stream.reader import group_versions
+from penstock.deploy.plan.producer import ALONE, STEADY, EngineSpeed, SpeedCourse, seats
 from penstock.deploy.plan.simulation import Course, RunPace
-from penstock.deploy.report.telemetry import Rate, RunTelemetry, Update, WeightsLoaded, read_telemetry
+from penstock.deploy.plan.workload import Lengths, of_buckets, of_groups
+from penstock.deploy.report.telemetry import (
+    ProducerEvent,
+    Rate,
+    RunTelemetry,
+    Started,
+    Update,
+    WeightsLoaded,
+    read_telemetry,
+)
 from penstock.schemas.config import ConfigError, RunConfig
+from penstock.schemas.metrics import LENGTH_BUCKETS
 from penstock.schemas.policy import split_version
-from penstock.schemas.record import RecordReadError
+from penstock.schemas.record import FOLDER, RecordReadError
 from penstock.schemas.record_reader import Record
 from penstock.schemas.rollout import RecordError, Timings
 
-FEWEST_UPDATES = 3
+FEWEST_PAIRS = 2
+_BEYOND = 2 * int(LENGTH_BUCKETS[-1])
+SHORTEST_STRETCH_S = 1.0
+"""Of an engine's speed."""
+_FEW = 0.1
+_ROUNDING = 1e-9
+_DRAWS = 200
+_BEYOND_CHANCE = 10.0
+"""A value of F with one degree of freedom that chance exceeds once in some hundred times."""
 
 
 class _Sampled(NamedTuple):
-    """One recorded group. lengths: of its siblings."""
+    """One recorded group, and the lengths of its siblings. began_s: when it was claimed, or when the weights that
+    sampled its first token were loaded, if that was later: it has waited for them."""
 
     producer_id: str
     timings: Timings
+    began_s: float
     lengths: tuple[int, ...]
     is_flat: bool
 
     @property
     def seconds(self) -> float:
-        """From its claim to its last token."""
-        return max(1e-6, self.timings.generated_s - self.timings.claimed_s)
+        """From `began_s` to its last token."""
+        return max(1e-6, self.timings.generated_s - self.began_s)
 
 
 class PacedRun(NamedTuple):
-    """groups: the lengths of siblings, by group."""
-
     config: RunConfig
     num_producers: int
     pace: RunPace
-    groups: tuple[tuple[int, ...], ...]
+    lengths: Lengths
     course: Course
+
+    def thinned(self, parts: int) -> "PacedRun":
+        """With the pace of every so-manieth update, as if it had been as much shorter."""
+        factors, joins_s = self.pace.update_factors[::parts], tuple(at_s / parts for at_s in self.pace.joins_s)
+        return self._replace(pace=msgspec.structs.replace(self.pace, update_factors=factors, joins_s=joins_s))
 
 
 def read_run(folder: Path) -> PacedRun:
-    """What the folder of a run says of its pace and its course.
+    """What the folder of a run says of its pace and its course: by its record of rollouts, if it has one, or by its
+    telemetry alone.
 
     Raises:
-        ConfigError: no run file or record that can be read, or too few updates.
+        ConfigError: no run file, a record that cannot be read, or too little of the rest.
         TelemetryError: a malformed line.
     """
     telemetry = read_telemetry(folder)
     try:
-        sampled = list(_sampled(Record(folder)))
+        sampled = list(_sampled(Record(folder), telemetry)) if (folder / FOLDER).is_dir() else []
     except (RecordReadError, RecordError) as error:
         raise ConfigError(str(error)) from None
-    config, update_s = telemetry.config, _update_s(telemetry)
-    if config is None or not sampled or len(telemetry.updates) < FEWEST_UPDATES or not any(update_s):
+    config, pairs, buckets = telemetry.config, _pairs(telemetry), _buckets(telemetry)
+    presence = _presence(sampled, telemetry)
+    if config is None or len(pairs) < FEWEST_PAIRS or not presence or not (sampled or buckets):
+        num_rollouts = sum(num for num, _, _ in buckets)
         raise ConfigError(
-            f"{folder}: a run file: {'no' if config is None else 'yes'}, {len(telemetry.updates)} updates, "
-            f"{len(sampled)} recorded groups: expected a run file, {FEWEST_UPDATES} updates or more, and their groups"
+            f"{folder}: a run file: {'no' if config is None else 'yes'}, {len(pairs)} updates after another one, "
+            f"{len(presence)} producers, {len(sampled)} recorded groups, {num_rollouts} rollouts counted: expected a "
+            f"run file, {FEWEST_PAIRS} such updates or more, a producer, and groups or counts of rollouts by length"
         )
-    loads, (start_s, speed) = list(_loads(telemetry)), _speed(sampled, telemetry)
+    if sampled:
+        lengths = of_groups([group.lengths for group in sampled])
+        speed, courses = _speed(sampled, telemetry)
+    else:
+        lengths, courses = of_buckets(buckets), (STEADY,)
+        speed = _speed_logged(telemetry, config, lengths)
+    loads, joins_s = list(_loads(telemetry)), _joins_s(presence)
+    update_s, token_s, factors = _update_pace(telemetry)
     pace = RunPace(
-        start_s=start_s,
         speed=speed,
-        trainer_tokens_per_s=1 / fmean(update_s),
-        update_factors=tuple(seconds / fmean(update_s) for seconds in update_s),
+        speed_courses=courses,
+        update_s=update_s,
+        token_s=token_s,
+        update_factors=factors,
         announce_s=_announce_s(telemetry),
         load_s=median(load_s for _, load_s in loads) if loads else 0.0,
         pause_s=fmean(event.pause_s for event, _ in loads) if loads else 0.0,
-        reward_s=tuple(max(0.0, group.timings.appended_s - group.timings.generated_s) for group in sampled),
-        flat=fmean(group.is_flat for group in sampled),
+        reward_s=tuple(max(0.0, group.timings.appended_s - group.timings.generated_s) for group in sampled) or (0.0,),
+        flat=fmean(group.is_flat for group in sampled) if sampled else _flat_logged(telemetry),
+        joins_s=joins_s,
     )
-    num_producers = len({group.producer_id for group in sampled})
-    return PacedRun(config, num_producers, pace, tuple(group.lengths for group in sampled), _course(telemetry))
+    return PacedRun(config, len(joins_s), pace, lengths, _course(telemetry))
 
 
-def _sampled(record: Record) -> Iterator[_Sampled]:
+def _sampled(record: Record, telemetry: RunTelemetry) -> Iterator[_Sampled]:
     """The groups that were sampled whole; RecordReadError as `Record.batch` has it."""
+    loaded_s: dict[tuple[str, int], float] = {}
+    for name, events in telemetry.producers.items():
+        for event in events:
+            if isinstance(event, WeightsLoaded):
+                loaded_s.setdefault((name, event.policy_version), event.time_s)
     for batch in record.batches:
         head, groups = record.batch(batch)
         for entry, recorded in zip(head.groups, groups, strict=True):
             if entry.outcome in ("trained", "skipped"):
                 group = recorded.decode()
+                name, times = group.producer_id, group.timings
                 lengths = tuple(max(1, rollout.num_sampled_tokens) for rollout in group.rollouts)
-                yield _Sampled(group.producer_id, group.timings, lengths, not any(entry.advantages))
+                oldest = min(group_versions(group), default=-1)
+                began_s = min(max(times.claimed_s, loaded_s.get((name, oldest), 0.0)), times.generated_s)
+                yield _Sampled(name, times, began_s, lengths, not any(entry.advantages))
 
 
-def _speed(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> tuple[float, EngineSpeed]:
-    """The seconds before a group's first step, and those of a step, by the sequences in flight: least squares, with no
-    part below 0, over the seconds of groups.
+def _presence(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> list[tuple[float, float]]:
+    """From when to when each producer was there: by what it has logged since its first weights, or by its groups."""
+    times: dict[str, list[float]] = {}
+    for name, events in telemetry.producers.items():
+        served = dropwhile(lambda event: not isinstance(event, WeightsLoaded), events)
+        times[name] = [event.time_s for event in served if event.time_s]
+    if not any(times.values()):
+        for group in sampled:
+            times.setdefault(group.producer_id, []).extend((group.timings.claimed_s, group.timings.generated_s))
+    return [(min(found), max(found)) for found in times.values() if found]
+
+
+def _joins_s(presence: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """The seconds from the first producer until so many were there at once: one that takes another's place is no
+    second one."""
+    changes = sorted((at_s, step) for span in presence for at_s, step in zip(span, (1, -1), strict=True))
+    joins_s: list[float] = []
+    for (at_s, step), num in zip(changes, accumulate(step for _, step in changes), strict=True):
+        if step > 0 and num > len(joins_s):
+            joins_s.append(at_s - changes[0][0])
+    return tuple(joins_s)
+
+
+def _speed(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> tuple[EngineSpeed, tuple[SpeedCourse, ...]]:
+    """The seconds of a step by the sequences in flight, and how the speed has changed, by producer.
+
+    The seconds: least squares, with no part below 0, over the seconds of groups, then scaled such that all sequences in
+    flight come to all tokens. The changes: the tokens of each stretch of time by those that they come to in it.
 
     A sibling is taken to have ended when its share of the longest one's tokens was sampled. Evaluations and stale
     groups are not in the record: as many sequences more are taken to have been in flight as tokens more were sampled
-    than it has. Time in which the engine was paused does not count.
+    than it has, between the first of its groups and the last. Time in which the engine was paused does not count.
     """
-    recorded = sum(sum(group.lengths) for group in sampled)
-    unseen, paused = max(1.0, _num_sampled(telemetry) / recorded), _paused(telemetry)
+    unseen, sampling = _unseen(sampled, telemetry), 1 - _paused(telemetry)
     by_producer: dict[str, list[_Sampled]] = {}
     for group in sampled:
         by_producer.setdefault(group.producer_id, []).append(group)
-    rows: list[tuple[float, float, float]] = []
+    rows: list[tuple[float, float]] = []
     seconds: list[float] = []
+    spans: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for groups in by_producer.values():
-        starts = np.array([group.timings.claimed_s for group in groups for _ in group.lengths])
-        shares = np.array([length / max(group.lengths) for group in groups for length in group.lengths])
-        ends = starts + shares * np.array([group.seconds for group in groups for _ in group.lengths])
-        times = np.sort(np.concatenate([starts, ends]))
-        running = np.searchsorted(np.sort(starts), times, "right") - np.searchsorted(np.sort(ends), times, "right")
-        area = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
+        lengths = np.array([length for group in groups for length in group.lengths])
+        starts = np.array([group.began_s for group in groups for _ in group.lengths])
+        took_s = np.array([group.seconds * each / max(group.lengths) for group in groups for each in group.lengths])
+        times_s = np.concatenate([starts, starts + took_s])
+        order = np.argsort(times_s)
+        times_s, passed_s = times_s[order], np.diff(times_s[order])
+        ones, rates = np.ones_like(starts), lengths / took_s
+        num, tokens_per_s = (unseen * np.cumsum(np.r_[each, -each][order])[:-1] for each in (ones, rates))
+        spans.append((times_s, num, tokens_per_s * passed_s))
+        area = np.r_[0.0, np.cumsum(num * passed_s)]
         for group in groups:
-            first, last = np.interp([group.timings.claimed_s, group.timings.generated_s], times, area)
-            rows.append((1.0, max(group.lengths), max(group.lengths) * unseen * (last - first) / group.seconds))
-            seconds.append(group.seconds * (1 - paused))
-    start_s, base_s, sequence_s = _least_squares(np.array(rows), np.array(seconds))
-    return start_s, EngineSpeed(base_s, sequence_s)
+            first, last = np.interp([group.began_s, group.timings.generated_s], times_s, area)
+            rows.append((max(group.lengths), max(group.lengths) * (last - first) / group.seconds))
+            seconds.append(group.seconds * sampling)
+    (base_s, sequence_s), _ = _least_squares(np.array(rows), np.array(seconds))
+    expected = [
+        sampling * np.diff(times_s) * num / (base_s + np.maximum(num, _ROUNDING) * sequence_s)
+        for times_s, num, _ in spans
+    ]
+    scale = float(sum(map(np.sum, expected)) / sum(np.sum(tokens) for _, _, tokens in spans))
+    each_s = max(SHORTEST_STRETCH_S, median(group.seconds for group in sampled))
+    edges = np.arange(min(each[0][0] for each in spans), max(each[0][-1] for each in spans) + each_s, each_s)
+    courses = []
+    for (times_s, _, tokens), at_most in zip(spans, expected, strict=True):
+        counts = (np.r_[0.0, np.cumsum(each)] for each in (tokens, at_most / scale))
+        found, of = (np.diff(np.interp(edges, times_s, count)) for count in counts)
+        few = _FEW * np.mean(of)  # of little that was in flight, little can be said
+        courses.append(SpeedCourse(tuple(((found + few) / (of + few)).tolist()), each_s))
+    return EngineSpeed(base_s * scale, sequence_s * scale), tuple(courses)
 
 
-def _least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
-    """The factors of the columns, none below 0; the last two are not both 0."""
-    best, least = [0.0] * rows.shape[1], np.inf
-    for columns in ((0, 1, 2), (1, 2), (0, 1), (0, 2), (1,), (2,)):
+def _unseen(sampled: Sequence[_Sampled], telemetry: RunTelemetry) -> float:
+    """Tokens that producers have sampled by those of recorded groups, between the end of the first of these and that of
+    the last: what was sampled later was not trained any more."""
+    ends_s = [group.timings.generated_s for group in sampled]
+    within = min(ends_s), max(ends_s)
+    recorded = sum(sum(group.lengths) for group in sampled if within[0] < group.timings.generated_s)
+    counts = [list(zip(*_counts(events), strict=True)) for events in telemetry.producers.values()]
+    counted = sum(np.interp(within, times_s, tokens) @ (-1, 1) for times_s, tokens in counts)
+    return max(1.0, float(counted) / recorded) if recorded else 1.0
+
+
+def _counts(events: Sequence[ProducerEvent]) -> Iterator[tuple[float, int]]:
+    """The tokens that a producer has sampled by then, whatever became of them."""
+    before = total = 0
+    yield next((event.time_s for event in events if event.time_s), 0.0), 0
+    for event in events:
+        if isinstance(event, Started):
+            before = 0
+        elif isinstance(event, Rate):
+            total += max(0, event.num_tokens - before)
+            before = event.num_tokens
+            yield event.time_s, total
+
+
+def _speed_logged(telemetry: RunTelemetry, config: RunConfig, lengths: Lengths) -> EngineSpeed:
+    """The seconds of a step where no group was recorded: such that the groups that producers had in flight, heartbeat
+    by heartbeat, come to all the tokens that they have counted, with one sequence alone `ALONE` times as fast as with
+    all seats taken.
+
+    Of a group so many sequences are taken to be in flight as its mean length has of its longest one's.
+    """
+    random, num_seats = Random(0), seats(config)
+    drawn = [lengths(random, config.group_size) for _ in range(_DRAWS)]
+    width = sum(map(sum, drawn)) / sum(map(max, drawn))
+    shape = EngineSpeed.of(1.0, min(1.0, ALONE / num_seats), num_seats)
+    num_tokens = expected = 0.0
+    for events in telemetry.producers.values():
+        for before, after in pairwise(event for event in events if isinstance(event, Rate)):
+            num = min(num_seats, width * ((before.in_flight or 0) + (after.in_flight or 0)) / 2)
+            expected += (after.time_s - before.time_s) * num * shape.tokens_per_s(num)
+            num_tokens += max(0, after.num_tokens - before.num_tokens)
+    if not expected or not num_tokens:
+        raise ConfigError(
+            f"{telemetry.name}: {num_tokens:,.0f} tokens between heartbeats in the logs of its producers, "
+            f"{expected:,.0f} sequence-seconds: expected a longer run, or one with record = true"
+        )
+    scale = expected * (1 - _paused(telemetry)) / num_tokens
+    return EngineSpeed(shape.base_s * scale, shape.sequence_s * scale)
+
+
+def _least_squares(rows: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
+    """The factors of the two columns, none below 0 and not both 0, and the sum of the squares that they leave."""
+    best, least = [0.0, 0.0], math.inf
+    for columns in ((0, 1), (0,), (1,)):
         found = np.linalg.lstsq(rows[:, columns], values, rcond=None)[0]
         error = float(((rows[:, columns] @ found - values) ** 2).sum())
         if found.min() >= 0 and found[-1] > 0 and error < least * (1 - 1e-9):
-            best, least = [0.0] * rows.shape[1], error
+            best, least = [0.0, 0.0], error
             for column, factor in zip(columns, found.tolist(), strict=True):
                 best[column] = factor
-    return best
+    return best, least
 
 
-def _update_s(telemetry: RunTelemetry) -> list[float]:
-    """The seconds of a sampled token of each update but the first of each trainer, waits for groups left out."""
-    return [
-        max(0.0, update.time_s - before.time_s - (update.wait_s or 0.0)) / sum(update.lag_histogram.values())
+def _update_pace(telemetry: RunTelemetry) -> tuple[float, float, tuple[float, ...]]:
+    """The seconds of an update, those of a sampled token beside it, and what updates took by these: least squares.
+
+    Of each update but the first of each trainer, waits for groups left out. A part that does not grow with the tokens
+    is taken to be there if the squares without it are beyond chance (F test), since batches may be all of one size.
+    """
+    found = [
+        (sum(update.lag_histogram.values()), max(0.0, update.time_s - before.time_s - (update.wait_s or 0.0)))
         for before, update in _pairs(telemetry)
-        if update.lag_histogram
     ]
+    tokens, seconds = np.array(found).T
+    rows = np.column_stack([np.ones_like(tokens), tokens])
+    (update_s, token_s), least = _least_squares(rows, seconds)
+    alone = float(tokens @ seconds / (tokens @ tokens))
+    without = float(((alone * tokens - seconds) ** 2).sum())
+    if (without - least) * (len(seconds) - 2) <= _BEYOND_CHANCE * least:
+        update_s, token_s = 0.0, alone
+    taken = update_s + token_s * tokens
+    return update_s, token_s, tuple((seconds / np.where(taken > 0, taken, 1.0)).tolist())
 
 
 def _pairs(telemetry: RunTelemetry) -> list[tuple[Update, Update]]:
-    """Neighbouring updates of one trainer."""
+    """Neighbouring updates of one trainer, the later one of a batch with tokens."""
     return [
         (before, update)
         for before, update in pairwise(telemetry.updates)
-        if split_version(before.policy_version)[0] == split_version(update.policy_version)[0]
+        if update.lag_histogram and split_version(before.policy_version)[0] == split_version(update.policy_version)[0]
     ]
 
 
@@ -195,16 +346,28 @@ def _announce_s(telemetry: RunTelemetry) -> float:
     return max(0.0, median(found)) if found else 0.0
 
 
-def _num_sampled(telemetry: RunTelemetry) -> int:
-    """Tokens that producers have sampled, whatever became of them."""
-    counts = [
-        [event.num_tokens for event in events if isinstance(event, Rate)] for events in telemetry.producers.values()
-    ]  # a producer that is started again counts from 0
-    return sum(max(0, after - before) for found in counts for before, after in pairwise([0, *found]))
-
-
 def _paused(telemetry: RunTelemetry) -> float:
     """The share of their time that engines were paused for loads."""
     times = [[event.time_s for event in events if event.time_s] for events in telemetry.producers.values()]
     total_s = sum(max(found) - min(found) for found in times if found)
     return sum(event.pause_s for event, _ in _loads(telemetry)) / total_s if total_s else 0.0
+
+
+def _buckets(telemetry: RunTelemetry) -> list[tuple[int, int, int]]:
+    """Rollouts of each length bucket: how many, their tokens, and the bucket's bound; stale and dead ones too."""
+    found: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for update in telemetry.updates:
+        for outcome, by_length in update.rollouts.items():
+            for bucket, (num, num_tokens) in by_length.items():
+                if outcome != "duplicate" and num_tokens:
+                    found[bucket] += num
+                    tokens[bucket] += num_tokens
+    return [(found[bucket], tokens[bucket], int(bucket) if bucket.isdigit() else _BEYOND) for bucket in found]
+
+
+def _flat_logged(telemetry: RunTelemetry) -> float:
+    updates = telemetry.updates
+    skipped = sum(update.num_groups_skipped + update.metrics.get("fill_skipped_groups", 0) for update in updates)
+    taken = skipped + sum(update.num_groups_trained for update in updates)
+    return skipped / taken if taken else 0.0

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +18,15 @@ from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.ledger import Ledger, ReleasedTask, RunFailedError
 from penstock.consumers.stream.progress import RunProgress
 from penstock.consumers.stream.reader import ENTRIES_PER_READ, ReadyGroup, Refused
-from penstock.deploy.plan.producer import Clock, EngineJob, EngineSpeed, SimulatedProducer, seats
+from penstock.deploy.plan.producer import (
+    STEADY,
+    Clock,
+    EngineJob,
+    EngineSpeed,
+    SimulatedProducer,
+    SpeedCourse,
+    seats,
+)
 from penstock.deploy.plan.workload import Lengths
 from penstock.producers.stream.in_flight import Claim
 from penstock.schemas.config import RunConfig
@@ -36,24 +45,28 @@ _SAMPLING = SamplingSettings()
 class RunPace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast everything is, and what becomes of groups.
 
-    speed: of one producer's engine. start_s: from the claim of a prompt to its first step.
-    trainer_tokens_per_s: sampled tokens of a batch by the seconds between its arrival and the next wait for groups.
-    update_factors: what updates take beyond or below that, one after the other and over again.
+    speed: of one producer's engine. speed_courses: of producers, one after the other and over again.
+    update_s: of an update, from the arrival of its batch to the next wait for groups, whatever the batch has.
+    token_s: of a sampled token of the batch, beside that.
+    update_factors: by which updates take more or less, one after the other and over again.
     announce_s: from the end of an update until its policy is announced. load_s: from there until an engine has it;
     pause_s: the end of that time, in which the engine samples nothing.
     reward_s: draws of the seconds from the last token of a group to its append.
     flat: share of tasks whose rewards do not differ.
+    joins_s: when producers are there, one after the other; those beyond are there from the start.
     """
 
     speed: EngineSpeed
-    start_s: float = 0.0
-    trainer_tokens_per_s: float
+    speed_courses: tuple[SpeedCourse, ...] = (STEADY,)
+    update_s: float = 0.0
+    token_s: float
     update_factors: tuple[float, ...] = (1.0,)
     announce_s: float = 0.0
     load_s: float = 0.0
     pause_s: float = 0.0
     reward_s: tuple[float, ...] = (0.0,)
     flat: float = 0.0
+    joins_s: tuple[float, ...] = ()
 
 
 class Course(msgspec.Struct, kw_only=True):
@@ -151,12 +164,19 @@ class Simulation:
         self._lag_of = LagTable(0, {}, {})
         self._progress = RunProgress(0, CheckpointState.new(0))
         self.intake = Intake(config, leadership, self.ledger, self._lag_of, self._progress, lambda group: None)
-        how = config, pace.speed, pace.start_s, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
-        self.producers = deque(SimulatedProducer(self.clock, *how) for _ in range(num_producers))
+        how = config, pace.speed, pace.load_s, pace.pause_s, self._drawn, self._finish, self._claim
+        self.producers: deque[SimulatedProducer] = deque()
+        for n in range(num_producers):
+            producer = SimulatedProducer(self.clock, *how, pace.speed_courses[n % len(pace.speed_courses)])
+            if n < len(pace.joins_s) and pace.joins_s[n]:
+                self.clock.after(pace.joins_s[n], partial(self._join, producer))
+            else:
+                self.producers.append(producer)
         self._held_out = [
             ReleasedTask(name, n + 1) for name, how in config.held_out.items() for n in range(how.num_prompts or 0)
         ]
         self._factors = cycle(pace.update_factors)
+        self._announced = 0
         self._is_training = False
         self._idle_since_s = self._waited_s = self._announced_s = self._began_s = 0.0
         self._ready: list[int] = []
@@ -277,7 +297,7 @@ class Simulation:
         num_tokens, num_masked = lags.total(), sum(num for d, num in lags.items() if d > bound)
         num_streamed = sum(isinstance(found, RolloutGroup) for found in self._streams.groups)
         self._ready.append(self.intake.num_ready + num_streamed)
-        takes_s = num_tokens / self._pace.trainer_tokens_per_s * next(self._factors)
+        takes_s = (self._pace.update_s + num_tokens * self._pace.token_s) * next(self._factors)
         report = StepReport(
             metrics={},
             lag_histogram=dict(lags),
@@ -320,7 +340,13 @@ class Simulation:
         self._is_training = False
         self._look()
 
+    def _join(self, producer: SimulatedProducer) -> None:
+        producer.join(self._announced)
+        self.producers.append(producer)
+        self._claim()
+
     def _announce(self, version: int) -> None:
+        self._announced = version
         for producer in self.producers:
             producer.announce(version)
         self._claim()

@@ -1,14 +1,16 @@
 """How long completions are: by a file, by a distribution, or as in the record of a run."""
 
 import difflib
+import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from penstock.schemas.config import ConfigError
+from penstock.schemas.rollout import one_line
 
 Lengths = Callable[[Random, int], Sequence[float]]
 """Draws the lengths of so many siblings, in tokens, as if there were no limit."""
@@ -55,32 +57,84 @@ def of_groups(groups: Sequence[Sequence[float]]) -> Lengths:
     return draw
 
 
+def of_buckets(buckets: Sequence[tuple[int, int, int]]) -> Lengths:
+    """Lengths drawn from counts: how many of a bucket, their tokens, and its bound, a power of 2. Within a bucket they
+    are taken to be even about their mean, and siblings to be as different as any."""
+    spans = []
+    for num, num_tokens, bound in buckets:
+        mean, least = num_tokens / num, bound // 2 + 1
+        reach = max(0.0, min(mean - least, bound - mean))
+        spans.append((mean - reach, mean + reach))
+    weights = [num for num, _, _ in buckets]
+
+    def draw(random: Random, num_siblings: int) -> Sequence[float]:
+        return [random.uniform(*span) for span in random.choices(spans, weights, k=num_siblings)]
+
+    return draw
+
+
 def _lengths_in(file: Path) -> Lengths:
-    """A length a line, or a JSON array of the lengths of a group's siblings."""
-    groups: list[list[float]] = []
-    try:
-        lines = file.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--lengths {file}: {error}; expected lines of text") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            groups.append(_group_in(line, f"--lengths {file}: line {number}"))
+    """A length a line, or a JSON array of the lengths of a group's siblings; the same a row of a Parquet file."""
+    is_table = file.suffix == ".parquet"
+    rows = _rows_of_table(file) if is_table else _rows_of_text(file)
+    kind = "row" if is_table else "line"
+    groups = [_group(found, f"--lengths {file}: {kind} {number}") for number, found in rows]
     if not groups:
-        raise ConfigError(f"--lengths {file}: no length in it, expected a number of tokens a line")
+        raise ConfigError(f"--lengths {file}: no length in it, expected a number of tokens a {kind}")
     if all(len(group) == 1 for group in groups):
         groups = [[length for group in groups for length in group]]
         return lambda random, num_siblings: random.choices(groups[0], k=num_siblings)
     return of_groups(groups)
 
 
-def _group_in(line: str, where: str) -> list[float]:
+def _rows_of_text(file: Path) -> Iterator[tuple[int, Any]]:
+    """Lines that are not empty, by number: what they mean as JSON, or themselves."""
     try:
-        found: Any = json.loads(line)
-    except json.JSONDecodeError:
-        found = None
+        lines = file.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--lengths {file}: {error}; expected lines of text, or a name ending in .parquet") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError:
+                yield number, line.strip()
+
+
+def _rows_of_table(file: Path) -> Iterator[tuple[int, Any]]:
+    """Rows by number: of the only column, or the groups of a record that `penstock record export` has written."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"--lengths {file}: pyarrow is not installed; expected the extra: pip install 'penstock[parquet]'"
+        )
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    group, others = ["epoch", "position", "index"], ["rollout", "outcome", "positions"]
+    try:
+        names = pq.read_schema(file).names
+        if not {*group, *others} <= {*names}:
+            if len(names) != 1:
+                shown = one_line(", ".join(names))
+                raise ConfigError(f"--lengths {file}: columns {shown}: expected a single one, or an exported record")
+            return enumerate(pq.read_table(file)[0].to_pylist(), start=1)
+        table = pq.read_table(file, columns=[*group, *others])
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"--lengths {file}: cannot be read: {one_line(str(error))}") from None
+    table = table.filter(pc.is_in(table["outcome"], pa.array(["trained", "skipped"])))  # sampled whole
+    num_tokens = pc.max_element_wise(pc.list_value_length(table["positions"]), 1)
+    table = table.drop_columns(["positions"]).append_column("tokens", num_tokens)
+    rollouts = table.group_by([*group, "rollout"], use_threads=False).aggregate([("tokens", "sum")])
+    groups = rollouts.group_by(group, use_threads=False).aggregate([("tokens_sum", "list")])
+    return enumerate(groups["tokens_sum_list"].to_pylist(), start=1)
+
+
+def _group(found: Any, where: str) -> list[float]:
     group = found if isinstance(found, list) else [found]
     if not group or not all(type(each) in (int, float) and 0 < each < math.inf for each in group):
-        shown = line.strip() if len(line) <= 60 else f"{line[:57]}..."
+        shown = found if isinstance(found, str) else json.dumps(found, default=str)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise ConfigError(f"{where}: {shown}: expected a number of tokens above 0, or an array of them, as [812, 1440]")
     return group
 

@@ -1,5 +1,8 @@
 """A simulated run that leaves a run's folder behind: telemetry and a record, as real parts would have written them."""
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.consumers.learning.step_report import StepReport
@@ -7,6 +10,8 @@ from penstock.consumers.observe.record_files import RecordFiles
 from penstock.deploy.launch.run_folder import save_run_file
 from penstock.deploy.plan.producer import EngineJob, SimulatedProducer
 from penstock.deploy.plan.simulation import Course, Simulation
+from penstock.producers.stream.heartbeat import HEARTBEAT_S
+from penstock.schemas.attrition import length_bucket
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.json_lines import JsonLines
 from penstock.schemas.record import FOLDER, BatchHead, GroupEntry, RecordedGroup, RecordHeader, encode_batch
@@ -14,10 +19,14 @@ from penstock.schemas.rollout import RolloutGroup, Timings, encode_group
 
 
 class WrittenSimulation(Simulation):
-    """Written to `runs` by `write`."""
+    """Written to `runs` by `write`. Its clock begins at 1 s: a time of 0 means unknown in telemetry."""
 
     def __init__(self, config: RunConfig, *arguments) -> None:
         super().__init__(config, *arguments)
+        self._names: dict[SimulatedProducer, str] = {}
+        self._events: dict[str, list[dict]] = {}
+        self._note()
+        self.clock.after(HEARTBEAT_S, self._beat)
         self._claimed_s: dict[int, float] = {}
         self._sampled: dict[int, tuple[str, float]] = {}
         self._batches: list[list[RolloutGroup]] = []
@@ -28,7 +37,7 @@ class WrittenSimulation(Simulation):
         return super()._drawn(claim)
 
     def _finish(self, producer: SimulatedProducer, job: EngineJob) -> None:
-        self._sampled[job.claim.index] = f"producer-{id(producer)}", self.clock.now_s
+        self._sampled[job.claim.index] = self._names[producer], self.clock.now_s
         super()._finish(producer, job)
 
     def _publish(self, groups: list[RolloutGroup], report: StepReport, waited_s: float) -> None:
@@ -49,8 +58,32 @@ class WrittenSimulation(Simulation):
                 "num_groups_skipped": 0,
                 "queue_depth": self._queue[-1],
                 "wait_s": waited_s,
+                "rollouts": {"trained": _by_length(groups)},
             }
         )
+
+    def _claim(self) -> None:
+        self._note()
+        super()._claim()
+
+    def _note(self) -> None:
+        """Of producers that are new, and of those that have loaded weights."""
+        for producer in self.producers:
+            name = self._names.setdefault(producer, f"producer-{len(self._names)}")
+            events = self._events.setdefault(name, [])
+            loaded = [event["policy_version"] for event in events if event["event"] == "weights"]
+            if producer.engine.version not in loaded:
+                how = {"policy_version": producer.engine.version, "pause_s": self._pace.pause_s}
+                self._add(name, "weights", load_s=self._pace.load_s, **how)
+
+    def _beat(self) -> None:
+        for producer, name in self._names.items():
+            num_tokens = producer.engine.num_tokens
+            self._add(name, "rate", tokens_per_s=0.0, num_tokens=num_tokens, in_flight=len(producer.table))
+        self.clock.after(HEARTBEAT_S, self._beat)
+
+    def _add(self, name: str, event: str, **fields) -> None:
+        self._events[name].append({"event": event, "time_s": 1 + self.clock.now_s, **fields})
 
     def _timed(self, group: RolloutGroup) -> RolloutGroup:
         name, generated_s = self._sampled[group.index]
@@ -58,14 +91,21 @@ class WrittenSimulation(Simulation):
         timings = Timings(claimed_s=claimed_s, generated_s=1 + generated_s, appended_s=1 + generated_s)
         return msgspec.structs.replace(group, producer_id=name, timings=timings)
 
-    def write(self, runs) -> Course:
+    def write(self, runs, *, record: bool = True) -> Course:
         config, course = self._config, self.run()
         folder = config.folder(runs)
-        save_run_file(msgspec.structs.replace(config, record=True), folder)
+        save_run_file(msgspec.structs.replace(config, record=record), folder)
+        for name, events in self._events.items():
+            log = JsonLines(folder / "producers" / f"{name}.jsonl")
+            for event in events:
+                log.write(**event)
+            log.close()
         lines = JsonLines(folder / "updates.jsonl")
         for line in self._lines:
             lines.write(**line)
         lines.close()
+        if not record:
+            return course
         files = RecordFiles(folder / FOLDER, RecordHeader(run=config.name, epoch=0), config.recording)
         for position, groups in enumerate(self._batches):
             entries = tuple(
@@ -77,6 +117,15 @@ class WrittenSimulation(Simulation):
             files.append(encode_batch(head, [RecordedGroup(_encoded(group), ()) for group in groups]))
         files.close()
         return course
+
+
+def _by_length(groups: Sequence[RolloutGroup]) -> dict[str, tuple[int, int]]:
+    lengths = [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
+    num: Counter[str] = Counter(map(length_bucket, lengths))
+    tokens: Counter[str] = Counter()
+    for length in lengths:
+        tokens[length_bucket(length)] += length
+    return {bucket: (num[bucket], tokens[bucket]) for bucket in num}
 
 
 def _encoded(group: RolloutGroup) -> bytes:

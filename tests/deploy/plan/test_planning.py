@@ -1,22 +1,26 @@
 """`penstock plan`: what it is given, what it reads from a run, and what it prints."""
 
+import copy
 import json
 import math
 import shlex
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.deploy.cli import main
-from penstock.deploy.plan.planning import plan
-from penstock.deploy.plan.producer import EngineSpeed
-from penstock.deploy.plan.recorded import read_run
-from penstock.deploy.plan.simulation import RunPace
+from penstock.deploy.plan.planning import figures_of, plan
+from penstock.deploy.plan.producer import EngineSpeed, SpeedCourse
+from penstock.deploy.plan.recorded import PacedRun, _joins_s, read_run
+from penstock.deploy.plan.simulation import RunPace, Simulation
 from penstock.deploy.plan.workload import lengths_of
-from penstock.schemas.config import ConfigError, config_of
+from penstock.schemas.config import ConfigError, RunConfig, config_of
 from written_simulation import WrittenSimulation
 
-PACE = RunPace(speed=EngineSpeed(0.02, 0.001), trainer_tokens_per_s=1000.0)
+PACE = RunPace(speed=EngineSpeed(0.02, 0.001), token_s=0.001)
 DOCUMENT = {
     "name": "small",
     "num_updates": 40,
@@ -31,12 +35,45 @@ DOCUMENT = {
 NUMBERS = {"tokens_per_s": 640.0, "trainer_tokens_per_s": 1000.0, "lengths": "constant:20"}
 
 
+LENGTHS = "log-normal:40:0.8"
+
+
+def small(changed: dict[str, Any]) -> RunConfig:
+    return config_of(copy.deepcopy(DOCUMENT), Path("small.toml"), changed)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """With the run `small`: 2 producers, known speeds."""
     runs = tmp_path_factory.mktemp("runs")
-    WrittenSimulation(config_of(DOCUMENT, runs, {}), 2, PACE, lengths_of("log-normal:40:0.8"), 40).write(runs)
+    WrittenSimulation(small({}), 2, PACE, lengths_of(LENGTHS), 40).write(runs)
     return runs
+
+
+TRAINER_IS_THE_LIMIT = RunPace(speed=PACE.speed, update_s=3.0, token_s=0.002, load_s=0.3, pause_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory) -> Path:
+    """With the run `small`: 4 producers of an update that takes longer than they need."""
+    runs = tmp_path_factory.mktemp("limited")
+    run = small({"max_lag": 2})
+    assert WrittenSimulation(run, 4, TRAINER_IS_THE_LIMIT, lengths_of(LENGTHS), 40).write(runs).waits < 0.1
+    return runs
+
+
+def read_back(
+    runs: Path, changed: dict[str, Any], pace: RunPace, *, producers: int = 2, record: bool = True
+) -> PacedRun:
+    """What is read of a run that had this pace."""
+    run = small(changed)
+    WrittenSimulation(run, producers, pace, lengths_of(LENGTHS), 40).write(runs, record=record)
+    return read_run(runs / "small")
+
+
+def assert_speed(found: PacedRun, expected: EngineSpeed, *num_sequences: int, rel: float = 0.1) -> None:
+    for num in num_sequences:
+        assert found.pace.speed.tokens_per_s(num) == pytest.approx(expected.tokens_per_s(num), rel=rel)
 
 
 @pytest.fixture
@@ -51,11 +88,95 @@ def run_file(tmp_path) -> Path:
 
 def test_a_pace_is_read_back_from_the_record_of_a_run_that_had_it(runs):
     found = read_run(runs / "small")
-    assert found.num_producers == 2 and len(found.groups) == 160
-    for num_sequences in (4, 32):
-        speed = found.pace.speed.tokens_per_s(num_sequences)
-        assert speed == pytest.approx(PACE.speed.tokens_per_s(num_sequences), rel=0.1)
-    assert found.pace.trainer_tokens_per_s == pytest.approx(1000)
+    assert found.num_producers == 2
+    assert_speed(found, PACE.speed, 4, 32)
+    assert (found.pace.update_s, found.pace.token_s) == pytest.approx((0, 0.001))
+
+
+def test_engines_are_as_fast_where_much_is_sampled_that_is_not_trained_any_more(tmp_path):
+    """Of a run that was stopped so many groups as the credit has are sampled and left, and their tokens are counted."""
+    found = read_back(tmp_path, {"max_lag": 12, "num_updates": 1000}, PACE, producers=4)
+    assert_speed(found, PACE.speed, 8, 32)
+
+
+def test_waiting_for_weights_is_no_time_of_the_engine(tmp_path):
+    """On policy, prompts are claimed before the weights are there that may sample them."""
+    found = read_back(tmp_path, {"max_lag": 0}, msgspec.structs.replace(PACE, announce_s=0.5, load_s=2.0))
+    assert_speed(found, PACE.speed, 4, 8)
+
+
+@pytest.mark.parametrize(("update_s", "token_s"), [(0.0, 0.002), (1.5, 0.001), (2.0, 0.0)])
+def test_an_update_has_a_part_that_does_not_grow_with_its_batch(tmp_path, update_s, token_s):
+    found = read_back(tmp_path, {}, msgspec.structs.replace(PACE, update_s=update_s, token_s=token_s)).pace
+    assert (found.update_s, found.token_s) == pytest.approx((update_s, token_s))
+    assert found.update_factors == pytest.approx([1.0] * 39)
+
+
+def test_updates_of_equal_batches_are_taken_to_grow_with_them(tmp_path):
+    """What a larger batch would take cannot be told from them: the same for each of its tokens."""
+    factors = tuple(0.9 + 0.04 * (7 * n % 6) for n in range(6))
+    pace = RunPace(speed=PACE.speed, update_s=1.0, token_s=0.001, update_factors=factors)
+    run = small({})
+    WrittenSimulation(run, 2, pace, lengths_of("constant:50"), 40).write(tmp_path)
+    found = read_run(tmp_path / "small").pace
+    assert found.update_s == 0 and 800 * found.token_s == pytest.approx(1.0 + 800 * 0.001, rel=0.02)
+
+
+def test_engines_that_were_fast_and_slow_by_turns_are_so_in_a_plan(tmp_path):
+    """As on a machine that others use too: what the trainer waits for while they are slow is not made up for later."""
+    course = SpeedCourse((1.6, 0.4), 30.0)
+    pace = RunPace(speed=PACE.speed, update_s=1.0, token_s=0.0005, speed_courses=(course,))
+    found = read_back(tmp_path, {"max_lag": 2}, pace).pace
+    for each in found.speed_courses:
+        at = [(math.floor(n * each.each_s / 30) % 2, factor) for n, factor in enumerate(each.factors)]
+        fast, slow = (fmean(factor for turn, factor in at if turn == which) for which in (0, 1))
+        assert fast > 1.5 * slow
+    again = plan("small", runs=tmp_path)
+    assert again.planned["updates_per_s"] == pytest.approx(again.recorded["updates_per_s"], rel=0.1)
+    assert again.planned["lag_mean"] == pytest.approx(again.recorded["lag_mean"], rel=0.15)
+
+
+def test_a_producer_that_came_late_comes_as_late_in_a_plan(tmp_path):
+    found = read_back(tmp_path, {}, msgspec.structs.replace(PACE, joins_s=(0.0, 30.0)))
+    assert found.pace.joins_s == pytest.approx((0, 30), abs=3)
+    again = plan("small", runs=tmp_path)
+    assert again.planned["updates_per_s"] == pytest.approx(again.recorded["updates_per_s"], rel=0.1)
+    more = plan("small", runs=tmp_path, producers=3)
+    assert more.as_recorded == again.planned and more.planned["trainer_waits"] < again.planned["trainer_waits"]
+
+
+def test_a_producer_in_place_of_another_is_no_second_one():
+    assert _joins_s([(0.0, 10.0), (11.0, 50.0), (20.0, 60.0), (51.0, 90.0)]) == (0.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("producers", "changed", "lengths"),
+    [
+        (1, {"max_lag": 6}, LENGTHS),
+        (4, {"max_lag": 1}, LENGTHS),
+        (6, {"groups_per_batch": 8}, LENGTHS),
+        (3, {}, "log-normal:120:0.5"),
+    ],
+    ids=str,
+)
+def test_what_one_run_has_left_says_what_another_comes_to(limited, producers, changed, lengths):
+    sets = [f"{name}={value}" for name, value in changed.items()]
+    found = plan("small", runs=limited, producers=producers, lengths=lengths, set=sets).planned
+    other = small({"seed": 2, "max_lag": 2} | changed)
+    came_to = figures_of(Simulation(other, producers, TRAINER_IS_THE_LIMIT, lengths_of(lengths), 40).run(), other)
+    assert found["updates_per_s"] == pytest.approx(came_to["updates_per_s"], rel=0.1)
+    assert found["lag_mean"] == pytest.approx(came_to["lag_mean"], rel=0.15)
+
+
+def test_a_run_without_a_record_is_planned_by_its_logs(tmp_path):
+    read_back(tmp_path, {}, PACE, record=False)
+    found = plan("small", runs=tmp_path)
+    assert found.num_producers == 2
+    assert found.planned["updates_per_s"] == pytest.approx(found.recorded["updates_per_s"], rel=0.1)
+    assert found.planned["lag_mean"] == pytest.approx(found.recorded["lag_mean"], rel=0.15)
+    assert found.planned["tokens_per_s"] == pytest.approx(found.recorded["tokens_per_s"], rel=0.1)
+    more = plan("small", runs=tmp_path, producers=6, set=["max_lag=4"])
+    assert more.as_recorded == found.planned and more.planned["trainer_waits"] < found.planned["trainer_waits"]
 
 
 def test_a_recorded_run_is_planned_as_it_came_to_be(runs):
@@ -108,6 +229,7 @@ def test_a_run_file_needs_the_speeds_and_lengths(run_file):
         ({"tokens_per_s": 0.0}, "--tokens-per-s 0: expected a number above 0"),
         ({"tokens_per_s": math.nan}, "--tokens-per-s nan: expected a number above 0"),
         ({"trainer_tokens_per_s": math.inf}, "--trainer-tokens-per-s inf: expected a number above 0"),
+        ({"update_s": -0.5}, "--update-s -0.5: expected a number of 0 or more"),
         ({"weights_s": -1.0}, "--weights-s -1: expected a number of 0 or more"),
         ({"flat": 1.5}, "--flat 1.5: expected a share from 0 to 1"),
         ({"alone_per_s": 10.0}, "--alone-per-s 10: expected 20 to 640: a sequence is as fast by itself as among 32"),
@@ -129,11 +251,19 @@ def test_a_run_that_is_not_there_is_told_from_a_misspelt_one(runs):
         plan("nowhere.toml", runs=runs, **NUMBERS)
 
 
-def test_a_run_without_a_record_says_what_was_expected(runs, tmp_path):
+def test_a_run_that_has_left_too_little_says_what_was_expected(runs, tmp_path):
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "run.toml").write_text((runs / "small" / "run.toml").read_text())
-    with pytest.raises(ConfigError, match="no record of rollouts; expected the folder of a run with record = true"):
+    with pytest.raises(ConfigError, match=r"yes, 0 updates after another one, 0 producers, 0 recorded groups, .*: exp"):
         plan("bare", runs=tmp_path)
+
+
+def test_a_run_whose_heartbeats_hold_no_tokens_says_what_was_expected(tmp_path):
+    read_back(tmp_path, {}, PACE, record=False)
+    for log in (tmp_path / "small" / "producers").iterdir():
+        log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"rate"' not in line))
+    with pytest.raises(ConfigError, match=r"small: 0 tokens between heartbeats .*: expected a longer run"):
+        plan("small", runs=tmp_path)
 
 
 def test_the_command_prints_what_is_planned_beside_what_was_recorded(runs, capsys):
@@ -142,6 +272,12 @@ def test_the_command_prints_what_is_planned_beside_what_was_recorded(runs, capsy
     assert "small: 1 x " in out
     assert out.split("updates/s")[0].split()[-4:-1] == ["recorded", "simulated", "planned"]
     assert "waited for: producers: the trainer waits" in out and "█" in out
+
+
+def test_the_command_prints_json_of_a_run(runs, capsys):
+    assert main(["plan", "small", "--runs", str(runs), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pace"]["seats"] == 32 and found["recorded"]["num_updates"] == 40
 
 
 def test_the_command_prints_json(run_file, capsys):

@@ -8,7 +8,7 @@ import pytest
 from penstock.consumers.stream.intake import Intake
 from penstock.consumers.stream.release import Releaser
 from penstock.deploy.plan import simulation as simulated
-from penstock.deploy.plan.producer import Clock, EngineJob, EngineSpeed, SimulatedEngine
+from penstock.deploy.plan.producer import STEADY, Clock, EngineJob, EngineSpeed, SimulatedEngine, SpeedCourse
 from penstock.deploy.plan.simulation import RunPace, Simulation
 from penstock.deploy.plan.workload import lengths_of
 from penstock.producers.stream.in_flight import Claim
@@ -35,7 +35,7 @@ def config(**changed: Any) -> RunConfig:
 def simulation(
     run: RunConfig, *, producers: int = 2, lengths: str = LONG_TAIL, updates: int = 30, **pace: Any
 ) -> Simulation:
-    own = RunPace(**{"speed": SPEED, "trainer_tokens_per_s": 5000.0, "load_s": 0.2, "pause_s": 0.05, **pace})
+    own = RunPace(**{"speed": SPEED, "token_s": 1 / 5000, "load_s": 0.2, "pause_s": 0.05, **pace})
     return Simulation(run, producers, own, lengths_of(lengths), updates)
 
 
@@ -95,7 +95,7 @@ def test_with_one_slow_producer_its_engine_is_the_limit():
         producers=1,
         lengths="constant:50",
         updates=100,
-        trainer_tokens_per_s=1e6,
+        token_s=1e-6,
         load_s=0.0,
         pause_s=0.0,
     ).run()
@@ -131,7 +131,7 @@ def test_a_drained_engine_samples_each_completion_with_one_version():
 
     for update, is_one in (("in_flight", False), ("drained", True)):
         groups.clear()
-        own = RunPace(speed=SPEED, trainer_tokens_per_s=5000.0, load_s=0.2)
+        own = RunPace(speed=SPEED, token_s=1 / 5000, load_s=0.2)
         Watched(config(**{"engine.update": update}), 2, own, lengths_of(LONG_TAIL), 20).run()
         spans = [rollout.segments[0].version_spans for group in groups for rollout in group.rollouts]
         assert all(len(found) == 1 for found in spans) == is_one
@@ -186,10 +186,10 @@ def test_claims_are_those_of_a_producer(monkeypatch):
 class Sampled:
     """An engine of 4 seats whose step takes a second, and the jobs that it has finished, with their times."""
 
-    def __init__(self) -> None:
+    def __init__(self, course: SpeedCourse = STEADY) -> None:
         self.clock = Clock()
         self.done: dict[int, tuple[float, EngineJob]] = {}
-        self.engine = SimulatedEngine(self.clock, EngineSpeed(1.0, 0.0), 4, self._note)
+        self.engine = SimulatedEngine(self.clock, EngineSpeed(1.0, 0.0), 4, self._note, course)
 
     def _note(self, job: EngineJob) -> None:
         self.done[job.claim.index] = self.clock.now_s, job
@@ -225,6 +225,18 @@ def test_tokens_have_the_version_that_was_there_when_they_were_whole():
         ((0, 0, 3), (7, 3, 4)),
     ]
     assert sampled.engine.paused_s == 3.0 and sampled.engine.num_tokens == 14
+
+
+def test_an_engine_goes_through_the_course_of_its_speed():
+    """A second for a token, two, and again: nothing is lost where it changes, nor while it is paused or idle."""
+    sampled = Sampled(SpeedCourse((1.0, 0.5), 5.0))
+    sampled.add(1, 8)
+    sampled.clock.after(12.0, sampled.engine.pause)
+    sampled.clock.after(14.0, lambda: sampled.engine.load(7))
+    sampled.clock.after(27.0, lambda: sampled.add(3, 3))
+    sampled.add(2, 12)
+    sampled.run()
+    assert {index: at for index, (at, _) in sampled.done.items()} == pytest.approx({1: 10.5, 2: 18.0, 3: 31.5})
 
 
 def test_a_job_that_is_given_up_leaves_its_seats():

@@ -2,9 +2,11 @@
 
 from random import Random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from penstock.deploy.plan.workload import lengths_of, of_groups
+from penstock.deploy.plan.workload import lengths_of, of_buckets, of_groups
 from penstock.schemas.config import ConfigError
 
 
@@ -60,10 +62,80 @@ def test_a_file_that_holds_no_lengths_is_refused_by_its_line(tmp_path, text, sai
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path):
-    file = tmp_path / "lengths.parquet"
+    file = tmp_path / "lengths.bin"
     file.write_bytes(b"PAR1\xff\xfe")
-    with pytest.raises(ConfigError, match="expected lines of text"):
+    with pytest.raises(ConfigError, match=r"expected lines of text, or a name ending in \.parquet"):
         lengths_of(str(file))
+
+
+def test_a_parquet_file_has_a_length_or_a_group_a_row(tmp_path):
+    file = tmp_path / "lengths.parquet"
+    pq.write_table(pa.table({"tokens": [7, 1000]}), file)
+    assert set(lengths_of(str(file))(Random(1), 50)) == {7, 1000}
+    pq.write_table(pa.table({"tokens": [[1, 2, 3], [100, 200, 300]]}), file)
+    draw, random = lengths_of(str(file)), Random(1)
+    assert {tuple(sorted(draw(random, 3))) for _ in range(20)} == {(1, 2, 3), (100, 200, 300)}
+
+
+def test_an_exported_record_has_the_lengths_of_its_groups(tmp_path):
+    """Segments of a rollout are added up; a group that was not sampled whole is left out."""
+    columns = ("epoch", "position", "index", "outcome", "rollout", "segment", "positions")
+    rows = [
+        (1, 0, 5, "trained", 0, 0, [1, 2]),
+        (1, 0, 5, "trained", 0, 1, [1]),
+        (1, 0, 5, "trained", 1, 0, [1, 2, 3, 4]),
+        (1, 0, 6, "dead", 0, 0, [1] * 50),
+        (1, 1, 7, "skipped", 0, 0, [1] * 10),
+        (1, 1, 7, "skipped", 1, 0, [1] * 11),
+    ]
+    file = tmp_path / "record.parquet"
+    pq.write_table(pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows]), file)
+    draw, random = lengths_of(str(file)), Random(1)
+    assert {tuple(sorted(draw(random, 2))) for _ in range(20)} == {(3, 4), (10, 11)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"tokens": [12, -4]}, "row 2: -4: expected a number of tokens above 0"),
+        ({"tokens": [[12], [12, 0]]}, r"row 2: \[12, 0\]: expected a number of tokens above 0"),
+        ({"tokens": [12, None]}, "row 2: null: expected a number of tokens above 0"),
+        ({"tokens": ["long"]}, "row 1: long: expected a number of tokens above 0"),
+        ({"tokens": []}, "no length in it, expected a number of tokens a row"),
+        ({"tokens": [1], "other": [2]}, "columns tokens, other: expected a single one, or an exported record"),
+    ],
+    ids=str,
+)
+def test_a_parquet_file_that_holds_no_lengths_is_refused(tmp_path, columns, said):
+    file = tmp_path / "lengths.parquet"
+    pq.write_table(pa.table(columns), file)
+    with pytest.raises(ConfigError, match=f"--lengths {file}: {said}"):
+        lengths_of(str(file))
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    file = tmp_path / "lengths.parquet"
+    file.write_text("12\n")
+    with pytest.raises(ConfigError, match=f"--lengths {file}: cannot be read: "):
+        lengths_of(str(file))
+
+
+def test_parquet_needs_its_extra(tmp_path, monkeypatch):
+    file = tmp_path / "lengths.parquet"
+    file.touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"pyarrow is not installed; expected the extra: pip install 'penstock\[parquet"
+    ):
+        lengths_of(str(file))
+
+
+def test_counts_by_length_keep_their_mean_and_bounds():
+    draw, random = of_buckets([(3, 3, 1), (10, 7000, 1024), (10, 10230, 1024), (5, 7500, 2048)]), Random(1)
+    drawn = sorted(draw(random, 20_000))
+    assert drawn[0] == 1 and drawn[-1] <= 2048
+    assert sum(drawn) / len(drawn) == pytest.approx((3 + 7000 + 10230 + 7500) / 28, rel=0.02)
+    assert not any(1 < length < 513 for length in drawn)
 
 
 @pytest.mark.parametrize(
