@@ -149,6 +149,6 @@ async def start(
         model=ModelConfig(path=str(folder / "model"), dtype=dtype),
         environment=EnvironmentConfig(path="none:None"),
         trainer=TrainerConfig(device="cpu"),
-        engine=EngineConfig(kv_cache_gib=0.25, max_num_seqs=64, args=args, **engine),
+        engine=EngineConfig(**{"kv_cache_gib": 0.25, "max_num_seqs": 64, "args": args} | engine),
     )
     return ProbedEngine(await vllm_engine.start(config), config, base.float(), folder)
