@@ -34,8 +34,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_limit_s: float = 100.0
     """Seconds of training for a run of the modes; those that learn end earlier once they have reached the accuracy."""
     fill_seeds: tuple[int, ...] = (1, 2, 3)
-    kills: int = 3
-    kill_spells: int = 20
+    kills: int = 2
+    kill_spells: int = 16
     kill_spell_s: float = 2.0
 
 
