@@ -63,7 +63,7 @@ class RolloutProgress:
     which only the parts that have changed are written: their names begin with their writer's instance, and a field
     names the one that counts, the last to begin. One that was taken for dead finds another's there, and lets go.
 
-    A hint and never an acknowledgement: no command is repeated, and none that fails ends anything. A group's append
+    A hint and never an acknowledgement: no write is repeated, and none that fails ends anything. A group's append
     drops its progress in the same MULTI. At the memory limit all that this producer has saved is dropped at once.
     """
 
@@ -225,9 +225,8 @@ class RolloutProgress:
         try:
             fields: Any = await self._connection.retrying(lambda: self._connection.commands.hgetall(key))
         except ResponseError as error:
-            self._metrics.progress_failures.labels("record").inc()
-            log.warning("%s begins anew, its progress cannot be read: %s", claim, error)
-            claim.has_progress, fields = True, {}
+            self._unreadable(claim, error)
+            return {}
         if not fields:
             return {}
         claim.has_progress = True
@@ -241,9 +240,7 @@ class RolloutProgress:
             if name.startswith(prefix)
         }
         if (num_bytes := sum(map(len, parts.values()))) > LARGEST_PARTS:
-            self._metrics.progress_failures.labels("record").inc()
-            why = f"{num_bytes:,} bytes, expected at most {LARGEST_PARTS:,}"
-            log.warning("%s begins anew, its progress cannot be read: %s", claim, why)
+            self._unreadable(claim, f"{num_bytes:,} bytes, expected at most {LARGEST_PARTS:,}")
             return {}
         return parts
 
@@ -270,12 +267,17 @@ class RolloutProgress:
     async def find(self, claim: Claim) -> RolloutGroup | None:
         """The group of a claim as far as an earlier holder of it came, if that was saved and can be read.
 
-        The last attempt begins anew: what the others went on from may be what ended them.
+        Repeated until Redis answers: to begin anew would drop it. The last attempt begins anew: what the others went on
+        from may be what ended them.
         """
         if not self._config.progress_s or claim.evaluation_id is not None:
             return None
-        commands, key = self._connection.commands, self._keys.progress(claim.index)
-        payload: Any = await self._tried(lambda: commands.get(key))
+        key = self._keys.progress(claim.index)
+        try:
+            payload: Any = await self._connection.retrying(lambda: self._connection.commands.get(key))
+        except ResponseError as error:
+            self._unreadable(claim, error)
+            return None
         if payload is None:
             return None
         claim.has_progress = True
@@ -287,8 +289,7 @@ class RolloutProgress:
             if found.index != claim.index:
                 raise RecordError(f"index: {found.index}, expected {claim.index}")
         except RecordError as error:
-            self._metrics.progress_failures.labels("record").inc()
-            log.warning("%s begins anew, its progress cannot be read: %s", claim, error)
+            self._unreadable(claim, error)
             return None
         return None if await self.is_quarantined(claim, found) else found
 
@@ -300,6 +301,11 @@ class RolloutProgress:
             log.warning("%s begins anew, its progress is of a quarantined producer: %s", claim, found.producer_id)
             return True
         return False
+
+    def _unreadable(self, claim: Claim, why: object) -> None:
+        claim.has_progress = True  # dropped with the claim
+        self._metrics.progress_failures.labels("record").inc()
+        log.warning("%s begins anew, its progress cannot be read: %s", claim, why)
 
     def _payload(self, claim: Claim) -> tuple[int, bytes] | None:
         """Tokens and encoding of a claim's group; None if there is nothing new, or no room for it."""

@@ -275,8 +275,7 @@ async def test_a_redis_that_is_away_costs_a_log_line_and_no_more(metrics, caplog
     one.claim(1, 5)
     for _ in range(3):
         await one.progress.save()
-    assert await one.progress.find(one.claim(2)) is None
-    assert len(caplog.messages) == 1 and one.failures("redis") == 4
+    assert len(caplog.messages) == 1 and one.failures("redis") == 3
     await connection.close()
 
 
@@ -310,19 +309,38 @@ async def test_at_the_memory_limit_progress_is_the_first_to_go(
     assert warning.startswith("progress of rollouts is not kept: Redis is at its memory limit: ")
 
 
-async def test_a_conversation_in_redis_is_gone_on_with_though_redis_fails_once(desk, monkeypatch) -> None:
+@pytest.mark.parametrize("converses", [False, True])
+async def test_progress_in_redis_is_gone_on_with_though_redis_fails_once(desk, monkeypatch, converses) -> None:
     one, other = desk(), desk(instance="i2")
-    one.talk(1, {"calls.0.0": b"said"})
+    if converses:
+        one.talk(1, {"calls.0.0": b"said"})
+    else:
+        one.claim(1, 5)
     await one.progress.save()
-    read, errors = one.connection.commands.hgetall, [ConnectionError("reset"), TimeoutError()]
+    command = "hgetall" if converses else "get"
+    read, errors = getattr(one.connection.commands, command), [ConnectionError("reset"), TimeoutError()]
 
     async def fails(key: str) -> object:
         if errors:
             raise errors.pop()
         return await read(key)
 
-    monkeypatch.setattr(one.connection.commands, "hgetall", fails)
-    assert await other.progress.find_parts(other.claim(1, attempt=2)) == {"calls.0.0": b"said"}
+    monkeypatch.setattr(one.connection.commands, command, fails)
+    claim = other.claim(1, attempt=2)
+    if converses:
+        assert await other.progress.find_parts(claim) == {"calls.0.0": b"said"}
+    else:
+        assert (await other.progress.find(claim)).rollouts[0].num_sampled_tokens == 5
+    assert not errors
+
+
+async def test_progress_of_a_conversation_is_no_group_and_goes_with_its_claim(desk, caplog) -> None:
+    one, other = desk(), desk(instance="i2")
+    one.talk(1, {"calls.0.0": b"said"})
+    await one.progress.save()
+    claim = other.claim(1, attempt=2)
+    assert await other.progress.find(claim) is None
+    assert claim.has_progress and "group 1 begins anew, its progress cannot be read: WRONGTYPE" in caplog.text
 
 
 async def test_parts_that_are_too_much_or_no_parts_are_not_read(desk, monkeypatch, caplog) -> None:
