@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-import yarl
 from aiohttp import web
 from redis.exceptions import RedisError
 
@@ -376,7 +375,7 @@ class EndpointServer:
         assert self._others is not None  # since `start`
         headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         headers[FORWARDED] = self._producer_id
-        where = yarl.URL(url + request.raw_path, encoded=True)
+        where = url + request.raw_path
         async with self._others.request(request.method, where, data=await request.read(), headers=headers) as reply:
             kept = {name: reply.headers[name] for name in ("Content-Type", "Retry-After") if name in reply.headers}
             return web.Response(status=reply.status, body=await reply.read(), headers=kept)
