@@ -560,8 +560,9 @@ async def test_a_conversation_that_takes_another_course_begins_its_group_anew(se
     assert group.num_tries_lost == 1 and group.missing == ""
 
 
-async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_on(serve, monkeypatch, caplog) -> None:
-    """An answer that the new holder would not know is not given, nor is a reward for half of a conversation taken."""
+async def two_holders(serve, monkeypatch):
+    """A producer that was taken for dead in a conversation and has not heard of it, the one that goes on with the
+    rollout, that, and its first answer."""
     one = await serve(group_size=1)
     one.trainer.release(1, 1)
     rollout = await one.client.open()
@@ -570,6 +571,12 @@ async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_
     two = await serve(producer_id="b", beside=one, group_size=1)
     await take_for_dead(one)
     await taken_over_by(two)
+    return one, two, rollout, first
+
+
+async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_on(serve, monkeypatch, caplog) -> None:
+    """An answer that the new holder would not know is not given, nor is a reward for half of a conversation taken."""
+    one, two, rollout, first = await two_holders(serve, monkeypatch)
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "7"}
     messages = [*ASKED, as_plain_client(first), result]
     second = await asked_again(two, rollout, {"messages": messages, "tools": [ADD]})
@@ -589,14 +596,7 @@ async def test_a_producer_that_was_taken_for_dead_lets_go_and_passes_its_agents_
 
 async def test_a_rollout_may_come_back_to_a_producer_that_let_go_of_it(serve, monkeypatch) -> None:
     monkeypatch.setattr("penstock.producers.loop.GRACE_S", 0.1)
-    one = await serve(group_size=1)
-    one.trainer.release(1, 1)
-    rollout = await one.client.open()
-    first = await one.client.chat(rollout, ASKED, tools=[ADD])
-    monkeypatch.setattr(one.producer._progress, "find_moved", asked_nothing)
-    two = await serve(producer_id="b", beside=one, group_size=1)
-    await take_for_dead(one)
-    await taken_over_by(two)
+    one, two, rollout, first = await two_holders(serve, monkeypatch)
     more = {"messages": [*ASKED, as_plain_client(first), {"role": "user", "content": "more"}], "tools": [ADD]}
     assert (await one.client.request("POST", path_of(rollout), more))[0] == 503
     await stop(two)
