@@ -194,7 +194,7 @@ def _open(
     if max(known, checkpoints.newest_epoch()) >= 0 and not resume:
         raise ConfigError(exists)
     description = encode_description(describe(config))
-    learner = _load_learner(config, ranks)
+    learner = load_learner(config, ranks)
     # Claimed late: a trainer that ends before it opens its epoch leaves no sign of a newer one.
     epoch = checkpoints.claim_epoch(known + 1)
     if epoch and not resume:
@@ -297,7 +297,7 @@ def _load_checkpoint(pointer: bytes | None, learner: Learner, leadership: Leader
         raise
 
 
-def _load_learner(config: RunConfig, ranks: Ranks) -> Learner:
+def load_learner(config: RunConfig, ranks: Ranks) -> Learner:
     folder = Path(config.model.path)
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -13,7 +13,8 @@ The pipeline. A stage waits for what is named; the party in brackets unblocks it
                  parity/gate.py, the first batch of new weights, taken
                  anew without producers that are at fault alone; each
                  producer from then on: parity/watch.py,
-                 parity/recheck.py while batches are waited for
+                 parity/recheck.py while batches are waited for,
+                 and now and then between two
     batch        lag, advantages, packed tensors                       -
                  learning/packing.py
     step         loss, backward, optimizer: per epoch and mini-batch   -
@@ -186,6 +187,7 @@ class Trainer:
             )
             self._watch_producers(groups, report.fresh)
             self.recheck.add(groups, report)
+            self._watch_producers(*self.recheck.one_if_due())
             self._evaluate()
             self._commit_if_due(busy=True)
         self._finish()

@@ -36,7 +36,7 @@ BESIDE_IT = {"process": {"prometheus_client", "redis"}, "weights": {"fsspec", "n
 FILES = sorted(file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
 ROOF = ROOT / "deploy" / "roof" / "__init__.py"
 """The package `penstock` itself."""
-LABORATORY = sorted((ROOT / "bench").rglob("*.py"))
+LABORATORY = sorted(file for folder in ("bench", "docs") for file in (ROOT / folder).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SUPPORT = [
     file
@@ -108,7 +108,7 @@ def test_the_roof_imports_from_above_and_nothing_when_it_is_imported():
 
 
 def test_nothing_imports_the_tests_or_the_laboratory():
-    assert offenders(FILES, lambda file: packages(file) & {"tests", "bench"}) == {}
+    assert offenders(FILES, lambda file: packages(file) & {"tests", "bench", "docs"}) == {}
 
 
 def test_vllm_is_imported_in_the_engines_only():
@@ -246,6 +246,24 @@ def test_a_public_class_name_means_one_thing():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name(file))
     assert {found: files for found, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    """It says what the thing is or does: "The cost of a row", where "Of a row" needs the name read before it."""
+    defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    places = [
+        f"{name(file)}:{node.lineno}"
+        for file in [*FILES, *LABORATORY, *TESTS]
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, defined) and (ast.get_docstring(node) or "").startswith("Of ")
+    ]
+    assert places == []
+
+
+def test_the_trainer_stays_readable_in_one_go():
+    tree = ast.parse((ROOT / "consumers" / "trainer.py").read_text())
+    (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Trainer")
+    assert (trainer.end_lineno or 0) - trainer.lineno + 1 <= 260
 
 
 def test_no_module_is_named_after_nothing_or_like_a_test():

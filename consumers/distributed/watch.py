@@ -61,13 +61,15 @@ class Watch:
         self._thread.start()
 
     def ended(self, status: int) -> None:
-        """Of the lead, which has ended in order: the others end with the same status, and so does this process."""
+        """Called by the lead once it has ended in order: the others end with the same status, and so does this
+        process."""
         self._is_over.set()
         self._store.set(_ENDED, str(status))
         atexit.register(leave_process, status)
 
     def refused(self, error: Exception) -> None:
-        """Of a rank that cannot go on by a setting or a file, as the others cannot: the lead says so and ends them.
+        """Called by a rank that cannot go on because of a setting or a file, as the others cannot: the lead says so and
+        ends them.
 
         Waits for that; after the time-out of the ranks this one is alone in it, and leaves.
         """
@@ -76,7 +78,7 @@ class Watch:
         self.leave(error)
 
     def leave(self, error: BaseException) -> None:
-        """Of a rank that an error ends: tells the others, or says which rank is to blame once that is known."""
+        """Called by a rank that an error ends: tells the others, or says which rank is to blame once that is known."""
         if not _is_of_others(error):
             text = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
             self._store.set(f"{_FAILED}/{self._ranks.rank}", json.dumps([self._ranks.phase, text]))

@@ -10,7 +10,7 @@ from penstock.consumers.learning.rows import LOG_RATIO_BOUND
 
 
 class RowGap(NamedTuple):
-    """Of some rows, with l = trainer - engine logprob of a token: sums over their tokens of |l| in nats, and of
+    """Sums over the tokens of some rows, with l = trainer - engine logprob of a token: of |l| in nats, and of
     k3 = e^l - l - 1, a token's bounded at `K3_BOUND`."""
 
     num_rows: int = 0
@@ -20,7 +20,7 @@ class RowGap(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Tensor, engine: Tensor, num_rows: int) -> "RowGap":
-        """Of rows whose tokens have these logprobs, [M]."""
+        """The gap of rows whose tokens have these logprobs, [M]."""
         return cls(num_rows, len(trainer), *_sums(trainer.double() - engine.double()).sum(0).tolist())
 
     def plus(self, other: "RowGap") -> "RowGap":
@@ -33,12 +33,12 @@ class RowGap(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Of |l|; 0 without tokens."""
+        """Mean of |l|; 0 without tokens."""
         return self.abs_sum / max(1, self.num_tokens)
 
     @property
     def k3(self) -> float:
-        """Mean; 0 without tokens."""
+        """Mean of k3; 0 without tokens."""
         return self.k3_sum / max(1, self.num_tokens)
 
 

@@ -49,7 +49,7 @@ def pass_at(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of independent values; None of fewer than two."""
+    """The standard error of the mean of independent values; None of fewer than two."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.consumers.learning.advantages import check_advantage
 from penstock.consumers.learning.batch import Batch, MiniBatch
+from penstock.consumers.learning.batch_tally import BatchTally, metric_sums
 from penstock.consumers.learning.device import choose_device
 from penstock.consumers.learning.export import export_adapter, export_model
 from penstock.consumers.learning.interfaces import Objective
@@ -29,7 +30,7 @@ from penstock.consumers.learning.ranks import BETWEEN_STEPS, Ranks
 from penstock.consumers.learning.schedule import learning_rate
 from penstock.consumers.learning.scoring import StepConstants, TokenScorer
 from penstock.consumers.learning.sharing import Sharing
-from penstock.consumers.learning.step_report import BatchTally, StepReport, metric_sums
+from penstock.consumers.learning.step_report import StepReport
 from penstock.schemas.adapter import ADAPTER, check_identity, identity_of, saved_identity
 from penstock.schemas.config import RunConfig
 from penstock.schemas.process.plugins import construct

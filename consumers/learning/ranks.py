@@ -58,7 +58,7 @@ class Ranks:
         """The lead's alone: the others, which wait in `follow`, call what they know by this name with their part."""
 
     def follow(self, orders: Mapping[str, Callable[..., object]]) -> None:
-        """Of every rank but the lead: waits for its orders and carries them out, until the lead ends."""
+        """Waits for the orders of the lead and carries them out, until it ends. Called by every other rank."""
         raise NotImplementedError("there is no lead to follow in a world of one")
 
     def hand_out_next(self, items: Iterator[Shared]) -> Shared | None:

@@ -135,7 +135,8 @@ class TokenScorer:
         ]
 
     def constants(self, microbatches: Sequence[MicroBatch]) -> list[StepConstants]:
-        """Of these micro-batches, which make up a batch for a correction that judges a batch as a whole."""
+        """The step constants of these micro-batches, which make up a batch for a correction that judges a batch as a
+        whole."""
         return self._corrected(microbatches, self._logprobs(microbatches))
 
     @torch.no_grad()

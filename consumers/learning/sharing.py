@@ -21,7 +21,7 @@ class Sharing:
     even_length: float = math.inf
 
     def cost(self, num_tokens: int) -> float:
-        """Of one row, in tokens of a row whose attention costs nothing; its quadratic share included."""
+        """The cost of one row, in tokens of a row whose attention costs nothing; its quadratic share included."""
         return num_tokens * (1 + num_tokens / self.even_length)
 
 

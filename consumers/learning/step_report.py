@@ -1,32 +1,16 @@
-"""The report of a batch's optimizer steps, and the sums it is made from."""
+"""The report of a batch's optimizer steps. Imports no torch: a plan has reports too."""
 
-import logging
-import math
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from penstock.consumers.learning.batch import Batch, MicroBatch, MiniBatch
-from penstock.consumers.learning.diagnostics import Level, MismatchSums
-from penstock.consumers.learning.fresh_rows import RowGap, fresh_sums, gaps_of
-from penstock.consumers.learning.ranks import Ranks
-from penstock.consumers.learning.scoring import Scored
-from penstock.schemas.config import ConfigError, CorrectionConfig, RunConfig
-from penstock.schemas.metrics import part_key
-
-log = logging.getLogger(__name__)
+    from penstock.consumers.learning.fresh_rows import RowGap
 
 NOTHING_TO_TRAIN = "nothing left to train"
 """The `skipped_reason` of a batch without an unmasked token; every other one is a failure."""
-_OWN_METRICS = frozenset(
-    ("reward", "reward_std", "completion_tokens", "truncated_frac", "learning_rate", "loss", "grad_norm")
-)
 
 
 @dataclass(frozen=True)
@@ -36,9 +20,9 @@ class TokenFindings:
     proximal_logprobs, importance_weights: [M] float32. kept: [M] bool, True where the token may reach the loss.
     """
 
-    proximal_logprobs: Tensor
-    importance_weights: Tensor
-    kept: Tensor
+    proximal_logprobs: "Tensor"
+    importance_weights: "Tensor"
+    kept: "Tensor"
 
     def cpu(self) -> "TokenFindings":
         return TokenFindings(self.proximal_logprobs.cpu(), self.importance_weights.cpu(), self.kept.cpu())
@@ -84,7 +68,7 @@ class StepReport:
     phase_s: dict[str, float] = field(default_factory=dict)
     findings: dict[int, list[TokenFindings]] = field(default_factory=dict)
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
-    fresh: dict[int, RowGap] = field(default_factory=dict)
+    fresh: "dict[int, RowGap]" = field(default_factory=dict)
 
     @property
     def num_groups_skipped(self) -> int:
@@ -100,242 +84,3 @@ class StepReport:
     def counts_as_update(self) -> bool:
         """True for a trained batch and for one without an unmasked token; False if every optimizer step failed."""
         return self.skipped_reason in (None, NOTHING_TO_TRAIN)
-
-
-class BatchTally:
-    """Adds up the optimizer steps of one batch, and makes its report.
-
-    device: of the micro-batches.
-    """
-
-    def __init__(self, config: RunConfig, ranks: Ranks, batch: Batch, device: torch.device) -> None:
-        self._ranks = ranks
-        self._environments = batch.environments.to(device)
-        self._num_environments = len(batch.lag_mean)
-        indexes, groups = np.unique(batch.rewards.indexes, return_inverse=True)
-        self._indexes: list[int] = indexes.tolist()
-        self._groups = torch.from_numpy(groups.astype(np.int64)).to(device)
-        self._fresh = torch.zeros(len(indexes), len(RowGap._fields), dtype=torch.float64, device=device)
-        self.failed: dict[int, str] = {}
-        """Mini-batches by their place in the batch, and why their loss or gradient was not finite."""
-        self._failed_groups: dict[int, str] = {}
-        self._spared: set[int] = set()
-        self._config = config
-        self._trained: set[int] = set()
-        self._losses: list[float] = []
-        self._grad_norms: list[float] = []
-        self._taken: list[bool] = []
-        self._skipped: Counter[str] = Counter()
-        self._mismatch: MismatchSums | None = None
-        self._findings: dict[int, list[TokenFindings]] = {}
-        self._sums: dict[str, Tensor] = {}
-        """Over the unmasked tokens of the steps that did not fail; trained and rejected tokens of the first epoch."""
-        self._phase_s: dict[str, float] = {}
-        self._phase_began_s = time.perf_counter()
-
-    def end_phase(self, name: str) -> None:
-        """Charges the time since the last call to this phase."""
-        now = time.perf_counter()
-        self._phase_s[name] = self._phase_s.get(name, 0.0) + now - self._phase_began_s
-        self._phase_began_s = now
-
-    def diagnose(self, place: int, microbatch: MicroBatch, scored: Scored, scale: float | None) -> None:
-        """Adds a micro-batch of the first epoch to the diagnostics. Waits for no device. scale: as in `metric_sums`."""
-        correction, rollouts = scored.correction, microbatch.rollouts[microbatch.row_ids]
-        tokens = scored.proximal_logprobs, microbatch.behavior_logprobs, microbatch.loss_mask, microbatch.row_ids
-        self._fresh += fresh_sums(*tokens, microbatch.lag, self._groups[rollouts], len(self._indexes))
-        found = MismatchSums.of_packed(
-            *tokens,
-            weights=correction.weights,
-            keep_mask=correction.keep_mask,
-            corrected_mask=correction.corrected_mask,
-            current_logprobs=scored.current_logprobs,
-            lag=microbatch.lag,
-            threshold=self._config.correction.threshold,
-            advantages=scored.advantages,
-            level=_judged_level(self._config.correction),
-            environments=self._environments[rollouts],
-            num_environments=self._num_environments,
-        )
-        if scale is not None:
-            found = found.scaled(scale)
-        self._mismatch = found if self._mismatch is None else self._mismatch.merge(found)
-        if self._config.record and scale is None:
-            weights = correction.weights.float()
-            findings = TokenFindings(scored.proximal_logprobs.float(), weights, correction.keep_mask)
-            self._findings.setdefault(place, []).append(findings)
-
-    def end_step(
-        self, place: int, minibatch: MiniBatch, scored: list[Scored], sums: list[dict[str, Tensor]], grad_norm: Tensor
-    ) -> bool:
-        """Adds a mini-batch after its backward passes; returns whether the optimizer step is to be taken.
-
-        The same on every rank: the loss is the sum of theirs. grad_norm: of all of them. Waits for the device once.
-        """
-        found = [grad_norm]
-        if scored:
-            found.append(torch.stack([part.loss for part in scored]).sum())
-            found.append(torch.stack([part.correction.keep_mask.any() for part in scored]).sum())
-        norm, *own = torch.stack([value.double() for value in found]).tolist()
-        loss, num_kept = self._ranks.add(torch.tensor(own or [0.0, 0.0], dtype=torch.float64)).tolist()
-        self._losses.append(loss)
-        self._grad_norms.append(norm)
-        reason = _reason_to_skip(num_kept > 0, loss, norm)
-        self._taken.append(reason is None)
-        if reason is None:
-            self._trained.add(place)
-        else:
-            self._skipped[reason] += 1
-            if reason != NOTHING_TO_TRAIN:
-                self.failed[place] = reason
-                if self._ranks.is_lead:
-                    log.error("%s: no optimizer step for groups %s", reason, list(minibatch.indexes))
-        if place not in self.failed:
-            for values in sums:
-                for name, value in values.items():
-                    self._sums[name] = self._sums[name] + value if name in self._sums else value
-        return reason is None
-
-    def blame(self, place: int, is_finite: Callable[[MiniBatch], bool], minibatch: MiniBatch) -> None:
-        """Divides the groups of a failed mini-batch that has taken no step into failed and spared ones.
-
-        is_finite: whether loss and gradient of a mini-batch are.
-        """
-        if place in self._trained:
-            return
-        finite: dict[int, bool] = {}
-        waiting = minibatch.alone()
-        while (alone := self._ranks.hand_out_next(waiting)) is not None:
-            finite[alone.indexes[0]] = is_finite(alone)
-        spared = {index for index, is_spared in finite.items() if is_spared}
-        if len(spared) == len(finite):
-            spared = set()  # each is finite alone: which of them it was cannot be told
-        self._spared |= spared
-        self._failed_groups |= dict.fromkeys(finite.keys() - spared, self.failed[place])
-
-    def report(self, batch: Batch, learning_rate: float) -> StepReport:
-        """The report after the last step. Fetches the sums, for which it waits for the device.
-
-        learning_rate: of the batch's first step.
-        """
-        metrics = {**batch.outcome, "learning_rate": learning_rate, **self._means()}
-        fetched = torch.stack([value.double() for value in self._sums.values()]).tolist() if self._sums else []
-        own = _Found(dict(zip(self._sums, fetched, strict=True)), self._mismatch, self._findings, self._fresh)
-        found = _merged(self._ranks.gather(own.cpu()))
-        sums = found.sums
-        num_tokens = sums.pop("num_tokens", 0)
-        num_trained, num_rejected = (int(sums.pop(f"num_tokens_{name}", 0)) for name in ("trained", "rejected"))
-        if num_tokens:
-            metrics |= {name: value / num_tokens for name, value in sums.items()}
-        by_environment: list[dict[str, float]] = [{} for _ in batch.lag_mean]
-        if found.mismatch is not None:
-            metrics |= found.mismatch.metrics()
-            by_environment = found.mismatch.by_environment()
-        lag_means = batch.lag_mean.items()
-        self.end_phase("diagnostics")
-        return StepReport(
-            metrics=metrics,
-            lag_histogram=batch.lag_histogram,
-            num_tokens_trained=num_trained,
-            num_tokens_masked_lag=batch.num_tokens_masked_lag,
-            advantages=batch.group_advantages,
-            has_teacher=self._config.teacher is not None,
-            num_tokens_rejected=num_rejected,
-            num_optimizer_steps=sum(self._taken),
-            skipped_reason=None if self._trained else next(iter(self.failed.values()), NOTHING_TO_TRAIN),
-            steps_skipped=dict(self._skipped),
-            failed=self._failed_groups,
-            spared=frozenset(self._spared),
-            phase_s=self._phase_s,
-            findings=found.findings,
-            environments={
-                name: {"lag_mean": lag, **own} for (name, lag), own in zip(lag_means, by_environment, strict=True)
-            },
-            fresh={
-                index: gap for index, gap in zip(self._indexes, gaps_of(found.fresh), strict=True) if gap.num_tokens
-            },
-        )
-
-    def _means(self) -> dict[str, float]:
-        """Loss and gradient norm over the steps taken; over all of them if none was."""
-        which = [n for n, taken in enumerate(self._taken) if taken] or range(len(self._taken))
-        columns = {"loss": self._losses, "grad_norm": self._grad_norms}
-        return {name: sum(values[n] for n in which) / max(1, len(which)) for name, values in columns.items()}
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one rank adds to a report; see `BatchTally`."""
-
-    sums: dict[str, float]
-    mismatch: MismatchSums | None
-    findings: dict[int, list[TokenFindings]]
-    fresh: Tensor
-
-    def cpu(self) -> "_Found":
-        findings = {place: [part.cpu() for part in parts] for place, parts in self.findings.items()}
-        mismatch = None if self.mismatch is None else self.mismatch.cpu()
-        return _Found(self.sums, mismatch, findings, self.fresh.cpu())
-
-
-def _merged(by_rank: Sequence[_Found]) -> _Found:
-    """Of all ranks. The findings of a mini-batch in the order of its micro-batches: each rank's first, and so on."""
-    sums: dict[str, float] = {}
-    mismatch: MismatchSums | None = None
-    for each in by_rank:
-        sums = {name: sums.get(name, 0.0) + each.sums.get(name, 0.0) for name in sums | each.sums}
-        if each.mismatch is not None:
-            mismatch = each.mismatch if mismatch is None else mismatch.merge(each.mismatch)
-    places = sorted({place for each in by_rank for place in each.findings})
-    findings = {
-        place: [
-            part
-            for turn in zip_longest(*(each.findings.get(place, ()) for each in by_rank))
-            for part in turn
-            if part is not None
-        ]
-        for place in places
-    }
-    return _Found(sums, mismatch, findings, torch.stack([each.fresh for each in by_rank]).sum(0))
-
-
-def metric_sums(
-    microbatch: MicroBatch, scored: Scored, config: RunConfig, *, first_epoch: bool, scale: float | None
-) -> dict[str, Tensor]:
-    """Sums over a micro-batch's unmasked tokens: the trainer's own, and the objective's metrics.
-
-    scale: None for a micro-batch that is trained on; for one of `MiniBatch.skipped` the tokens that each stands for.
-
-    Raises:
-        ConfigError: a metric of the objective has a name of the trainer's own.
-    """
-    mask = microbatch.loss_mask
-    own = {"num_tokens": mask.sum(), "entropy": torch.where(mask, scored.entropy, 0.0).sum()}
-    if scored.teacher_divergence is not None:
-        own["teacher_kl"] = torch.where(mask, scored.teacher_divergence, 0.0).sum()
-    if first_epoch and scale is None:
-        own["num_tokens_trained"] = mask.sum()
-        own["num_tokens_rejected"] = (mask & ~scored.correction.keep_mask).sum()
-    parts = {name for name in scored.metrics if name.startswith(part_key(""))}
-    if taken := parts | (own.keys() | _OWN_METRICS) & scored.metrics.keys():
-        raise ConfigError(
-            f"objective.path = {config.objective.path!r}: its metric {min(taken)!r} has a name of the trainer's own; "
-            "expected another"
-        )
-    sums = own | scored.metrics
-    return sums if scale is None else {name: value * scale for name, value in sums.items()}
-
-
-def _judged_level(correction: CorrectionConfig) -> Level:
-    """Which ratio the correction compares with its threshold."""
-    return correction.sequence_ratio if correction.mode.startswith("sequence") else "token"
-
-
-def _reason_to_skip(any_kept: bool, loss: float, grad_norm: float) -> str | None:
-    if not any_kept:
-        return NOTHING_TO_TRAIN
-    if not math.isfinite(loss):
-        return "loss is not finite"
-    if not math.isfinite(grad_norm):
-        return "gradient norm is not finite"
-    return None

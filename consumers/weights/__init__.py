@@ -2,5 +2,5 @@
 
 Imported through `published_policy.PublishedPolicy`, which numbers the versions; `publisher.Publisher`, which has them
 written and announces them; `best.BestPolicy`, which keeps the best evaluated one; `shard.PolicyShard`, a rank's part of
-them; and `follower.ShardPublisher`, for the other ranks.
+them; and `shard_publisher.ShardPublisher`, for the other ranks.
 """

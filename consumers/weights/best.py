@@ -110,11 +110,11 @@ class BestPolicy:
         return is_best
 
     def _pending(self, version: int | str) -> Path:
-        """Of a policy whose model is to be written: it is there until that is done, also after a kill."""
+        """The note of a policy whose model is to be written: it is there until that is done, also after a kill."""
         return self._folder.with_name(f"pending-{self._folder.name}-{version}.json")
 
     def _value_there(self) -> float | None:
-        """Of the model in the folder, if it was chosen by the same figure."""
+        """The value of the model in the folder, if it was chosen by the same figure."""
         there = read_best(self._folder)
         return there.value if there is not None and there.figure == self._figure else None
 

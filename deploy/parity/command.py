@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from penstock.consumers.parity.report import REPORT_FILE, Verdict
-from penstock.deploy.launch.command_line import Command, add_runs, find_run_file, shipped_run_files
+from penstock.deploy.launch.command_line import Command, add_json, add_runs, add_set, find_run_file, shipped_run_files
+from penstock.deploy.parity.rollout_file import RolloutFileError, is_rollout_file
 from penstock.schemas.config import ConfigError, load_config
-from penstock.schemas.rollout_file import RolloutFileError, is_rollout_file
 
 if TYPE_CHECKING:
     from penstock.consumers.parity.report import ParityReport
@@ -34,7 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run (its name or folder), a run file (boots one engine and probes it), or a file of recorded rollouts",
     )
     add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON for a machine")
+    add_json(parser, "print the report as JSON for a machine")
     parser.add_argument("--save", type=Path, metavar="FILE", help="record the rollouts in FILE, their weights beside")
     parser.add_argument(
         "--out",
@@ -77,9 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", metavar="DTYPE", help="of a rollout file, the type of the published weights")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave out what needs the model's tokenizer")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="of a run file, override a field"
-    )
+    add_set(parser, "of a run file, override a field")
 
 
 def _positive(text: str) -> int:

@@ -14,13 +14,13 @@ from penstock.consumers.parity.logged_versions import LoggedVersions, WeightVers
 from penstock.consumers.parity.report import TOLERANCES, ParityError
 from penstock.consumers.stream.scripts import announced_of, forks_of
 from penstock.deploy.operate.run_access import OpenRun
+from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
 from penstock.schemas.keys import Commit, Field, Keys, Kind
 from penstock.schemas.model_digest import model_digest
 from penstock.schemas.policy import lag
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group
-from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 
 _BEFORE, _AFTER = 2, 1
 """Versions beside those that tokens name: an update that was skipped, or landed early, would have served them."""

@@ -68,7 +68,7 @@ class VerifiersEnvironment:
         return self._pose("evaluation", n - 1)
 
     async def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """Of a conversation with this answer alone; where another turn follows, it has no room for it."""
+        """The reward of a conversation with this answer alone; where another turn follows, it has no room for it."""
         return await self.converse(prompt, _OneAnswer(completion))
 
     async def converse(self, prompt: Prompt, conversation: Conversation) -> Reward:

@@ -114,7 +114,11 @@ class Engine(Protocol):
 
     def sampled(self, request_id: str) -> list[Completion]:
         """The siblings of a running request as far as they are sampled, an unfinished one with the finish reason
-        "abort"; empty for a request that is not running."""
+        "abort"; empty for a request that is not running.
+
+        Raises:
+            EngineError: what is sampled is inconsistent.
+        """
         ...
 
     async def load_weights(self, manifest: WeightManifest, path: str, restore: Restore | None = None) -> float:
@@ -187,7 +191,7 @@ class Conversation(Protocol):
 
     @property
     def facts(self) -> RolloutFacts:
-        """Of the calls answered until now.
+        """The facts of the calls answered until now.
 
         Raises:
             LookupError: there is none yet.

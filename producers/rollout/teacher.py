@@ -128,7 +128,7 @@ def _check_status(answer: ClientResponse) -> None:
 
 
 def _logprobs(answer: Any, token_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> list[float]:
-    """Of the tokens in the runs.
+    """The logprobs of the tokens in the runs.
 
     Raises:
         TeacherError: one is missing, or is no logarithm of a probability above 0.

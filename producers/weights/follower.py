@@ -83,7 +83,7 @@ class WeightFollower:
 
     @property
     def version(self) -> int:
-        """Of the policy that the engine holds."""
+        """The version of the policy that the engine holds."""
         return self._engine.policy_version
 
     @property

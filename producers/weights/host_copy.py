@@ -143,7 +143,7 @@ class HostCopy:
 
     @property
     def path(self) -> Path:
-        """Of the file to load from; it is another one after `lock_at` has found the locks gone."""
+        """The file to load from; it is another one after `lock_at` has found the locks gone."""
         return self.folder / f"weights-{self._inode}.safetensors"
 
     def open(self) -> None:
@@ -427,7 +427,7 @@ class HostCopy:
         return True
 
     def _set_state(self, manifest: WeightManifest) -> None:
-        """Of bits that were compared with their digests."""
+        """Writes which policy the copy holds, once its bits were compared with their digests."""
         state = _State(policy=manifest, locks=self._inode)
         write_whole(self.folder / "state", msgspec.json.encode(state), mode=0o600)
         self._has_compared = True

@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def offers(*names: str) -> Callable[[F], F]:
-    """Of a Protocol's method: the keyword arguments that it is given too if it has such parameters."""
+    """Marks a Protocol's method with keyword arguments that it is given too if it has such parameters."""
 
     def mark(method: F) -> F:
         method.offered = frozenset(names)  # type: ignore[attr-defined]

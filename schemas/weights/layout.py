@@ -46,7 +46,7 @@ def as_bits(data: Array) -> Array:
 
 
 def tensor_bytes(tensors: Iterable[TensorSpec]) -> int:
-    """Of all elements. Raises LayoutError for a type that is not known."""
+    """The bytes of all elements. Raises LayoutError for a type that is not known."""
     return sum(math.prod(tensor.shape) * element_bytes(tensor) for tensor in tensors)
 
 

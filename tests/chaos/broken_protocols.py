@@ -36,7 +36,7 @@ CASES = (
         WITHOUT_PROGRESS,
         "killed in long rollouts",
         1,
-        "kills that cost more than an interval's tokens",
+        "kills that cost more tokens than the bound",
         lambda verdict: sum(loss.most_lost > verdict.most_lost for loss in verdict.losses),
         with_long=True,
         limit_s=60.0,

@@ -1,7 +1,8 @@
 """The double entry of tokens: what each process has sampled, against what is trained; the difference was lost with it.
 
-The bound. Progress is saved every `producers.progress_s`, so a producer that is killed has at most one interval's
-tokens to lose, and those of the saving under way, which is given as long again.
+The bound, for a producer that is killed. Between two savings lies one interval of `producers.progress_s`. A group that
+has begun less than half an interval before a saving is left out of it. And each saving takes the groups in turn: what
+lies between the turns of one group in two of them, beside the interval, is given half an interval. So two in all.
 """
 
 from collections import Counter

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 import penstock.consumers.__main__ as lead
-import penstock.consumers.distributed.follower as follower
+import penstock.consumers.distributed.led_rank as led_rank
 import penstock.consumers.distributed.start as start
 import penstock.consumers.learning.tensor_files as tensor_files
 from penstock.consumers.learning.batch import Batch
@@ -101,7 +101,7 @@ def _be_a_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> None
         os.environ.clear()
         os.environ.update(environment)
         steps, broken, *command = arguments
-        lead.Learner = follower.Learner = _aimed_learner(Path(steps))  # type: ignore[misc]
+        lead.Learner = led_rank.Learner = _aimed_learner(Path(steps))  # type: ignore[misc]
         if broken:
             BROKEN[broken]()
         status = cli.main(command)

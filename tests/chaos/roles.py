@@ -137,7 +137,7 @@ class LongEngine(ChaosEngine):
 
 
 def _num_left(prompt: list[int]) -> int:
-    """Of the rollout that a prompt poses, the tokens that it does not hold yet."""
+    """The tokens that a prompt does not hold yet of the rollout that it poses."""
     index, num_sampled = parts_of(prompt)
     return LONGEST - 30 * (index % 5) - num_sampled
 

@@ -13,7 +13,7 @@ SAMPLED = {0: {1: 100, 2: 50}, 1: {1: 60, 2: 150}}
 
 
 def trained(*counts: tuple[int, int, int]) -> dict[tuple[int, int], int]:
-    """Of (index, process, tokens)."""
+    """The trained tokens, given as (index, process, tokens)."""
     return {(index, mark_of(number)): count for index, number, count in counts}
 
 

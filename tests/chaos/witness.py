@@ -65,7 +65,7 @@ def digest_of_base(model_folder: Path) -> str:
 
 
 def digest_of_checkpoint(folder: Path) -> str:
-    """Of the whole tensors, from the parts in the files of all ranks.
+    """The digest of the whole tensors, from the parts in the files of all ranks.
 
     Raises:
         ChainError: parts are missing or too many.

@@ -22,7 +22,7 @@ def on_ranks(
     """What `function(ranks, watch, *arguments)` returns on each rank. It is looked up by name, so it lies in a module
     of doubles, and takes and returns what pickle takes. statuses: of the ranks at their end; 0 each if left out."""
     with ranks_running(size, function, *arguments, folder=folder) as processes:
-        found = [process.wait(timeout=120) for process in processes]
+        found = [process.wait(timeout=600) for process in processes]
     if found != list(statuses or [0] * size):
         raise AssertionError(f"statuses {found}\n" + "\n".join(log_of(folder, rank) for rank in range(size)))
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in _results(folder, size)]
@@ -33,7 +33,7 @@ def command_on_ranks(size: int, words: Sequence[str], folder: Path) -> list[int]
     folder.mkdir()
     program = "import sys; from penstock.deploy import cli; sys.exit(cli.main())"
     with _running(size, program, words, folder, {}) as processes:
-        return [process.wait(timeout=120) for process in processes]
+        return [process.wait(timeout=600) for process in processes]
 
 
 @contextmanager

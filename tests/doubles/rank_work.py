@@ -26,9 +26,9 @@ from penstock.consumers.parity.gate import Gate, ParityRefusedError, measured
 from penstock.consumers.parity.report import ParityError
 from penstock.consumers.stream.connection import TrainerConnection
 from penstock.consumers.stream.scripts import Scripts
-from penstock.consumers.weights.follower import ShardPublisher
 from penstock.consumers.weights.publisher import Publisher, WeightPlaces
 from penstock.consumers.weights.shard import PolicyShard
+from penstock.consumers.weights.shard_publisher import ShardPublisher
 from penstock.schemas.config import RunConfig
 from penstock.schemas.keys import Keys
 from penstock.schemas.policy import WeightManifest
@@ -93,7 +93,7 @@ def step(learner: Learner, groups: list[RolloutGroup]) -> tuple[StepReport, dict
 
 
 class EndOfOrders(Exception):
-    """Of the order `end`."""
+    """Raised by the order `end`."""
 
 
 def follow_to_the_end(ranks: Ranks, orders: dict[str, Any]) -> None:
@@ -267,8 +267,8 @@ FATES: dict[str, Callable[[float], None]] = {
 def publish_and_read(
     ranks: Ranks, watch: Watch | None, config: RunConfig, batches: list[list[RolloutGroup]], url: str, folder: Path
 ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], WeightManifest]] | None:
-    """Of the policy after each batch what readers of the weight log get, what one rank would publish, and its manifest;
-    on the lead. The second rank's store is full at first."""
+    """For the policy after each batch: what readers of the weight log get, what one rank would publish, and its
+    manifest; on the lead. The second rank's store is full at first."""
     learner = Learner(config, ranks)
     connection, keys = TrainerConnection(url, 10), Keys(config.name)
     shard = PolicyShard(ranks, keys, connection.call, learner.published_parts)

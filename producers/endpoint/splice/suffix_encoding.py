@@ -56,11 +56,6 @@ class SuffixEncoder:
             if not token.single_word and token.content not in longer:
                 self._cut_at[n] = token.content
 
-    @property
-    def provable(self) -> bool:
-        """True if there are tokens to cut at."""
-        return bool(self._cut_at)
-
     def encode(self, text: str, known: Encoded | None = None) -> Encoded:
         """The ids of `text` as the tokenizer gives them for the whole. Those of the prefix shared with `known`, up to
         its last special token, are copied from there."""

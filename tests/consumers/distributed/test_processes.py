@@ -14,11 +14,13 @@ from waiting import wait_for
 
 # On one server: what the ranks ask of it is what one process asks.
 pytestmark = [
-    *(pytest.mark.redis, pytest.mark.slow, pytest.mark.xdist_group("ranks")),
+    *(pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("ranks")),
     pytest.mark.parametrize("server_binary", ["redis"], indirect=True, scope="session"),
 ]
 
 NUM_UPDATES = 120
+RUN_S = 300.0
+"""Two ranks from their first import to their end, on a machine that they have little of."""
 FORKED_RANKS = BARE.format(setup="from forked_programs import fork_ranks\nfork_ranks()")
 """The imports of the ranks are shared as well."""
 
@@ -29,7 +31,7 @@ class Allowance:
     last = 160
 
     def answer(self, index: int, version: int) -> dict:
-        wait_for(lambda: index <= self.last, timeout_s=240)
+        wait_for(lambda: index <= self.last, timeout_s=RUN_S)
         return group_fields(index, version)
 
 
@@ -59,7 +61,7 @@ def two_ranks(bench, redis_client, processes, allowance):
 def wait_for_checkpoint(bench, client, epoch: int) -> None:
     """Until one of a trainer's own is committed."""
     pattern = rb"\d\d-.*" if epoch == 0 else rb"%d0000000\d\d-.*" % epoch
-    wait_for(lambda: re.match(pattern, client.hget(bench.keys.commit, "checkpoint") or b""), timeout_s=120)
+    wait_for(lambda: re.match(pattern, client.hget(bench.keys.commit, "checkpoint") or b""), timeout_s=RUN_S)
 
 
 def rank(bench, process, number: int) -> int:
@@ -86,18 +88,18 @@ def test_a_run_of_two_ranks_survives_a_killed_rank_and_a_signal_and_ends(
     first = two_ranks("first")
     wait_for_checkpoint(bench, redis_client, 0)
     os.kill(rank(bench, first, 1), signal.SIGKILL)
-    assert first.wait(60) == 1
+    assert first.wait(RUN_S) == 1
     (line,) = errors(processes.log("first"))
     assert re.search(r"rank 1 \(.+\) has died or is frozen: not heard of for \d+ s .*--resume continues it", line)
     allowance.last = 320
     second = two_ranks("second", "--resume")
     wait_for_checkpoint(bench, redis_client, 1)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == 0
+    assert second.wait(RUN_S) == 0
     allowance.last = 10**9
     assert errors(processes.log("second")) == [] and "continue it with --resume" in processes.log("second")
     # As a user's shell starts it, ranks included.
-    assert two_ranks("third", "--resume", program=BARE.format(setup="")).wait(120) == 0
+    assert two_ranks("third", "--resume", program=BARE.format(setup="")).wait(RUN_S) == 0
     assert errors(processes.log("third")) == []
     assert_trained_once(bench)
 
@@ -108,12 +110,12 @@ def test_a_standby_of_two_ranks_takes_over_from_one_whose_rank_0_is_frozen(
     first = two_ranks("first")
     second = two_ranks("second", "--standby")
     wait_for_checkpoint(bench, redis_client, 0)
-    wait_for(lambda: "standing by" in processes.log("second"), timeout_s=120)
+    wait_for(lambda: "standing by" in processes.log("second"), timeout_s=RUN_S)
     os.kill(rank(bench, first, 0), signal.SIGSTOP)
     allowance.last = 10**9
-    assert second.wait(180) == 0
+    assert second.wait(RUN_S) == 0
     assert "taking it over" in processes.log("second") and errors(processes.log("second")) == []
-    assert first.wait(60) == 1
+    assert first.wait(RUN_S) == 1
     (line,) = errors(processes.log("first"))
     assert re.search(r"rank 0 \(.+\) has died or is frozen: not heard of for \d+ s", line)
     assert_trained_once(bench)
@@ -123,13 +125,13 @@ def test_another_models_checkpoint_and_half_a_checkpoint_are_refused_once_and_no
     bench, redis_client, processes, two_ranks
 ) -> None:
     bench.overrides += ["num_updates=4", "trainer.num_processes=1"]
-    assert two_ranks("first").wait(120) == 0
+    assert two_ranks("first").wait(RUN_S) == 0
     committed = redis_client.hget(bench.keys.commit, "checkpoint")
     own = [*bench.overrides, "num_updates=12"]
 
     tiny_model(bench.runs / "other", hidden_size=8)
     bench.overrides = [*own, "trainer.num_processes=2", f"model.path='{bench.runs / 'other'}'"]
-    assert two_ranks("second", "--resume").wait(120) == 2
+    assert two_ranks("second", "--resume").wait(RUN_S) == 2
     (line,) = errors(processes.log("second"))
     assert "of another model: " in line and committed.decode() in line
 
@@ -137,7 +139,7 @@ def test_another_models_checkpoint_and_half_a_checkpoint_are_refused_once_and_no
     for file, content in files.items():
         file.write_bytes(content[: len(content) // 2])
     bench.overrides = [*own, "trainer.num_processes=2"]
-    assert two_ranks("third", "--resume").wait(120) == 1
+    assert two_ranks("third", "--resume").wait(RUN_S) == 1
     (line,) = errors(processes.log("third"))
     assert "no checkpoint is whole" in line and committed.decode() in line
 
@@ -146,5 +148,5 @@ def test_another_models_checkpoint_and_half_a_checkpoint_are_refused_once_and_no
         file.write_bytes(content)
     bench.overrides = own
     bench.hardy_producer()
-    assert two_ranks("fourth", "--resume").wait(120) == 0
+    assert two_ranks("fourth", "--resume").wait(RUN_S) == 0
     assert_trained_once(bench, 12)

@@ -21,7 +21,7 @@ from rank_processes import log_of, on_ranks
 from rank_work import MARK, Trained, train, train_from_checkpoints
 from training_groups import configuration, group_of, random_group, segment, tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(900)]
 
 SIZES = (2, 4)
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -117,9 +117,10 @@ def test_weights_and_diagnostics_are_those_of_one_process(found, size: int, name
     for batch, (report, other) in enumerate(zip(reports, expected_reports, strict=True)):
         where = f"batch {batch}"
         assert report.metrics.keys() == other.metrics.keys(), where
-        # Later on the weights differ by rounding errors, which Adam's division carries into the figures.
-        rel = 2e-5 if batch else 1e-6
-        assert report.metrics == pytest.approx(other.metrics, rel=rel, abs=1e-6 if batch else 1e-8), where
+        # Sums of float32 terms of up to 1 in another order, which some of the figures are the exponentials of; how much
+        # that is depends on the processor. Later on the weights differ too, which Adam's division carries into them.
+        rel = 2e-5 if batch else 5e-6
+        assert report.metrics == pytest.approx(other.metrics, rel=rel, abs=1e-6 if batch else 1e-7), where
         for figure in ("num_tokens_trained", "num_tokens_rejected", "num_optimizer_steps", "skipped_reason", "failed"):
             assert getattr(report, figure) == getattr(other, figure), where
         assert report.spared == other.spared and report.steps_skipped == other.steps_skipped, where

@@ -25,7 +25,7 @@ def test_ranks_that_are_started_again_find_nothing_of_their_first_start_in_the_s
 
 
 class Signals:
-    """Of a caller that has been told to stop once the ranks were started."""
+    """The signals of a caller that is told to stop once the ranks were started."""
 
     def hand_to(self, stop) -> None:
         self.stop = stop

@@ -98,7 +98,8 @@ def test_the_gradient_is_that_of_the_teachers_advantages(folders, steps: int, al
 
 
 def _expected_gradient(logits: Tensor, behavior: Tensor, teacher: Tensor, student_logprobs: Tensor) -> Tensor:
-    """Of the loss's expectation over every token that the behavior policy may sample, with exact importance weights."""
+    """The gradient of the loss's expectation over every token that the behavior policy may sample, with exact
+    importance weights."""
     leaf = logits.clone().requires_grad_()
     current = leaf.log_softmax(0)
     proximal = current.detach()

@@ -215,7 +215,7 @@ def test_of_an_adapter_a_folder_of_pefts_is_kept(start, model_folder):
 
 
 def test_a_run_that_is_killed_and_continued_keeps_its_best(redis_url, tmp_path, model_folder, monkeypatch):
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     rewards = {0: 0.2, 5: 0.9, 10: 0.3}
     bench = TrainerBench(redis_url, tmp_path)
     bench.overrides = ["checkpoint.best=reward", f"model.path={model_folder}", "weights.keep_versions=2"]
@@ -237,7 +237,7 @@ def test_a_run_that_is_killed_and_continued_keeps_its_best(redis_url, tmp_path, 
 @pytest.fixture
 def scored_bench(redis_url, tmp_path, model_folder, monkeypatch):
     """A run that keeps its best policy, which is 5."""
-    monkeypatch.setattr(entry, "_load_learner", ScriptedLearner)
+    monkeypatch.setattr(entry, "load_learner", ScriptedLearner)
     bench = TrainerBench(redis_url, tmp_path)
     bench.overrides = ["checkpoint.best=reward", f"model.path={model_folder}", "weights.keep_versions=2"]
     bench.producer().held_out = lambda version: {0: 0.2, 5: 0.9}.get(version, 0.4)

@@ -19,10 +19,10 @@ from penstock.deploy import cli
 from penstock.deploy.launch.redis_server import RedisServer
 from penstock.deploy.parity import display
 from penstock.deploy.parity.command import GateRefusedError, raise_gate_refusal
+from penstock.deploy.parity.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from penstock.producers.rollout.episode import load_tokenizer
 from penstock.schemas.config import ModelConfig, ParityConfig
 from penstock.schemas.rollout import RolloutGroup
-from penstock.schemas.rollout_file import RolloutFileHeader, read_rollout_file, write_rollout_file
 from real_server import installed_servers
 from recorded_run import NAME, RecordedRun, make_bench, played_groups
 from training_groups import configuration, tiny_model

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.schemas.config import LoraConfig
+from penstock.schemas.process.files import replacing
 from penstock.schemas.rollout import RecordError, RolloutGroup, decode_group, encode_group, one_line
 
 MAGIC = b"PENSTOCK"
@@ -80,22 +81,16 @@ def write_rollout_file(file: Path, header: RolloutFileHeader, groups: Iterable[R
         RecordError: a group that breaks the contract.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
     digest = hashlib.blake2b(MAGIC, digest_size=_DIGEST_BYTES)
     num_blocks = 0
-    try:
-        with partial.open("wb") as stream:
-            stream.write(MAGIC)
-            for block in chain((msgspec.msgpack.encode(header),), map(encode_group, groups)):
-                num_blocks += 1
-                data = _LENGTH.pack(len(block)) + block
-                digest.update(data)
-                stream.write(data)
-            stream.write(_END.pack(0, num_blocks - 1, digest.digest()))
-        partial.replace(file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(file) as partial, partial.open("wb") as stream:
+        stream.write(MAGIC)
+        for block in chain((msgspec.msgpack.encode(header),), map(encode_group, groups)):
+            num_blocks += 1
+            data = _LENGTH.pack(len(block)) + block
+            digest.update(data)
+            stream.write(data)
+        stream.write(_END.pack(0, num_blocks - 1, digest.digest()))
     return num_blocks - 1
 
 

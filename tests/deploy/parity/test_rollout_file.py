@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 import wire_examples
-from penstock.schemas.rollout import RecordError
-from penstock.schemas.rollout_file import (
+from penstock.deploy.parity.rollout_file import (
     FORMAT,
     MAGIC,
     RolloutFileError,
@@ -17,6 +16,7 @@ from penstock.schemas.rollout_file import (
     read_rollout_file,
     write_rollout_file,
 )
+from penstock.schemas.rollout import RecordError
 
 HEADER = RolloutFileHeader(
     run="run-1",
