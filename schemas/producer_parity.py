@@ -4,7 +4,8 @@ import msgspec
 
 
 class ProducerParity(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one instance of a producer. A quarantine is of the instance: the same producer, started again, is another.
+    """What the trainer has found of one instance of a producer. A quarantine is of the instance: the same producer,
+    started again, is another.
 
     gap: |engine - trainer| in nats, mean over the tokens of its last groups that were recomputed under the very policy
         that sampled them; None before the first.

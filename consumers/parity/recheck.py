@@ -1,11 +1,14 @@
-"""Groups without a row of lag 0, recomputed under the versions that their labels name while the trainer waits.
+"""Groups without a row of lag 0, recomputed under the versions that their labels name while the trainer waits, and now
+and then between two updates.
 
-A lag above 0 hides nothing from the watch then. The trainer's own model is not touched: a second one, made with the
-first group, takes the weights of each version from the weight log.
+A lag above 0 hides nothing from the watch then, nor does a trainer that never waits. The trainer's own model is not
+touched: a second one, made with the first group, takes the weights of each version from the weight log.
 """
 
 import logging
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,29 +31,42 @@ from penstock.schemas.weights.reading import WeightReader
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 4
-"""Groups; a newer one takes the place of the oldest, whose versions are the first to be gone."""
+"""Groups. One more takes the place of the oldest, whose versions are the first to be gone, of the instance that has the
+most; of several such, of that whose turn was last."""
+BUSY_SHARE = 0.03
+"""The most that rechecks between two updates take of the trainer's time, beside the first."""
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: its multiples, modulo 2^64, are spread evenly."""
 
 
 class Recheck:
-    """Recomputes the share `parity.recheck` of those groups.
+    """Recomputes the share `parity.recheck` of those groups; of the instances that wait, the one whose turn was longest
+    ago has the next.
 
     count: called with what became of a drawn group, and the number of its tokens that were recomputed.
     """
 
     def __init__(
-        self, config: RunConfig, reader: WeightReader, count: Callable[[str, int], None] = lambda outcome, tokens: None
+        self,
+        config: RunConfig,
+        reader: WeightReader,
+        count: Callable[[str, int], None] = lambda outcome, tokens: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._count = config, count
+        self._config, self._count, self._clock = config, count, clock
         self._share = config.parity.recheck
         self._waiting: dict[int, RolloutGroup] = {}
+        self._num_turns = 0
+        self._turns: dict[str, int] = {}
+        """By instance the number of its last turn, from 1, also of one that has shown nothing."""
+        self._due_s = clock()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._reader = reader
         self._store: tuple[LoggedVersions, PolicyStore] | None = None
 
     def add(self, groups: Sequence[RolloutGroup], report: StepReport) -> None:
-        """Draws from the groups of a batch that was trained. Those with rows of lag 0 are judged by them already."""
+        """Draws from the groups of a batch that was trained. Those with rows of lag 0 are judged by them already,
+        and by them alone: their other rows are siblings, which would count the group twice."""
         if not report.counts_as_update:
             return
         left_out = report.fresh.keys() | report.failed.keys() | report.spared
@@ -62,33 +78,28 @@ class Recheck:
                 continue
             self._waiting[group.index] = group
             if len(self._waiting) > MAX_WAITING:
-                del self._waiting[next(iter(self._waiting))]
-                self._count("displaced", 0)
+                self._displace()
 
     def one(self) -> tuple[list[RolloutGroup], dict[int, RowGap]]:
-        """Recomputes the group that has waited longest, if any does; returns it with its gap by index, or nothing where
-        it cannot be recomputed. Takes the time of that group."""
+        """Recomputes the newest group of the instance whose turn it is, if any waits; returns it with its gap by index,
+        or nothing where it cannot be recomputed. Takes the time of that group."""
         if not self._waiting:
             return [], {}
-        group = self._waiting.pop(next(iter(self._waiting)))
-        try:
-            gap = self._gap(group)
-        except (ParityError, OSError) as error:
-            log.warning("group %d is not rechecked: %s", group.index, error)
-            self._count("failed", 0)
-            return [], {}
-        except torch.OutOfMemoryError as error:
-            log.error("nothing more is rechecked, the device has no room for a second model: %s", error)
-            self._count("failed", 0)
-            self._share, self._store = 0.0, None
-            self._waiting.clear()
-            torch.cuda.empty_cache()
-            return [], {}
-        if gap is None:
-            self._count("gone", 0)
-            return [], {}
-        self._count("rechecked", gap.num_tokens)
-        return [group], {group.index: gap}
+        group = min(reversed(self._waiting.values()), key=self._last_turn)
+        del self._waiting[group.index]
+        self._num_turns += 1
+        self._turns[group.samplers[0]] = self._num_turns
+        is_first, began_s = self._store is None, self._clock()
+        gap = self._tried(group)
+        ended_s = self._clock()
+        # The first makes the second model, which is no measure of those that follow.
+        self._due_s = ended_s if is_first else ended_s + (ended_s - began_s) * (1 / BUSY_SHARE - 1)
+        return ([], {}) if gap is None else ([group], {group.index: gap})
+
+    def one_if_due(self) -> tuple[list[RolloutGroup], dict[int, RowGap]]:
+        """As `one`, for a trainer that need not wait: nothing until the last one has taken no more than `BUSY_SHARE` of
+        the time since it began."""
+        return self.one() if self._clock() >= self._due_s else ([], {})
 
     def close(self) -> None:
         if self._folder is not None:
@@ -97,19 +108,49 @@ class Recheck:
     def _draws(self, index: int) -> bool:
         return index * _GOLDEN % 2**64 < self._share * 2**64
 
+    def _last_turn(self, group: RolloutGroup) -> int:
+        return self._turns.get(group.samplers[0], 0)
+
+    def _displace(self) -> None:
+        num = Counter(group.samplers[0] for group in self._waiting.values())
+        group = max(self._waiting.values(), key=lambda each: (num[each.samplers[0]], self._last_turn(each)))
+        del self._waiting[group.index]
+        self._count("displaced", 0)
+
+    def _tried(self, group: RolloutGroup) -> RowGap | None:
+        try:
+            gap = self._gap(group)
+        except (ParityError, OSError) as error:
+            log.warning("group %d is not rechecked: %s", group.index, error)
+            self._count("failed", 0)
+            return None
+        except torch.OutOfMemoryError as error:
+            log.error("nothing more is rechecked, the device has no room for a second model: %s", error)
+            self._count("failed", 0)
+            self._share, self._store = 0.0, None
+            self._waiting.clear()
+            torch.cuda.empty_cache()
+            return None
+        if gap is None:
+            self._count("gone", 0)
+        else:
+            self._count("rechecked", gap.num_tokens)
+        return gap
+
     def _gap(self, group: RolloutGroup) -> RowGap | None:
         """None if the weights of a version that it names are kept no longer, or it names none."""
         needed = {
             span.version for rollout in group.rollouts for segment in rollout.segments for span in segment.version_spans
         }
         versions, policies = self._opened()
+        vocabulary = policies.vocabulary  # makes the second model
         if min(needed, default=-1) < 0:
             return None
         versions.hold(needed)
         policies.forget()
         if not all(map(policies.has, needed)):
             return None
-        sample = read_sample([group], policies.vocabulary, policies.has)
+        sample = read_sample([group], vocabulary, policies.has)
         replay = Replay(sample, policies, self._config.trainer.tokens_per_microbatch)
         trainer = replay.logprobs(map(as_labelled, sample.rows))
         gap = RowGap.of(trainer, sample.engine, len(sample.rows))

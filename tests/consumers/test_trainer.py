@@ -209,7 +209,7 @@ def test_groups_of_a_mini_batch_that_is_not_finite_die_while_the_rest_of_their_b
     assert {6, 7, 20}.isdisjoint(trainer.learner.trained)
     letters = [fields for _, fields in redis_client.xrange(Keys("test").dead)]
     assert {decode_group(letter[Field.PAYLOAD]).index for letter in letters} == {6, 7, 20}
-    assert all(letter[b"entry"] for letter in letters)
+    assert all(letter[Field.ENTRY] for letter in letters)
     assert_balanced(bench, trainer)
 
 

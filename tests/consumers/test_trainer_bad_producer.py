@@ -1,7 +1,9 @@
 """One bad producer among three, through a whole trainer that really computes, on a real server: for each of the ten
-faults nothing of it is trained once it is found, and the others go on as if it were not there."""
+faults nothing of it is trained once it is found, and the others go on as if it were not there; so also where no row has
+lag 0 and the trainer never waits."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,10 @@ import pytest
 
 from parity_bench import ParityBench
 from penstock.consumers.parity.gate import ParityRefusedError
-from played_faults import FAULTS, SIBLINGS, label_late, raw
+from penstock.consumers.parity.recheck import BUSY_SHARE, Recheck
+from penstock.consumers.trainer import Trainer
+from penstock.schemas.weights.reading import WeightReader
+from played_faults import FAULTS, SIBLINGS, label_late, labels_only, raw
 from played_producers import NAMES, PlayedProducers
 from real_server import installed_servers
 from trainer_bench import TrainerBench
@@ -63,7 +68,7 @@ def trained_with(bench: TrainerBench, producers: PlayedProducers):
         read = trainer.intake.read
         trainer.intake.read = lambda: 0 if trainer.recheck._waiting else read()
     assert trainer.run()
-    assert len(producers.batches) == NUM_UPDATES
+    assert len(producers.batches) == bench.config.num_updates
     return trainer
 
 
@@ -77,7 +82,7 @@ def assert_undisturbed(bench: TrainerBench, producers: PlayedProducers) -> None:
     answered = sum(names.count("bad") for names in producers.answered.values())
     num = {name: sum(each["num"] for each in own.values()) for name, own in outcomes.items()}
     untrained = (answered - producers.num_trained("bad")) * SIBLINGS["float32"]
-    assert num == {"trained": NUM_UPDATES * len(NAMES) * SIBLINGS["float32"], "quarantined": untrained}
+    assert num == {"trained": len(producers.batches) * len(NAMES) * SIBLINGS["float32"], "quarantined": untrained}
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, label_late], ids=lambda fault: fault.__name__)
@@ -136,3 +141,87 @@ def test_a_run_that_has_nobody_but_bad_producers_is_refused_with_what_the_gate_s
         trained_with(computing, producers)
     assert not producers.found and not producers.batches
     assert json.loads((computing.folder / "parity.json").read_text())["verdict"]["cause"] == "raw"
+
+
+UPDATE_S, RECHECK_S, CREDIT_BATCHES = 1.0, 0.05, 3
+LATEST = MOST_TRAINED * len(NAMES) * math.ceil(RECHECK_S / (BUSY_SHARE * UPDATE_S))
+"""Updates until a producer is found all of whose groups are out: a turn in three, every second update."""
+
+
+@pytest.fixture
+def kept_full(computing) -> TrainerBench:
+    """Every open prompt is answered before the next batch is taken, so that rows are two steps old then."""
+    computing.overrides += ["mode=asynchronous", f"max_lag={CREDIT_BATCHES - 1}"]
+    return computing
+
+
+def never_waiting(bench: TrainerBench, trainer: Trainer) -> Trainer:
+    """The trainer, to which its queue is always full; to its rechecks an update takes `UPDATE_S`, each of them
+    `RECHECK_S`."""
+    now_s = 0.0
+    recheck = Recheck(
+        bench.config, WeightReader(bench.connections[-1].call, bench.keys), bench.metrics.count_recheck, lambda: now_s
+    )
+    intake, step, gap = trainer.intake, trainer.learner.step, recheck._gap
+    read, is_short = intake.read, intake.is_short
+
+    def counted_step(batch):
+        nonlocal now_s
+        now_s += UPDATE_S
+        return step(batch)
+
+    def counted_gap(group):
+        nonlocal now_s
+        now_s += RECHECK_S
+        return gap(group)
+
+    trainer.recheck, trainer.learner.step, recheck._gap = recheck, counted_step, counted_gap
+    intake.read = lambda: max(1, read())
+    intake.is_short = lambda num_groups: is_short(num_groups) or intake.num_ready < intake.ledger.num_open
+    return trainer
+
+
+def test_a_bad_producer_is_found_at_lags_above_0_by_a_trainer_that_never_waits(
+    kept_full, parity_bench, redis_client, tmp_path
+):
+    kept_full.overrides += ["parity.recheck=1.0", f"num_updates={2 * CREDIT_BATCHES + LATEST}"]
+    producers = PlayedProducers(parity_bench, redis_client, kept_full.keys, tmp_path / "policies", labels_only)
+    kept_full.producer(producers.answer)
+    trainer = never_waiting(kept_full, producers.watched(kept_full.trainer()))
+    assert trainer.run()
+    assert producers.found.keys() == {"bad"}, "no false quarantine"
+    found, num_batches = producers.found["bad"]
+    assert CREDIT_BATCHES < num_batches <= CREDIT_BATCHES + LATEST, (
+        "the fault begins in the batch behind the first three"
+    )
+    assert producers.num_trained("bad") == num_batches and producers.num_trained("bad", after=num_batches) == 0
+    assert found.gap > 1e-5
+    updates = kept_full.lines("updates.jsonl")
+    assert all("0" not in update["lag_histogram"] for update in updates[1:])
+    num_rechecked = kept_full.metrics.registry.get_sample_value(
+        "penstock_parity_rechecks_total", {"outcome": "rechecked"}
+    )
+    assert num_rechecked * RECHECK_S <= BUSY_SHARE * UPDATE_S * len(updates) + RECHECK_S
+    assert_undisturbed(kept_full, producers)
+
+
+def test_losses_are_the_same_with_rechecks_between_updates(kept_full, parity_bench, redis_client, redis_url, tmp_path):
+    def losses(bench: TrainerBench, folder: Path) -> list[float]:
+        producers = PlayedProducers(parity_bench, redis_client, bench.keys, folder, labels_only, since=NUM_UPDATES)
+        bench.producer(producers.answer)
+        trainer = never_waiting(bench, producers.watched(bench.trainer()))
+        assert trainer.run() and not producers.found
+        return [update["loss"] for update in bench.lines("updates.jsonl")]
+
+    without = losses(kept_full, tmp_path / "policies")
+    kept_full.close()
+    redis_client.flushall()
+    (tmp_path / "again").mkdir()
+    again = TrainerBench(redis_url, tmp_path / "again")
+    again.overrides = [*kept_full.overrides, "parity.recheck=1.0"]
+    try:
+        assert losses(again, tmp_path / "again" / "policies") == without
+        assert again.metrics.registry.get_sample_value("penstock_parity_rechecks_total", {"outcome": "rechecked"}) >= 2
+    finally:
+        again.close()
+    assert len(set(without)) == NUM_UPDATES

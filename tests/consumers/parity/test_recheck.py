@@ -1,7 +1,9 @@
-"""Groups without a row of lag 0, recomputed while the trainer waits: a late label is found, nothing is harmed."""
+"""Groups without a row of lag 0, recomputed while the trainer waits and between updates: a late label is found, nothing
+is harmed."""
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import fakeredis
@@ -15,7 +17,7 @@ from parity_bench import COLD, ParityBench, groups_of, prompts
 from penstock.consumers.learning.fresh_rows import RowGap
 from penstock.consumers.learning.lag import LagTable
 from penstock.consumers.learning.learner import Learner
-from penstock.consumers.parity.recheck import MAX_WAITING, Recheck, _nearest
+from penstock.consumers.parity.recheck import BUSY_SHARE, MAX_WAITING, Recheck, _nearest
 from penstock.consumers.parity.replay import PolicyStore, Replay, as_labelled
 from penstock.consumers.parity.sample import read_sample
 from penstock.consumers.parity.watch import ProducerWatch
@@ -43,7 +45,7 @@ def learner(bench) -> Learner:
 
 @pytest.fixture(scope="module")
 def answers(bench) -> list[RolloutGroup]:
-    """Of an engine that took policy 2 in place of policy 1 before the sixth token of each of four groups."""
+    """Answers of an engine that took policy 2 in place of policy 1 before the sixth token of each of four groups."""
     return groups_of(
         bench.engine().generate(prompts(4, 20), SIBLINGS, LENGTH, version=1, updates={5: 2}, sampling=COLD)
     )
@@ -59,13 +61,29 @@ def log(bench) -> WrittenLog:
 
 
 class Rechecked:
-    """A recheck of every group, and what it has counted. tokens: recomputed."""
+    """A recheck of every group, and what it has counted. tokens: recomputed. now_s: of its clock, which stands."""
 
     def __init__(self, bench: ParityBench, log: WrittenLog, share: float = 1.0) -> None:
         self.outcomes: Counter[str] = Counter()
         self.tokens = 0
+        self.now_s = 0.0
         reader = WeightReader(lambda command: command(log.client), log.keys)
-        self.own = Recheck(config_of(bench, share), reader, self._count)
+        self.own = Recheck(config_of(bench, share), reader, self._count, lambda: self.now_s)
+
+    def takes(self, seconds: Callable[[RolloutGroup], float]) -> list[tuple[str, float]]:
+        """Has each recheck take so long and compute nothing, but for the first; whose group, and when it began."""
+        begun: list[tuple[str, float]] = []
+        gap = self.own._gap
+
+        def instead(group: RolloutGroup) -> RowGap | None:
+            if not begun:
+                gap(group)  # the second model is made
+            begun.append((group.samplers[0], self.now_s))
+            self.now_s += seconds(group)
+            return RowGap(SIBLINGS, SIBLINGS * LENGTH, 0.0, 0.0)
+
+        self.own._gap = instead
+        return begun
 
     def _count(self, outcome: str, num_tokens: int) -> None:
         self.outcomes[outcome] += 1
@@ -202,8 +220,8 @@ def test_the_trainers_weights_and_random_numbers_stay_as_they_are(learner, reche
     before = {name: tensor.clone() for name, tensor in learner.model.state().items()}
     torch.manual_seed(7)
     random = torch.get_rng_state()
-    rechecked.own.add(answers, TRAINED)
-    assert rechecked.own.one()[1][1].num_tokens == SIBLINGS * LENGTH
+    rechecked.own.add(answers[:1], TRAINED)
+    assert rechecked.own.one_if_due()[1][1].num_tokens == SIBLINGS * LENGTH
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.model.state().items())
 
@@ -226,8 +244,85 @@ def test_the_share_is_drawn_by_index_and_spread_evenly(bench, log, answers, monk
 def test_few_groups_wait_and_the_newest_are_kept(rechecked, answers):
     rechecked.own.add([indexed(answers[0], index) for index in range(1, MAX_WAITING + 3)], TRAINED)
     left = [index for _ in range(MAX_WAITING + 2) for index in rechecked.own.one()[1]]
-    assert left == list(range(3, MAX_WAITING + 3))
+    assert left == list(range(MAX_WAITING + 2, 2, -1))
     assert rechecked.outcomes == {"displaced": 2, "rechecked": MAX_WAITING}
+
+
+def test_a_trainer_that_never_waits_rechecks_all_the_same_in_a_bounded_share_of_its_time(rechecked, answers):
+    """An update takes a second, a recheck between 0.02 and 0.5 s and, once, 5 s."""
+    began = rechecked.takes(lambda group: 5.0 if group.index == 400 else (0.02, 0.1, 0.5)[group.index % 3])
+    spent_s = []
+    for update in range(1, 2001):
+        rechecked.now_s += 1.0
+        rechecked.own.add([indexed(answers[0], update)], TRAINED)
+        before_s = rechecked.now_s
+        rechecked.own.one_if_due()
+        spent_s.append(rechecked.now_s - before_s)
+    assert 0.5 * BUSY_SHARE < sum(spent_s[1:]) / rechecked.now_s <= BUSY_SHARE
+    begun_s = [at for _, at in began]
+    for took_s, (at, following) in zip(filter(None, spent_s[1:]), itertools.pairwise(begun_s[1:]), strict=False):
+        assert took_s / BUSY_SHARE <= following - at <= took_s / BUSY_SHARE + 2.0, (
+            "an update after it is due at the latest"
+        )
+    assert begun_s[:2] == [1.0, 2.0 + spent_s[0]], "at once, and the making of the second model is not counted"
+
+
+def test_a_recheck_while_rollouts_are_waited_for_saves_the_one_between_updates(rechecked, answers):
+    began = rechecked.takes(lambda group: 0.3)
+    rechecked.own.add(answers, TRAINED)
+    rechecked.own.one_if_due()
+    assert rechecked.own.one()[0] and len(began) == 2, "a trainer that waits has the time"
+    rechecked.now_s = began[-1][1] + 0.3 / BUSY_SHARE - 0.01
+    assert rechecked.own.one_if_due() == ([], {})
+    rechecked.now_s += 0.02
+    assert rechecked.own.one_if_due()[0]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_every_producer_has_its_turn_however_few_groups_it_delivers(rechecked, answers, waits):
+    """Each batch has 6 groups of one producer and one of another, every fifth also one of a third."""
+    began = rechecked.takes(lambda group: 0.09)  # every third update or so
+    index = itertools.count(1)
+    for update in range(300):
+        names = ["slow"] * (update % 5 == 0) + ["few"] + ["busy"] * 6
+        batch = [indexed(group, next(index)) for name in names for group in sampled_by(answers[:1], name)]
+        rechecked.own.add(batch, TRAINED)
+        rechecked.now_s += 1.0
+        rechecked.own.one() if waits else rechecked.own.one_if_due()
+    turns = Counter(name for name, _ in began)
+    if waits:
+        assert len(began) == 300 and turns["slow"] == 60 and turns["few"] == turns["busy"] == 120
+    else:
+        assert len(began) > 99 and max(turns.values()) - min(turns.values()) <= 1
+
+
+def test_more_producers_than_groups_that_wait_have_their_turns_too(rechecked, answers):
+    names = [f"p{n}" for n in range(3 * MAX_WAITING)]
+    began = rechecked.takes(lambda group: 0.09)
+    for update in range(200):
+        batch = [
+            indexed(group, update * len(names) + n)
+            for n, name in enumerate(names)
+            for group in sampled_by(answers[:1], name)
+        ]
+        rechecked.own.add(batch, TRAINED)
+        rechecked.now_s += 1.0
+        rechecked.own.one_if_due()
+    for n in range(0, len(began) - len(names), len(names)):
+        assert {name for name, _ in began[n : n + len(names)]} == {*names}
+
+
+def test_a_producer_whose_groups_cannot_be_recomputed_takes_nobodys_turn(rechecked, answers):
+    rechecked.own._gap = lambda group: None if group.samplers[0] == "gone" else RowGap(1, 1, 0.0, 0.0)
+    found = []
+    for update in range(10):
+        names = ["gone"] * 3 + ["sound"]
+        batch = [
+            indexed(group, 4 * update + n) for n, name in enumerate(names) for group in sampled_by(answers[:1], name)
+        ]
+        rechecked.own.add(batch, TRAINED)
+        found.append(len(rechecked.own.one()[0]))
+    assert found == [1, 0] * 5
 
 
 def test_groups_that_are_judged_otherwise_or_not_trained_are_left_alone(rechecked, answers):
@@ -246,7 +341,7 @@ def test_groups_that_are_judged_otherwise_or_not_trained_are_left_alone(rechecke
 def test_a_group_whose_versions_are_kept_no_longer_is_counted_and_not_judged(bench, rechecked, log, answers):
     engine = bench.engine()
     (newer,) = groups_of(engine.generate(prompts(1, 20), SIBLINGS, LENGTH, version=2, updates={5: 3}, sampling=COLD))
-    rechecked.own.add([answers[0], indexed(newer, 9), answers[1]], TRAINED)
+    rechecked.own.add([answers[1], indexed(newer, 9), answers[0]], TRAINED)
     assert rechecked.own.one()[1].keys() == {1} and rechecked.own.one()[1].keys() == {9}
     log.drop(0, 1)
     assert rechecked.own.one() == ([], {}), "version 1, which was in memory, is gone from log and folder"
@@ -259,10 +354,10 @@ def test_weights_that_cannot_be_read_are_told_of_and_the_next_group_is_tried(rec
     store.delete(lost)
     rechecked.own.add(answers[:2], TRAINED)
     assert rechecked.own.one() == ([], {})
-    assert "group 1 is not rechecked: " in caplog.text
+    assert "group 2 is not rechecked: " in caplog.text
     for key, data in lost.items():
         store.put(key, data)
-    assert rechecked.own.one()[1].keys() == {2}
+    assert rechecked.own.one()[1].keys() == {1}
     assert rechecked.outcomes == {"failed": 1, "rechecked": 1}
 
 

@@ -46,7 +46,7 @@ def learner(bench: ParityBench) -> Learner:
 
 @pytest.fixture(scope="module")
 def sound(bench: ParityBench) -> list[RolloutGroup]:
-    """Of two producers, 2 groups each."""
+    """Groups of two producers, 2 each."""
     own = groups_of(
         bench.engine().generate(prompts(NUM_GROUPS, 20, seed=1), SIBLINGS[bench.dtype], LENGTH, sampling=COLD)
     )

@@ -1,0 +1,26 @@
+"""What a trainer, and somebody else, have written about producers' rows."""
+
+from penstock.schemas.keys import Keys
+from penstock.schemas.producer_parity import ProducerParity, encode_parity
+
+INSTANCES = {name: f"{name}-1" for name in ("sound", "bad", "again", "torn", "deep")}
+"""The producers that live, and their instances."""
+SAYS = "engine and trainer differ \x1b[2J[bold] by 0.31 nats"
+
+
+def write_parity(client, keys: Keys) -> None:
+    """One sound producer; one in quarantine; one started again after its quarantine; two whose fields nobody can read;
+    and a field that is no text."""
+    found = {
+        "sound-1": ProducerParity(producer_id="sound", gap=2e-4, num_rows=64),
+        "bad-1": ProducerParity(
+            producer_id="bad", gap=0.31, num_rows=16, quarantined_s=1e9, cause="stale_weights", says=SAYS
+        ),
+        "again-0": ProducerParity(
+            producer_id="again", gap=0.5, num_rows=16, quarantined_s=1e9, cause="stale_weights", says="of before"
+        ),
+    }
+    fields = {instance: encode_parity(each) for instance, each in found.items()}
+    client.hset(
+        keys.parity, mapping={**fields, "torn-1": b'{"producer_id"', "deep-1": b"[" * 100_000, b"\xff": b"\xff"}
+    )
